@@ -28,7 +28,10 @@ from shardtrain.utils.log import logger
 
 _IGNORED = ("*.inv_freq", "*.position_ids", "*.masked_bias", "*.token_type_ids")
 """Buffers in files of older versions. The model computes them from config.json."""
-_SAID_OF_FILES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_STACKING = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+"""Supported conversions of tensors: stacking experts, or stacking experts and then concatenating."""
+_NOT_COMPARED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of config.json that do not define the model."""
 
 
 def is_as_is(module: Any) -> bool:
@@ -38,12 +41,15 @@ def is_as_is(module: Any) -> bool:
 
 def translation(model: Any, config: Any) -> Translation:
     """Map the tensors of a model to their names in files. No file is read."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    kind = architecture.read(config.path).model_type
-    hub = HubFormat(config.class_name, kind, {}, lambda _: {}, lambda _: {}, _IGNORED)
-    rules = _conversions(kind)
-    return Translation(hub, shapes, config, {name: _in_files(name.partition(".")[2], rules) for name in shapes})
+    model_type = architecture.read(config.path).model_type
+    rules = _conversions(model_type)
+    shapes = {}
+    sources = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        shapes[name] = tuple(tensor.shape)
+        sources[name] = _in_files(_without_attribute(name), rules)
+    hub = HubFormat(config.class_name, model_type, {}, lambda _: {}, lambda _: {}, _IGNORED)
+    return Translation(hub, shapes, config, sources)
 
 
 @dataclass(frozen=True)
@@ -68,32 +74,44 @@ def _conversions(model_type: str) -> list[_Rule]:
     except ImportError:
         # Before transformers 5, the names in files are those of the modules.
         return []
-    found = []
+    rules = []
     for conversion in get_checkpoint_conversion_mapping(model_type) or ():
         operations = getattr(conversion, "operations", None) or ()
         steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in operations]
-        saved = tuple(pattern.replace("\\.", ".") for pattern in conversion.source_patterns)
-        # Supported: renaming, stacking experts, and stacking experts followed by a concatenation.
-        known = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-        plain = len(conversion.target_patterns) == 1 and not any(set(word) & set("\\^$()[]+?|") for word in saved)
-        if not plain or (steps and (steps not in known or any(word.count(".*.") != 1 for word in saved))):
+        saved = [pattern.replace("\\.", ".") for pattern in conversion.source_patterns]
+        if len(conversion.target_patterns) != 1 or any(_has_regex(pattern) for pattern in saved):
             return []
-        if not steps and (len(saved) != 1 or "*" in saved[0]):
+        if not steps:
+            is_supported = len(saved) == 1 and "*" not in saved[0]
+        else:
+            is_supported = steps in _STACKING and all(pattern.count(".*.") == 1 for pattern in saved)
+        if not is_supported:
             return []
-        found.append(
-            _Rule(conversion.target_patterns[0], tuple(word.replace(".*.", ".#.") for word in saved), bool(steps))
-        )
-    return sorted(found, key=lambda rule: not rule.stacks)
+        names = tuple(pattern.replace(".*.", ".#.") for pattern in saved)
+        rules.append(_Rule(conversion.target_patterns[0], names, stacks=bool(steps)))
+    return sorted(rules, key=lambda rule: not rule.stacks)
+
+
+def _has_regex(pattern: str) -> bool:
+    return any(character in pattern for character in "\\^$()[]+?|")
 
 
 def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
     """Return the name in files of a ``transformers`` tensor, or the names of its parts."""
-    stacked = next((rule for rule in rules if rule.stacks and name.endswith(rule.opened)), None)
-    names = [name.removesuffix(stacked.opened) + part for part in stacked.saved] if stacked else [name]
+    names = [name]
+    is_stacked = False
     for rule in rules:
         if not rule.stacks:
-            names = [one.replace(rule.opened, rule.saved[0]) for one in names]
-    return MergedExperts(tuple(names)) if stacked else names[0]
+            names = [part.replace(rule.opened, rule.saved[0]) for part in names]
+        elif not is_stacked and name.endswith(rule.opened):
+            is_stacked = True
+            names = [name.removesuffix(rule.opened) + part for part in rule.saved]
+    return MergedExperts(tuple(names)) if is_stacked else names[0]
+
+
+def _without_attribute(name: str) -> str:
+    """Return a tensor's name in ``transformers``. In our model, it is below the attribute that holds the network."""
+    return name.partition(".")[2]
 
 
 def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
@@ -109,10 +127,10 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         CheckpointError: the file has names that only ``transformers`` can convert.
     """
     plain = translation(model, config)
-    there = set(weights.names())
+    in_file = set(weights.names())
     hf = model.hf
     sources = dict(plain.sources)
-    again = []
+    repeated = []
 
     # Find the name of each tensor in the file. It may have the prefix of the base model or not, an older name
     # of LayerNorm, or any name of a tied tensor. A second name is skipped only if its values are equal.
@@ -121,29 +139,40 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     for ours, theirs in plain.sources.items():
         if isinstance(theirs, MergedExperts):
             # The file contains the experts separately or stacked.
-            whole = next((form for form in _forms(ours.partition(".")[2], prefix) if form in there), None)
-            parts = zip(*(_forms(name, prefix) for name in theirs.names), strict=True)
-            found = next((names for names in parts if names[0].replace("#", "0") in there), None)
-            sources[ours] = MergedExperts(found) if found is not None else whole or theirs
+            for form in _forms(_without_attribute(ours), prefix):
+                if form in in_file:
+                    sources[ours] = form
+                    break
+            for names in zip(*(_forms(name, prefix) for name in theirs.names), strict=True):
+                if names[0].replace("#", "0") in in_file:
+                    sources[ours] = MergedExperts(names)
+                    break
             continue
-        spelled: list[str] = []
-        for name in (str(theirs), *(tied.partition(".")[2] for tied in (ours, *aliases.get(ours, ())))):
-            spelled += [form for form in _forms(name, prefix) if form in there]
-        if spelled:
-            sources[ours] = spelled[0]
-            again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]
+        names_of_tensor = [str(theirs), _without_attribute(ours)]
+        names_of_tensor += [_without_attribute(alias) for alias in aliases.get(ours, ())]
+        existing: list[str] = []
+        for name in names_of_tensor:
+            existing += [form for form in _forms(name, prefix) if form in in_file]
+        if existing:
+            sources[ours] = existing[0]
+            repeated += [re.escape(name) for name in existing[1:] if _same(weights, existing[0], name)]
 
     # Skip the same tensors as transformers: those that match patterns of its modules, and computed buffers.
     patterns: set[str] = set()
     for module in hf.modules():
         patterns.update(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
-    passed = [f".*(?:{pattern}).*" for pattern in sorted(patterns)]
-    passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
+    skipped = [f".*(?:{pattern}).*" for pattern in sorted(patterns)]
+    for name in model.computed:
+        skipped += [re.escape(form) for form in _forms(name, prefix)]
 
     # Find missing and additional tensors.
     found_at = Translation(plain.hub, plain.shapes, config, sources)
-    missing = [ours for ours in sources if any(piece.name not in there for piece in found_at.pieces_of(ours))]
-    surplus = there - found_at.their_shapes().keys()
+    missing = []
+    for ours in sources:
+        names_in_file = {piece.name for piece in found_at.pieces_of(ours)}
+        if not names_in_file <= in_file:
+            missing.append(ours)
+    surplus = in_file - found_at.their_shapes().keys()
     if missing and any(".experts." in name for name in surplus):
         raise CheckpointError(
             f"{weights.folder} has tensor names of {config.class_name} that only transformers can convert, such as "
@@ -151,8 +180,8 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         )
     # A class for another task has a new head. Skip the head in the file.
     if config.class_name not in (architecture.read(config.path).architectures or []):
-        new = [ours for ours in missing if not ours.partition(".")[2].startswith(prefix)]
-        passed += [re.escape(name) for name in surplus if not name.startswith(prefix)]
+        new = [ours for ours in missing if not _without_attribute(ours).startswith(prefix)]
+        skipped += [re.escape(name) for name in surplus if not name.startswith(prefix)]
         for ours in new:
             del sources[ours]
         if new:
@@ -160,7 +189,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
                 f"{len(new)} tensors are not in {weights.folder} and keep their random initialization: "
                 f"{', '.join(new[:10])}"
             )
-    return Translation(plain.hub, plain.shapes, config, sources), [*passed, *again]
+    return Translation(plain.hub, plain.shapes, config, sources), [*skipped, *repeated]
 
 
 def own_sizes(config: Any) -> Any:
@@ -188,19 +217,22 @@ def check_same(config: Any, folder: Path) -> None:
     Raises:
         ConfigError: another key differs. The message lists up to ten of them.
     """
-    ours, theirs = (dict(architecture.read(path).to_dict()) for path in (config.path, str(folder)))
-    differ = []
-    for key in sorted((ours.keys() | theirs.keys()) - _SAID_OF_FILES):
-        if ours.get(key) == theirs.get(key):
+    ours = dict(architecture.read(config.path).to_dict())
+    theirs = dict(architecture.read(str(folder)).to_dict())
+    differences = []
+    for key in sorted((ours.keys() | theirs.keys()) - _NOT_COMPARED):
+        our_value = ours.get(key)
+        their_value = theirs.get(key)
+        if our_value == their_value:
             continue
         if CHANGEABLE.fullmatch(key):
-            logger.warning(f"{key}={ours.get(key)!r} of {config.path} is used; {folder} has {theirs.get(key)!r}")
+            logger.warning(f"{key}={our_value!r} of {config.path} is used; {folder} has {their_value!r}")
         else:
-            differ.append(f"{key}={theirs.get(key)!r} instead of {ours.get(key)!r}")
-    if differ:
-        more = f" and {len(differ) - 10} more" if len(differ) > 10 else ""
+            differences.append(f"{key}={their_value!r} instead of {our_value!r}")
+    if differences:
+        more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
         raise ConfigError(
-            f"{folder} contains another model than {config.path}: {'; '.join(differ[:10])}{more}; "
+            f"{folder} contains another model than {config.path}: {'; '.join(differences[:10])}{more}; "
             "name the same folder in model.hf_assets_path and checkpoint.initial_load_path"
         )
 
@@ -237,20 +269,24 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     eos = getattr(model.hf.config, "eos_token_id", None)
     # Some classifiers, such as BART, read the scores at the EOS token, so give each row exactly one, at its end.
     if model.kind == "classification" and isinstance(eos, int):
-        tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)
+        other_token = 0 if eos else 1
+        tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, other_token)
         tokens_BT[:, -1] = eos
-    inputs = {"input_ids": tokens_BT}
+    their_inputs = {"input_ids": tokens_BT}
     decoded_BS = None
     if model.kind == "sequence_to_sequence":
         decoded_BS = tokens_BT.flip(1)
         first_B1 = torch.full_like(tokens_BT[:, :1], opened.config.decoder_start_token_id)
-        inputs["decoder_input_ids"] = torch.cat((first_B1, decoded_BS[:, :-1]), dim=1)
-    return model.eval()(tokens_BT, decoded_BS=decoded_BS), opened(**inputs).logits
+        their_inputs["decoder_input_ids"] = torch.cat((first_B1, decoded_BS[:, :-1]), dim=1)
+    our_logits = model.eval()(tokens_BT, decoded_BS=decoded_BS)
+    return our_logits, opened(**their_inputs).logits
 
 
 def _forms(name: str, prefix: str) -> list[str]:
+    """Return the possible names in files: as given, with or without the prefix of the base model, and an older name."""
     other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
-    old = re.sub(r"LayerNorm\.weight$", "LayerNorm.gamma", re.sub(r"LayerNorm\.bias$", "LayerNorm.beta", name))
+    old = re.sub(r"LayerNorm\.bias$", "LayerNorm.beta", name)
+    old = re.sub(r"LayerNorm\.weight$", "LayerNorm.gamma", old)
     return list(dict.fromkeys((name, other, old)))
 
 

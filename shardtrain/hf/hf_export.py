@@ -37,6 +37,9 @@ from shardtrain.models.architecture import saved_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, require_new
 
 SHARD_BYTES = 5 * 10**9
+_ROTARY = {"rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct"}
+"""Fields of config.json for rotary positions."""
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
 _OF_TOKENIZERS = re.compile(
     rf"{TOKENIZERS.pattern}|special_tokens_map\.json|added_tokens\.json|chat_template\..*|.*chat_templates/.*"
 )
@@ -71,8 +74,12 @@ class Export:
 
     def sources(self) -> list[FolderSource]:
         """Return the sources of files other than weights, in descending priority."""
-        own = source.of_folder(self.tokenizer) if self.tokenizer is not None else None
-        return [one for one in (own, self.source) if one is not None]
+        sources = []
+        if self.tokenizer is not None:
+            sources.append(source.of_folder(self.tokenizer))
+        if self.source is not None:
+            sources.append(self.source)
+        return sources
 
 
 class Writer:
@@ -105,33 +112,48 @@ class Writer:
             for piece in self.translation.pieces_of(ours):
                 self._made_of.setdefault(piece.name, []).append((ours, piece))
 
-        # Take the dtype of a tensor from the first of these that exists: the option, the weights of the
-        # source, the config.json of the source, the checkpoint.
-        of_source: dict[str, str] = {}
-        source_config: Mapping[str, Any] = {}
-        if wanted.source is not None:
-            of_source = source.dtypes_of(wanted.source.where, self.translation) if not wanted.dtype else {}
-            source_config = wanted.source.config
-        of_config = str(source_config.get("dtype") or source_config.get("torch_dtype")).removeprefix("torch.")
-        self._types: dict[str, str] = {}
-        for theirs, parts in self._made_of.items():
-            ours = parts[0][0]
-            stored_type = self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
-            default = of_config if of_config in COMPUTE_DTYPES else stored_type
-            self._types[theirs] = wanted.dtype or of_source.get(ours) or default
+        self._types = self._choose_dtypes()
         if wanted.source is None:
             fields["torch_dtype"] = next(iter(self._types.values()))
-        self._files = _beside(wanted)
+        self._files = _copied_files(wanted)
 
         # Write the special tokens of the run to config.json and generation_config.json.
-        place = self._files.get(GENERATION)
-        settings_file = {} if place is None else {GENERATION: place.files[GENERATION]}
-        before = place or FolderSource(wanted.output)
-        described = dataclasses.replace(before, config=fields, files=settings_file)
+        described = FolderSource(wanted.output, config=fields)
+        if GENERATION in self._files:
+            origin = self._files[GENERATION]
+            described = dataclasses.replace(origin, config=fields, files={GENERATION: origin.files[GENERATION]})
         self._described, changes = with_tokens(described, wanted.tokens)
-        self._files |= dict.fromkeys(self._described.files, self._described)
-        self.notice = f"special tokens are set to those of training: {'; '.join(changes)}" if changes else ""
-        self.files = self._share_out()
+        for name in self._described.files:
+            self._files[name] = self._described
+        self.notice = ""
+        if changes:
+            self.notice = f"special tokens are set to those of training: {'; '.join(changes)}"
+        self.files = self._assign_to_files()
+
+    def _choose_dtypes(self) -> dict[str, str]:
+        """Return the dtype of each exported tensor.
+
+        It is the first of these that exists: the option, the dtype in the weights of the source, in its config.json,
+        or in the checkpoint.
+        """
+        if self.wanted.dtype:
+            return dict.fromkeys(self._made_of, self.wanted.dtype)
+        origin = self.wanted.source
+        source_types: dict[str, str] = {}
+        config_type = ""
+        if origin is not None:
+            source_types = source.dtypes_of(origin.where, self.translation)
+            config_type = str(origin.config.get("dtype") or origin.config.get("torch_dtype")).removeprefix("torch.")
+        types = {}
+        for theirs, parts in self._made_of.items():
+            ours, _ = parts[0]
+            if source_types.get(ours):
+                types[theirs] = source_types[ours]
+            elif config_type in COMPUTE_DTYPES:
+                types[theirs] = config_type
+            else:
+                types[theirs] = self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
+        return types
 
     def check_source(self, part: int = 0, parts: int = 1) -> None:
         """Verify the hashes of every ``parts``-th file of the checkpoint, starting at ``part``.
@@ -163,11 +185,13 @@ class Writer:
         Call ``check_cancelled``, which may raise, before each piece.
         """
         names = self.files[file]
-        yield header({name: (self._types[name], self._shapes[name]) for name in names})
+        types_and_shapes = {name: (self._types[name], self._shapes[name]) for name in names}
+        yield header(types_and_shapes)
         for name in names:
             for box in mapping.row_blocks(self._shapes[name]):
                 block = self._read_theirs(name, box)
-                yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), check_cancelled)
+                content = block.reshape(-1).view(torch.uint8).numpy()
+                yield from pieces(memoryview(content.data), check_cancelled)
 
     def write_rest(self, folder: Path) -> None:
         """Write the index, config.json and the tokenizer's files.
@@ -176,57 +200,64 @@ class Writer:
             OSError: a file cannot be read or written.
         """
         if len(self.files) > 1:
-            sizes = (self._bytes(name) for names in self.files.values() for name in names)
-            weight_map = {name: file for file, names in self.files.items() for name in names}
-            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-            files.write_durable(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-        files.write_durable(folder / CONFIG, (json.dumps(self._described.config, indent=2) + "\n").encode())
-        for name, place in self._files.items():
+            total_size = 0
+            weight_map = {}
+            for file, names in self.files.items():
+                for name in names:
+                    total_size += self._bytes(name)
+                    weight_map[name] = file
+            _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        _write_json(folder / CONFIG, self._described.config)
+        for name, origin in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            files.write_durable(folder / name, place.read(name))
+            files.write_durable(folder / name, origin.read(name))
 
     def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
         """Return a box of one of our tensors in its exported dtype."""
-        found = tensors.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
-        return found.to(self.dtype_of(name))
+        tensor = tensors.read_part(self.stored, self.wanted.checkpoint, WEIGHTS_PREFIX + name, box)
+        return tensor.to(self.dtype_of(name))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the exported dtype of one of our tensors."""
-        return getattr(torch, self._types[next(iter(self.translation.pieces_of(name))).name])  # type: ignore[no-any-return]
+        first_piece = next(iter(self.translation.pieces_of(name)))
+        dtype: torch.dtype = getattr(torch, self._types[first_piece.name])
+        return dtype
 
     def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Return a box of an exported tensor."""
+        parts = self._made_of[name]
+        first_ours, first_piece = parts[0]
         if not box:
-            return self.read_part(self._made_of[name][0][0], ())
+            return self.read_part(first_ours, ())
         # Read directly if the exported tensor is one of ours under another name.
-        rows = box[0]
-        ours, piece = self._made_of[name][0]
-        whole = piece.theirs[0]
-        same = piece.ours == piece.theirs and not piece.transposed
-        if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
-            return self.read_part(ours, box)
+        is_same_place = first_piece.ours == first_piece.theirs and first_piece.theirs[0].start == 0
+        if len(parts) == 1 and is_same_place and not first_piece.transposed:
+            return self.read_part(first_ours, box)
 
         # Otherwise combine the rows of each piece that overlap with the box. If our tensor has an additional
         # dimension, it is the first, and its index is the expert.
-        block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
-        for ours, piece in self._made_of[name]:
-            whole = piece.theirs[0]
-            experts = len(piece.ours) - len(piece.theirs)
-            begin = max(rows.start, whole.start)
-            end = min(rows.stop, whole.stop)
+        rows = box[0]
+        block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(first_ours))
+        for ours, piece in parts:
+            piece_rows = piece.theirs[0]
+            begin = max(rows.start, piece_rows.start)
+            end = min(rows.stop, piece_rows.stop)
             if begin >= end:
                 continue
-            shift = piece.ours[experts].start - whole.start
-            wanted = (*piece.ours[:experts], slice(begin + shift, end + shift), *piece.ours[experts + 1 :])
+            row_dim = len(piece.ours) - len(piece.theirs)
+            shift = piece.ours[row_dim].start - piece_rows.start
+            our_box = list(piece.ours)
+            our_box[row_dim] = slice(begin + shift, end + shift)
             target = block[(slice(begin - rows.start, end - rows.start), *piece.theirs[1:])]
-            target = target.transpose(-2, -1) if piece.transposed else target
-            target.copy_(self.read_part(ours, wanted).reshape(target.shape))
+            if piece.transposed:
+                target = target.transpose(-2, -1)
+            target.copy_(self.read_part(ours, our_box).reshape(target.shape))
         return block
 
     def _bytes(self, name: str) -> int:
         return math.prod(self._shapes[name]) * ITEM_BYTES[self._types[name]]
 
-    def _share_out(self) -> dict[str, list[str]]:
+    def _assign_to_files(self) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]
         room = self.wanted.shard_bytes
         for name in self._made_of:
@@ -238,7 +269,10 @@ class Writer:
             room -= size
         if len(shards) == 1:
             return {SINGLE: shards[0]}
-        return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+        names_by_file = {}
+        for number, names in enumerate(shards, 1):
+            names_by_file[f"model-{number:05d}-of-{len(shards):05d}.safetensors"] = names
+        return names_by_file
 
 
 def export(wanted: Export) -> tuple[list[str], str]:
@@ -281,6 +315,11 @@ def export(wanted: Export) -> tuple[list[str], str]:
     return sorted(path.name for path in wanted.output.iterdir()), writer.notice
 
 
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2) + "\n"
+    files.write_durable(path, text.encode())
+
+
 def _stop_if_failed(futures: Iterable[Future[None]]) -> None:
     for future in futures:
         if future.done():
@@ -293,22 +332,24 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     Raises:
         ConfigError: the format cannot describe the model.
     """
-    before = dict(wanted.source.config) if wanted.source is not None else {}
+    source_config = dict(wanted.source.config) if wanted.source is not None else {}
     if as_is.is_as_is(wanted.module):
-        c = wanted.config
-        own = before if before.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
-        grown = c.vocab_size if c.vocab_size != c.own_vocab_size else 0
-        labels = wanted.labels or [f"LABEL_{number}" for number in range(c.num_labels)]
-        return _with_dtype(saved_config(own, c.class_name, labels, grown), wanted.dtype)
+        config = wanted.config
+        if not source_config.get("model_type"):
+            source_config = dict(read_json(Path(config.path) / CONFIG))
+        new_vocab_size = config.vocab_size if config.vocab_size != config.own_vocab_size else 0
+        labels = wanted.labels or [f"LABEL_{number}" for number in range(config.num_labels)]
+        fields = saved_config(source_config, config.class_name, labels, new_vocab_size)
+        return _with_dtype(fields, wanted.dtype)
     hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
-    before = dict(hub.text_config(before))
+    source_config = dict(hub.text_config(source_config))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(
             f"model.norm_type={wanted.config.norm_type!r} is not supported by {hub.architecture}; keep the checkpoint"
         )
     fields = hub.write(wanted.config)
-    if before.get("model_type") == hub.model_type:
-        changed = _changed(before, hub, wanted.config, fields)
+    if source_config.get("model_type") == hub.model_type:
+        changed = _changed(source_config, hub, wanted.config, fields)
         return _with_dtype(saved_config(changed, hub.architecture, wanted.labels), wanted.dtype)
     fields = {
         "architectures": [hub.architecture],
@@ -330,45 +371,52 @@ def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dic
     described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
     same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
-    old = hub.write(dataclasses.replace(described, **same))
-    differ = {key: value for key, value in fields.items() if old.get(key) != value}
-    rotary = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
+    source_fields = hub.write(dataclasses.replace(described, **same))
+    changes = {key: value for key, value in fields.items() if source_fields.get(key) != value}
     # Files of transformers 5 have one table of all rotary options.
-    if "rope_parameters" in hf_config and differ.keys() & set(rotary):
-        table = {**(fields.get("rope_scaling") or {"rope_type": "default"})}
+    if "rope_parameters" in hf_config and changes.keys() & _ROTARY:
+        table = dict(fields.get("rope_scaling") or {"rope_type": "default"})
         table["rope_type"] = table.pop("type", None) or table["rope_type"]
         table["rope_theta"] = fields.get("rope_theta", fields.get("rotary_emb_base"))
         if "rotary_pct" in fields:
             table["partial_rotary_factor"] = fields["rotary_pct"]
-        differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
-    changed = {**hf_config, **differ}
+        for key in _ROTARY:
+            changes.pop(key, None)
+        changes["rope_parameters"] = table
+    changed = {**hf_config, **changes}
     # Exported weights are dequantized.
     changed.pop("quantization_config", None)
     return changed
 
 
-def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Set the dtype at the top level and in nested configurations. No-op if ``dtype`` is empty."""
+def _with_dtype(fields: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the fields with the dtype at the top level and in nested configurations.
+
+    If ``dtype`` is empty, nothing changes.
+    """
     if not dtype:
-        return found
-    keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["torch_dtype"]
-    inner = {
-        key: {**part, **{name: dtype for name in ("dtype", "torch_dtype") if name in part}}
-        for key, part in found.items()
-        if key.endswith("_config") and isinstance(part, dict)
-    }
-    return {**found, **inner, **dict.fromkeys(keys, dtype)}
+        return fields
+    changed = dict(fields)
+    if not _DTYPE_KEYS & fields.keys():
+        changed["torch_dtype"] = dtype
+    for key in _DTYPE_KEYS & fields.keys():
+        changed[key] = dtype
+    for name, part in fields.items():
+        if name.endswith("_config") and isinstance(part, dict):
+            changed[name] = {**part, **dict.fromkeys(_DTYPE_KEYS & part.keys(), dtype)}
+    return changed
 
 
-def _beside(wanted: Export) -> dict[str, FolderSource]:
+def _copied_files(wanted: Export) -> dict[str, FolderSource]:
     """Map each copied file to its origin. All files of the tokenizer come from one origin."""
-    source_of: dict[str, FolderSource] = {}
-    for place in wanted.sources():
-        has_tokenizer = any(other.has_tokenizer for other in source_of.values())
-        for name in place.files:
-            if name not in source_of and not (has_tokenizer and _OF_TOKENIZERS.fullmatch(name)):
-                source_of[name] = place
-    return source_of
+    origin_of: dict[str, FolderSource] = {}
+    for origin in wanted.sources():
+        has_tokenizer = any(other.has_tokenizer for other in origin_of.values())
+        for name in origin.files:
+            is_second_tokenizer = has_tokenizer and _OF_TOKENIZERS.fullmatch(name)
+            if name not in origin_of and not is_second_tokenizer:
+                origin_of[name] = origin
+    return origin_of
 
 
 def _named_as_before(translation: Translation, wanted: Export) -> Translation:
@@ -377,10 +425,15 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
     where = wanted.source.where
     if source.has_weights(where):
         with open_weights(where, None) as weights:
-            names = as_is.fit(models.build(wanted.module, wanted.config), wanted.config, weights)[0].sources
+            model = models.build(wanted.module, wanted.config)
+            source_translation, _ = as_is.fit(model, wanted.config, weights)
+            names = source_translation.sources
     else:
-        known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None
-        names = known if isinstance(known, dict) and all(isinstance(name, str) for name in known.values()) else {}
+        names = {}
+        if (where / manifest.MANIFEST).is_file():
+            noted = manifest.read(where).facts.get(source.NAMES)
+            if isinstance(noted, dict) and all(isinstance(name, str) for name in noted.values()):
+                names = noted
     # With the names of another model, two tensors could have the same name.
     sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
     if len({*sources.values()}) < len(sources):
@@ -389,14 +442,17 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
 
 
 def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:
-    ours = {name: tuple(t.shape) for name, t in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)}
-    weights = {name.removeprefix(WEIGHTS_PREFIX): shape for name, shape in ours.items()}
-    wrong = sorted(n for n in weights.keys() | translation.shapes if weights.get(n) != translation.shapes.get(n))
+    shapes = {}
+    for name, tensor in stored.tensors.items():
+        if name.startswith(WEIGHTS_PREFIX):
+            shapes[name.removeprefix(WEIGHTS_PREFIX)] = tuple(tensor.shape)
+    expected = translation.shapes
+    wrong = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
     if wrong:
-        name = wrong[0]
+        name = min(wrong)
         raise CheckpointError(
             f"checkpoint {checkpoint} does not fit the configured model: {len(wrong)} tensors differ, such as {name}: "
-            f"{weights.get(name)} instead of {translation.shapes.get(name)}; use the configuration of its run"
+            f"{shapes.get(name)} instead of {expected.get(name)}; use the configuration of its run"
         )
 
 

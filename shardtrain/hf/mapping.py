@@ -41,22 +41,25 @@ class Translation:
 
     def their_shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors in the Hugging Face format, by name."""
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for name, source in self.sources.items():
             shape = self.shapes[name]
             if isinstance(source, str):
-                found[source] = shape
-            elif isinstance(source, ExpertTensors):
-                found |= {piece.name: shape[1:] for piece in self.pieces_of(name)}
-            elif isinstance(source, MergedExperts):
-                rows = shape[1] // len(source.names)
-                found |= {piece.name: (rows, *shape[2:]) for piece in self.pieces_of(name)}
+                shapes[source] = shape
+            elif isinstance(source, ExpertTensors | MergedExperts):
+                shape_of_piece = shape[1:]
+                if isinstance(source, MergedExperts):
+                    rows = shape[1] // len(source.names)
+                    shape_of_piece = (rows, *shape[2:])
+                for piece in self.pieces_of(name):
+                    shapes[piece.name] = shape_of_piece
             elif isinstance(source, Stacked):
-                *rest, outputs = (shape[0], *shape[2:], shape[1]) if source.transposed else shape
-                found[source.name] = (*rest, source.parts * outputs)
+                if source.transposed:
+                    shape = (shape[0], *shape[2:], shape[1])
+                shapes[source.name] = (*shape[:-1], source.parts * shape[-1])
             else:
-                found[source.name] = (source.parts * shape[0], *shape[1:])
-        return found
+                shapes[source.name] = (source.parts * shape[0], *shape[1:])
+        return shapes
 
 
 def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Translation:
@@ -65,14 +68,20 @@ def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Trans
     Raises:
         CheckpointError: the format cannot represent a tensor.
     """
-    found = {name: hub.source(name, config) for name in shapes}
-    unmapped = [name for name, source in found.items() if source is None]
+    sources = {}
+    unmapped = []
+    for name in shapes:
+        source = hub.source(name, config)
+        if source is None:
+            unmapped.append(name)
+        else:
+            sources[name] = source
     if unmapped:
         raise CheckpointError(
             f"the format of {hub.architecture} cannot represent {_first(unmapped)}; train without it, or use "
             "shardtrain checkpoints"
         )
-    return Translation(hub, shapes, config, {name: source for name, source in found.items() if source is not None})
+    return Translation(hub, shapes, config, sources)
 
 
 def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
@@ -89,38 +98,33 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     """
     hub = translation.hub
     expected = translation.their_shapes()
-    there = set(weights.names())
-    missing = sorted(set(expected) - there)
+    existing = set(weights.names())
     surplus: list[str] = []
     ignored: list[str] = []
-    for name in sorted(there - set(expected)):
+    for name in sorted(existing - expected.keys()):
         # Some files contain a tied head as a copy of the embedding, which must be equal.
-        known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
-        if known or _repeats(name, translation, weights):
+        is_skipped = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
+        if is_skipped or _repeats(name, translation, weights):
             ignored.append(name)
         else:
             surplus.append(name)
-    wrong = [
-        f"{name} {list(weights.shape(name))} instead of {list(shape)}"
-        for name, shape in sorted(expected.items())
-        if name in there and weights.shape(name) != shape
-    ]
-    # Integers and one-byte floats are quantized weights. Reading them here would ignore their scales.
-    integral = [
-        f"{name} {weights.dtype(name)}"
-        for name in sorted(set(expected) & there)
-        if not weights.dtype(name).is_floating_point or weights.dtype(name).itemsize == 1
-    ]
-    problems = [
-        f"{len(names)} {what}: {_first(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("not in this model", surplus),
-            ("with another shape", wrong),
-            ("with an unsupported dtype", integral),
-        )
-        if names
-    ]
+    wrong_shapes = []
+    wrong_dtypes = []
+    for name in sorted(existing & expected.keys()):
+        shape = weights.shape(name)
+        if shape != expected[name]:
+            wrong_shapes.append(f"{name} {list(shape)} instead of {list(expected[name])}")
+        # Integers and one-byte floats are quantized weights. Reading them here would ignore their scales.
+        dtype = weights.dtype(name)
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            wrong_dtypes.append(f"{name} {dtype}")
+    names_by_problem = {
+        "missing": sorted(expected.keys() - existing),
+        "not in this model": surplus,
+        "with another shape": wrong_shapes,
+        "with an unsupported dtype": wrong_dtypes,
+    }
+    problems = [f"{len(names)} {kind}: {_first(names)}" for kind, names in names_by_problem.items() if names]
     if problems:
         raise CheckpointError(
             f"{weights.folder} does not fit the configured {hub.architecture}: {'; '.join(problems)}; "
@@ -145,14 +149,17 @@ def read_part(
 ) -> Tensor:
     """Return a box of one of our tensors on the CPU."""
     # If one piece covers the box, return the tensor from the file without a copy.
-    overlaps = [(piece, _overlap(piece, box)) for piece in translation.pieces_of(name)]
-    found = [(piece, overlap) for piece, overlap in overlaps if overlap is not None]
-    if len(found) == 1:
-        piece, (theirs, place) = found[0]
-        sizes = [part.stop - part.start for part in box]
-        if [part.stop - part.start for part in place] == sizes:
-            return _read(piece, theirs, weights).reshape(sizes).to(dtype)
-    tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
+    shape = _shape_of(box)
+    overlaps = []
+    for piece in translation.pieces_of(name):
+        overlap = _overlap(piece, box)
+        if overlap is not None:
+            overlaps.append((piece, *overlap))
+    if len(overlaps) == 1:
+        piece, theirs, place = overlaps[0]
+        if _shape_of(place) == shape:
+            return _read(piece, theirs, weights).reshape(shape).to(dtype)
+    tensor = torch.zeros(shape, dtype=dtype)
     _fill(tensor, name, box, translation, weights)
     return tensor
 
@@ -163,20 +170,28 @@ def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) 
     >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    rest = tuple(slice(0, size) for size in shape[1:])
-    step = max(1, row_limit_bytes // max(1, math.prod(shape[1:]) * item_bytes))
-    for begin in range(0, shape[0] if shape else 0, step):
-        yield (slice(begin, min(begin + step, shape[0])), *rest)
     if not shape:
         yield ()
+        return
+    num_rows, *sizes = shape
+    full = [slice(0, size) for size in sizes]
+    row_bytes = math.prod(sizes) * item_bytes
+    rows_per_box = max(1, row_limit_bytes // max(1, row_bytes))
+    for begin in range(0, num_rows, rows_per_box):
+        end = min(begin + rows_per_box, num_rows)
+        yield (slice(begin, end), *full)
+
+
+def _shape_of(box: tuple[slice, ...]) -> list[int]:
+    return [part.stop - part.start for part in box]
 
 
 def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translation, weights: HubWeights) -> None:
     for piece in translation.pieces_of(name):
-        box = _overlap(piece, own)
-        if box is None:
+        overlap = _overlap(piece, own)
+        if overlap is None:
             continue
-        theirs, place = box
+        theirs, place = overlap
         part = _read(piece, theirs, weights)
         target = into[place]
         target.copy_(part.reshape(target.shape))
@@ -189,8 +204,12 @@ def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) ->
     """
     if not theirs:
         return weights.read(piece.name, theirs)
-    found = weights.read(piece.name, (*theirs[:-1], slice(theirs[-1].start, theirs[-1].stop)))[..., :: theirs[-1].step]
-    return (found.transpose(-2, -1) if piece.transposed else found).contiguous()
+    last = theirs[-1]
+    tensor = weights.read(piece.name, (*theirs[:-1], slice(last.start, last.stop)))
+    tensor = tensor[..., :: last.step]
+    if piece.transposed:
+        tensor = tensor.transpose(-2, -1)
+    return tensor.contiguous()
 
 
 def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
@@ -202,18 +221,21 @@ def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, .
     place = []
     # Our tensor may have an additional first dimension: the expert.
     extra = len(piece.ours) - len(piece.theirs)
-    in_our_order = (*piece.theirs[:-2], *piece.theirs[:-3:-1]) if piece.transposed else piece.theirs
-    for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
-        start = max(mine.start, whole.start)
-        stop = min(mine.stop, whole.stop)
+    in_our_order = list(piece.theirs)
+    if piece.transposed:
+        in_our_order[-2:] = in_our_order[:-3:-1]
+    for dim, (own_range, our_range) in enumerate(zip(own, piece.ours, strict=True)):
+        start = max(own_range.start, our_range.start)
+        stop = min(own_range.stop, our_range.stop)
         if start >= stop:
             return None
-        place.append(slice(start - mine.start, stop - mine.start))
+        place.append(slice(start - own_range.start, stop - own_range.start))
         if dim >= extra:
-            found = in_our_order[dim - extra]
-            step = found.step or 1
-            begin = found.start + (start - whole.start) * step
-            theirs.append(slice(begin, begin + (stop - start - 1) * step + 1, found.step))
+            their_range = in_our_order[dim - extra]
+            step = their_range.step or 1
+            begin = their_range.start + (start - our_range.start) * step
+            end = begin + (stop - start - 1) * step + 1
+            theirs.append(slice(begin, end, their_range.step))
     if piece.transposed:
         theirs[-2:] = theirs[:-3:-1]
     return tuple(theirs), tuple(place)
@@ -227,8 +249,8 @@ def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
     embed = hub.source("embed.weight", translation.config)
     if not isinstance(embed, str) or weights.shape(name) != weights.shape(embed):
         return False
-    box = [slice(0, size) for size in weights.shape(name)]
-    return torch.equal(weights.read(name, box), weights.read(embed, box))
+    full = [slice(0, size) for size in weights.shape(name)]
+    return torch.equal(weights.read(name, full), weights.read(embed, full))
 
 
 def _first(names: list[str]) -> str:

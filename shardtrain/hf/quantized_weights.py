@@ -12,6 +12,7 @@ first in its low half. A number has a sign bit, two exponent bits and one mantis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,12 +43,15 @@ def open_weights(folder: Path, block: Quantized, prefix: str = "") -> HubWeights
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    if (reader := layer_file_reader(folder)) is not None:
+    reader = layer_file_reader(folder)
+    if reader is not None:
         layer_weights: HubWeights = reader.LayerWeights(folder)
         return layer_weights
+    if block is None:
+        return HubWeights(folder, prefix)
     if isinstance(block, tuple):
         return BlockFp8Weights(folder, block, prefix)
-    return HubWeights(folder, prefix) if block is None else Mxfp4Weights(folder, prefix)
+    return Mxfp4Weights(folder, prefix)
 
 
 class BlockFp8Weights(HubWeights):
@@ -63,18 +67,29 @@ class BlockFp8Weights(HubWeights):
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
         # The source trained in the dtype of its matrices that are not quantized.
-        others = [n for n in self.names() if n not in self._scaled and len(super(BlockFp8Weights, self).shape(n)) == 2]
-        self._plain = super().dtype(others[0]) if others else torch.bfloat16
+        self._plain = torch.bfloat16
+        for name in self.names():
+            if name not in self._scaled and len(super().shape(name)) == 2:
+                self._plain = super().dtype(name)
+                break
         for name in self._scaled:
-            shape = super().shape(name)
-            wanted = tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
-            kinds = (super().dtype(name), super().dtype(name + _SCALE))
-            fits = len(shape) == 2 and super().shape(name + _SCALE) == wanted
-            if not fits or kinds != (torch.float8_e4m3fn, torch.float32):
-                raise CheckpointError(
-                    f"{folder}: {name} {list(shape)} {kinds[0]} with scales {list(super().shape(name + _SCALE))} "
-                    f"{kinds[1]} is not an fp8 weight with a float32 for each block of {block[0]} x {block[1]}"
-                )
+            self._check_scales(name)
+
+    def _check_scales(self, name: str) -> None:
+        shape = super().shape(name)
+        dtype = super().dtype(name)
+        scale_shape = super().shape(name + _SCALE)
+        scale_dtype = super().dtype(name + _SCALE)
+        rows, columns = self._block
+        has_right_dtypes = dtype == torch.float8_e4m3fn and scale_dtype == torch.float32
+        if len(shape) == 2:
+            expected_shape = (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns))
+            if scale_shape == expected_shape and has_right_dtypes:
+                return
+        raise CheckpointError(
+            f"{self.folder}: {name} {list(shape)} {dtype} with scales {list(scale_shape)} {scale_dtype} is not an fp8 "
+            f"weight with a float32 for each block of {rows} x {columns}"
+        )
 
     def names(self) -> list[str]:
         """Return the names of all tensors except scales."""
@@ -90,17 +105,21 @@ class BlockFp8Weights(HubWeights):
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         """Read a box of a tensor. A quantized tensor is returned as float32."""
-        found = super().read(name, box)
+        tensor = super().read(name, box)
         if name not in self._scaled:
-            return found
+            return tensor
         # Read the scales of all blocks that overlap with the box, expand them to rows and columns, and cut
         # them to the box.
-        blocks = [slice(part.start // step, -(-part.stop // step)) for part, step in zip(box, self._block, strict=True)]
+        blocks = []
+        for part, step in zip(box, self._block, strict=True):
+            blocks.append(slice(part.start // step, math.ceil(part.stop / step)))
         scales = super().read(name + _SCALE, blocks)
-        for dim, (part, step) in enumerate(zip(box, self._block, strict=True)):
+        for dim, step in enumerate(self._block):
+            part = box[dim]
             begin = part.start - blocks[dim].start * step
-            scales = scales.repeat_interleave(step, dim).narrow(dim, begin, part.stop - part.start)
-        return found.float() * scales
+            scales = scales.repeat_interleave(step, dim)
+            scales = scales.narrow(dim, begin, part.stop - part.start)
+        return tensor.float() * scales
 
 
 class Mxfp4Weights(HubWeights):
@@ -113,26 +132,33 @@ class Mxfp4Weights(HubWeights):
             CheckpointError: as ``HubWeights``, or the shape or dtype of blocks or scales is wrong.
         """
         super().__init__(folder, prefix)
-        there = set(super().names())
-        self._packed = {name.removesuffix(_BLOCKS) for name in there if name.endswith(_BLOCKS)}
+        stored_names = set(super().names())
+        self._packed = {name.removesuffix(_BLOCKS) for name in stored_names if name.endswith(_BLOCKS)}
         for name in self._packed:
-            if name + _SCALES not in there or name in there:
+            if name + _SCALES not in stored_names or name in stored_names:
                 raise CheckpointError(
                     f"{folder}: {name}{_BLOCKS} requires {name}{_SCALES} and excludes {name}; download the folder again"
                 )
-            shapes = super().shape(name + _BLOCKS), super().shape(name + _SCALES)
-            kinds = super().dtype(name + _BLOCKS), super().dtype(name + _SCALES)
-            fits = len(shapes[0]) == 4 and shapes[0] == (*shapes[1], _SHARED // 2)
-            if not fits or kinds != (torch.uint8, torch.uint8):
-                raise CheckpointError(
-                    f"{folder}: {name}{_BLOCKS} {list(shapes[0])} {kinds[0]} with scales {list(shapes[1])} {kinds[1]} "
-                    f"are not blocks of {_SHARED} inputs with one byte per scale"
-                )
+            self._check_blocks(name)
+
+    def _check_blocks(self, name: str) -> None:
+        block_shape = super().shape(name + _BLOCKS)
+        block_dtype = super().dtype(name + _BLOCKS)
+        scale_shape = super().shape(name + _SCALES)
+        scale_dtype = super().dtype(name + _SCALES)
+        has_right_shapes = len(block_shape) == 4 and block_shape == (*scale_shape, _SHARED // 2)
+        if not has_right_shapes or block_dtype != torch.uint8 or scale_dtype != torch.uint8:
+            raise CheckpointError(
+                f"{self.folder}: {name}{_BLOCKS} {list(block_shape)} {block_dtype} with scales {list(scale_shape)} "
+                f"{scale_dtype} are not blocks of {_SHARED} inputs with one byte per scale"
+            )
 
     def names(self) -> list[str]:
         """Return the names of all tensors, with the dequantized name instead of each pair of blocks and scales."""
-        parts = {name + part for name in self._packed for part in (_BLOCKS, _SCALES)}
-        return sorted({*super().names(), *self._packed} - parts)
+        names = set(super().names()) | self._packed
+        for name in self._packed:
+            names -= {name + _BLOCKS, name + _SCALES}
+        return sorted(names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._packed or super().__contains__(name)
@@ -151,14 +177,18 @@ class Mxfp4Weights(HubWeights):
             return super().read(name, box)
         # Read all groups of 32 inputs that overlap with the box.
         experts, inputs, outputs = box
-        groups = slice(inputs.start // _SHARED, -(-inputs.stop // _SHARED))
+        groups = slice(inputs.start // _SHARED, math.ceil(inputs.stop / _SHARED))
         blocks_EOgb = super().read(name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2)))
         scales_EOg = super().read(name + _SCALES, (experts, outputs, groups))
 
         # Unpack two 4-bit numbers per byte, low half first, and multiply them by the power of two of their group.
-        codes_EOgi = torch.stack((blocks_EOgb & 15, blocks_EOgb >> 4), dim=-1).flatten(-2).int()
-        values = torch.tensor((*_VALUES, *(-value for value in _VALUES)))
-        numbers_EOgi = torch.ldexp(values[codes_EOgi], scales_EOg[..., None].int() - 127)
+        low = blocks_EOgb & 15
+        high = blocks_EOgb >> 4
+        codes_EOgi = torch.stack((low, high), dim=-1).flatten(-2).int()
+        values = torch.tensor(_VALUES)
+        values = torch.cat((values, -values))
+        exponents_EOg1 = scales_EOg[..., None].int() - 127
+        numbers_EOgi = torch.ldexp(values[codes_EOgi], exponents_EOg1)
         begin = inputs.start - groups.start * _SHARED
-        numbers_EOI = numbers_EOgi.flatten(-2)[..., begin : begin + inputs.stop - inputs.start]
+        numbers_EOI = numbers_EOgi.flatten(-2).narrow(-1, begin, inputs.stop - inputs.start)
         return numbers_EOI.transpose(1, 2).to(torch.bfloat16)

@@ -24,7 +24,7 @@ SCORE = "score"
 """Name of the classification head of a decoder in transformers."""
 ALL = "all-linear"
 """PEFT's name for all linear modules except the head and routers."""
-_WORDS = ("colwise", "rowwise", "head", "replicate")
+_STYLES = ("colwise", "rowwise", "head", "replicate")
 
 
 def find(
@@ -43,53 +43,66 @@ def find(
     """
     # Classify linear modules by their layout style. A transformers class has no layout, only a head.
     layout: Layout = module.LAYOUT
-    foreign = getattr(model, "hf", None)
-    paths = linears_of(model)
-    words = {path: style_of(layout, path) for path in paths}
-    if foreign is not None:
-        head = foreign.get_output_embeddings()
-        words = {path: "head" if model.get_submodule(path) is head else "replicate" for path in paths}
-    linears = [path for path in paths if words[path] in _WORDS]
-    embeddings = [path for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    transformers_model = getattr(model, "hf", None)
+    style_by_path = {}
+    for path in linears_of(model):
+        style_by_path[path] = style_of(layout, path)
+    if transformers_model is not None:
+        head = transformers_model.get_output_embeddings()
+        for path in style_by_path:
+            style_by_path[path] = "head" if model.get_submodule(path) is head else "replicate"
+    linears = [path for path, style in style_by_path.items() if style in _STYLES]
+    embeddings = [path for path, submodule in model.named_modules() if isinstance(submodule, nn.Embedding)]
     theirs = their_names([*linears, *embeddings], module, shape)
-    if not wanted and foreign is not None:
+    if not wanted and transformers_model is not None:
         wanted = [ALL]
 
     # By default, adapt the linear modules of attention. A name may be ours or that of the Hugging Face format.
+    selected: set[str] = set()
     if not wanted:
-        parent = layout.context.rpartition(".")[0]
-        found = {path for path in linears if parent and matches(path.rpartition(".")[0], parent)}
-        if not found:
-            rule = "is empty, and the model's layout names no attention with linear modules"
-            raise ConfigError(Problem(OPTION, None, rule, f"name modules, such as {', '.join(linears[:3])}"))
-        found = {path for path in found if not _within(path, saved)}
-    else:
-        found = set()
-        problems = []
-        for name in wanted:
-            if name == ALL:
-                fitting = {path for path in linears if words[path] != "head" and not _within(path, saved)}
-            else:
-                fitting = {
-                    path for path in linears if _fits(path, name) or (path in theirs and _fits(theirs[path], name))
-                }
-                if not fitting:
-                    problems.append(_unknown(name, model, layout, linears, theirs))
-            both = sorted(path for path in fitting if _within(path, saved))
-            if both:
-                rule = f"names {both[0]}, which lora.modules_to_save trains fully"
-                problems.append(Problem(OPTION, name, rule, "remove it from one of the two options"))
-            found |= fitting
-        if problems:
-            raise ConfigError(problems)
+        attention = _attention_linears(linears, layout)
+        selected = {path for path in attention if not _within(path, saved)}
+    problems = []
+    for name in wanted:
+        if name == ALL:
+            matching = [path for path in linears if style_by_path[path] != "head" and not _within(path, saved)]
+        else:
+            matching = [path for path in linears if _fits_any(name, path, theirs.get(path))]
+            if not matching:
+                problems.append(_unknown(name, model, layout, linears, theirs))
+        saved_too = [path for path in matching if _within(path, saved)]
+        if saved_too:
+            rule = f"names {min(saved_too)}, which lora.modules_to_save trains fully"
+            problems.append(Problem(OPTION, name, rule, "remove it from one of the two options"))
+        selected.update(matching)
+    if problems:
+        raise ConfigError(problems)
 
     # Reject a head that shares its weight with the embedding, because a merge would change both.
-    tied = {id(parameter) for path in embeddings for parameter in model.get_submodule(path).parameters()}
-    for path in found:
-        if id(model.get_submodule(path).weight) in tied:
+    embedding_ids = set()
+    for path in embeddings:
+        embedding_ids |= {id(parameter) for parameter in model.get_submodule(path).parameters()}
+    for path in selected:
+        if id(model.get_submodule(path).weight) in embedding_ids:
             rule = f"names {path}, which shares its weight with the embedding, so a merge would change both"
             raise ConfigError(Problem(OPTION, list(wanted), rule, f"remove {path}"))
-    return [path for path in linears if path in found]
+    return [path for path in linears if path in selected]
+
+
+def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
+    """Return the linear modules beside the layout's attention core.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    attention = layout.context.rpartition(".")[0]
+    found = []
+    if attention:
+        found = [path for path in linears if matches(path.rpartition(".")[0], attention)]
+    if not found:
+        rule = "is empty, and the model's layout names no attention with linear modules"
+        raise ConfigError(Problem(OPTION, None, rule, f"name modules, such as {', '.join(linears[:3])}"))
+    return found
 
 
 def linears_of(model: nn.Module) -> list[str]:
@@ -106,18 +119,20 @@ def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
     if not wanted:
         return []
     known = stacks.find(model)
-    found: set[str] = set()
+    selected: set[str] = set()
     problems = []
     for name in wanted:
-        fitting = {path for path in known if _fits(path, name) or _fits(stack_name(path), name)}
-        if not fitting:
-            ends = list(dict.fromkeys(".".join(path.split(".")[-2:]) for path in known))
-            fix = f"use names like {', '.join(ends)}" if ends else "remove it: this model has no experts"
+        matching = [path for path in known if _fits_any(name, path, stack_name(path))]
+        if not matching:
+            fix = "remove it: this model has no experts"
+            if known:
+                examples = dict.fromkeys(".".join(path.split(".")[-2:]) for path in known)
+                fix = f"use names like {', '.join(examples)}"
             problems.append(Problem(PARAMETERS, name, "matches no stack of expert weights in the model", fix))
-        found |= fitting
+        selected.update(matching)
     if problems:
         raise ConfigError(problems)
-    return [stack for path, stack in known.items() if path in found]
+    return [stack for path, stack in known.items() if path in selected]
 
 
 def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], head: str = "") -> list[str]:
@@ -131,27 +146,32 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
     Raises:
         ConfigError: a name matches no module with weights.
     """
-    paths = [path for path, m in model.named_modules() if path and any(True for _ in m.parameters())]
-    theirs = {path: "" for path in paths} | their_names(paths, module, shape)
+    paths = []
+    for path, submodule in model.named_modules():
+        if path and next(submodule.parameters(), None) is not None:
+            paths.append(path)
+    theirs = dict.fromkeys(paths, "")
+    theirs.update(their_names(paths, module, shape))
     if head and not hasattr(model, "hf"):
         theirs[head] = SCORE
-    found = {head} - {""}
+    selected = {head} if head else set()
     problems = []
     for name in wanted:
-        ends = {path for path in paths if _fits(path, name) or _fits(theirs[path], name)}
-        if not ends:
-            near = nearest(name, [*_ends(paths), *_ends(theirs.values()), *paths])
-            fix = f"did you mean {near}?" if near else f"use names like {', '.join(_ends(theirs.values())[:8])}"
+        matching = [path for path in paths if _fits_any(name, path, theirs[path])]
+        if not matching:
+            their_ends = _ends(theirs.values())
+            near = nearest(name, [*_ends(paths), *their_ends, *paths])
+            fix = f"did you mean {near}?" if near else f"use names like {', '.join(their_ends[:8])}"
             problems.append(Problem(SAVED, name, "matches no module with weights in the model", fix))
-        found |= ends
+        selected.update(matching)
     if problems:
         raise ConfigError(problems)
     # Add the modules that share a tied weight with a selected module.
     for names in tied_names(model):
         owners = {name.rpartition(".")[0] for name in names}
-        if any(_within(owner, list(found)) for owner in owners):
-            found |= owners
-    return [path for path in paths if path in found]
+        if any(_within(owner, list(selected)) for owner in owners):
+            selected |= owners
+    return [path for path in paths if path in selected]
 
 
 def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[str, str]:
@@ -163,9 +183,16 @@ def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[st
     if getattr(module, "AS_IS", False):
         return {path: path.partition(".")[2] for path in paths}
     hub = getattr(module, "HUB", None)
-    sources = {path: hub.source(f"{path}.weight", shape) for path in paths} if hub is not None else {}
-    names = {path: source.name if isinstance(source, Heads) else source for path, source in sources.items()}
-    return {path: name.removesuffix(".weight") for path, name in names.items() if isinstance(name, str)}
+    theirs: dict[str, str] = {}
+    if hub is None:
+        return theirs
+    for path in paths:
+        source = hub.source(f"{path}.weight", shape)
+        if isinstance(source, Heads):
+            source = source.name
+        if isinstance(source, str):
+            theirs[path] = source.removesuffix(".weight")
+    return theirs
 
 
 def stack_name(path: str) -> str:
@@ -189,28 +216,40 @@ def _fits(path: str, name: str) -> bool:
     >>> _fits("layers.0.attn.wq", "layers.*.attn.w[qv]"), _fits("layers.0.attn.wq", "wq"), _fits("layers.0.wq", "q")
     (True, True, False)
     """
-    return matches(path, name) or matches(".".join(path.split(".")[-name.count(".") - 1 :]), name)
+    num_components = name.count(".") + 1
+    last_components = path.split(".")[-num_components:]
+    return matches(path, name) or matches(".".join(last_components), name)
+
+
+def _fits_any(name: str, *paths: str | None) -> bool:
+    return any(path is not None and _fits(path, name) for path in paths)
 
 
 def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str], theirs: Mapping[str, str]) -> Problem:
+    """Return the problem of a name that matches no adaptable module, depending on what it matches instead."""
+    examples = ", ".join(_ends(linears))
     owners = [path for path, _ in model.named_modules() if path and _fits(path, name)]
-    owners = owners or [path for path in theirs if _fits(theirs[path], name)]
-    if owners:
-        if isinstance(model.get_submodule(owners[0]), nn.Embedding):
-            rule = f"names {owners[0]}, an embedding, but only linear modules and experts can have adapters"
-            return Problem(OPTION, name, rule, f'train it fully with lora.modules_to_save = ["{name}"]')
-        rule = f"names {owners[0]}, which is not a linear module that can have an adapter"
-        if style_of(layout, owners[0]) == "router":
-            rule = f"names {owners[0]}, a router, and routers cannot have adapters"
-        elif style_of(layout, owners[0]) == "expert":
-            rule = f"names {owners[0]}, whose weights are a stack of all experts instead of linear modules"
-            fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
-            return Problem(OPTION, name, rule, fix)
-        return Problem(OPTION, name, rule, f"name linear modules, such as {', '.join(_ends(linears))}")
-    known = [*_ends(linears), *_ends(theirs[path] for path in linears if path in theirs), ALL, *linears]
-    near = nearest(name, known)
-    fix = f"did you mean {near}? " if near else ""
-    return Problem(OPTION, name, "matches no module of the model", f"{fix}use names like {', '.join(_ends(linears))}")
+    if not owners:
+        owners = [path for path, their_path in theirs.items() if _fits(their_path, name)]
+    if not owners:
+        their_linears = [theirs[path] for path in linears if path in theirs]
+        near = nearest(name, [*_ends(linears), *_ends(their_linears), ALL, *linears])
+        hint = f"did you mean {near}? " if near else ""
+        return Problem(OPTION, name, "matches no module of the model", f"{hint}use names like {examples}")
+
+    owner = owners[0]
+    style = style_of(layout, owner)
+    if isinstance(model.get_submodule(owner), nn.Embedding):
+        rule = f"names {owner}, an embedding, but only linear modules and experts can have adapters"
+        return Problem(OPTION, name, rule, f'train it fully with lora.modules_to_save = ["{name}"]')
+    if style == "expert":
+        rule = f"names {owner}, whose weights are a stack of all experts instead of linear modules"
+        fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
+        return Problem(OPTION, name, rule, fix)
+    rule = f"names {owner}, which is not a linear module that can have an adapter"
+    if style == "router":
+        rule = f"names {owner}, a router, and routers cannot have adapters"
+    return Problem(OPTION, name, rule, f"name linear modules, such as {examples}")
 
 
 def _ends(paths: Iterable[str]) -> list[str]:

@@ -7,6 +7,8 @@ number of ranks.
 
 from __future__ import annotations
 
+import collections
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,12 +75,13 @@ def collect(context: RankContext, facts: Facts) -> None:
     for kind, rounds in groups.pair_rounds(hosts).items():
         for number, pairs in enumerate(rounds):
             context.line.meet(f"{kind}, round {number + 1}")
-            peer = next((a + b - context.rank for a, b in pairs if context.rank in (a, b)), None)
+            peer = _peer(context.rank, pairs)
             if peer is None:
                 continue
             sent = torch.zeros(PAIR_BYTES[context.kind] // 4, device=context.torch_device())
             received = torch.empty_like(sent)
-            seconds = _seconds(context, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
+            exchange = functools.partial(_exchange, sent, received, peer)
+            seconds = _seconds(context, exchange, REPEATS)
             facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})
 
     # A rank that leaves early would break connections of ranks that still measure.
@@ -86,8 +89,18 @@ def collect(context: RankContext, facts: Facts) -> None:
     dist.destroy_process_group()
 
 
+def _peer(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
+    """Return the other rank of a rank's pair."""
+    for first, second in pairs:
+        if rank == first:
+            return second
+        if rank == second:
+            return first
+    return None
+
+
 def _hosts(context: RankContext) -> list[str]:
-    """Return the host of each rank (a collective)."""
+    """Return the host of each rank. Collective."""
     import socket
 
     context.line.send(f"host-{context.rank}", socket.gethostname())
@@ -117,29 +130,34 @@ def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> 
 def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
     """Check a sum of integers, then time sums of a large buffer of zeros and of one number."""
     size = group.size()
-    tensor = torch.full((BYTES[context.kind] // 4,), float(group.rank() + 1), device=context.torch_device())
+    numel = BYTES[context.kind] // 4
+    tensor = torch.full((numel,), float(group.rank() + 1), device=context.torch_device())
     dist.all_reduce(tensor, group=group)
-    right = bool((tensor == size * (size + 1) // 2).all())
+    expected_sum = size * (size + 1) // 2
+    right = bool((tensor == expected_sum).all())
     # Reset to zeros, because repeated sums of other numbers would overflow.
-    small = tensor[:1].zero_().clone()
     tensor.zero_()
+    small = tensor[:1].clone()
     seconds = _seconds(context, lambda: dist.all_reduce(tensor, group=group), REPEATS)
     latency = _seconds(context, lambda: dist.all_reduce(small, group=group), SMALL_REPEATS)
-    return {"right": right, "rate": 2 * (size - 1) / size * tensor.nbytes / seconds, "latency": latency}
+    bus_bytes = 2 * (size - 1) / size * tensor.nbytes
+    return {"right": right, "rate": bus_bytes / seconds, "latency": latency}
 
 
 def all_gather(context: RankContext, group: dist.ProcessGroup) -> Facts:
     """Check that each rank's numbers arrive at its position, then time the all-gather."""
     size = group.size()
-    part = torch.full((BYTES[context.kind] // 4 // size,), float(group.rank() + 1), device=context.torch_device())
-    whole = part.new_empty(size * part.numel())
+    numel = BYTES[context.kind] // 4 // size
+    part = torch.full((numel,), float(group.rank() + 1), device=context.torch_device())
+    gathered = part.new_empty(size * numel)
     # Since torch 2.13 the first name is current and the second deprecated.
     gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-    gather(whole, part, group=group)
-    wanted = torch.arange(1, size + 1, device=whole.device, dtype=whole.dtype)
-    right = bool((whole.view(size, -1) == wanted[:, None]).all())
-    seconds = _seconds(context, lambda: gather(whole, part, group=group), REPEATS)
-    return {"right": right, "rate": (size - 1) / size * whole.nbytes / seconds}
+    gather(gathered, part, group=group)
+    expected = torch.arange(1, size + 1, device=gathered.device, dtype=gathered.dtype)
+    right = bool((gathered.view(size, -1) == expected[:, None]).all())
+    seconds = _seconds(context, lambda: gather(gathered, part, group=group), REPEATS)
+    bus_bytes = (size - 1) / size * gathered.nbytes
+    return {"right": right, "rate": bus_bytes / seconds}
 
 
 COLLECTIVES: dict[str, Callable[[RankContext, dist.ProcessGroup], Facts]] = {
@@ -149,9 +167,10 @@ COLLECTIVES: dict[str, Callable[[RankContext, dist.ProcessGroup], Facts]] = {
 
 
 def _exchange(sent: Tensor, received: Tensor, peer: int) -> None:
-    work = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
-    for one in work:
-        one.wait()
+    send = dist.P2POp(dist.isend, sent, peer)
+    receive = dist.P2POp(dist.irecv, received, peer)
+    for request in dist.batch_isend_irecv([send, receive]):
+        request.wait()
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
@@ -160,8 +179,10 @@ def judge(reports: Reports) -> Iterator[Finding]:
     # Group the measurements by axis and collective, then by group, then by rank.
     rows: dict[Row, dict[int, dict[int, Facts]]] = {}
     for rank, facts in reports.of(AREA).items():
-        for one in facts["collectives"]:
-            rows.setdefault((one["axis"], one["name"]), {}).setdefault(one["group"], {})[rank] = one
+        for measured in facts["collectives"]:
+            groups_of_row = rows.setdefault((measured["axis"], measured["name"]), {})
+            ranks_of_group = groups_of_row.setdefault(measured["group"], {})
+            ranks_of_group[rank] = measured
     for (axis, name), divided in rows.items():
         yield _collective(reports, axis, name, list(divided.values()))
     yield from _pairs(reports)
@@ -169,44 +190,62 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
 def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[int, Facts]]) -> Finding:
     subject = f"{name} {axis}"
-    wrong = sorted(rank for group in divided for rank, one in group.items() if not one["right"])
+    wrong = []
+    for group in divided:
+        wrong += [rank for rank, measured in group.items() if not measured["right"]]
     if wrong:
+        wrong.sort()
         fix = "unset NCCL_PROTO; if that does not help, remove these hosts: their links or devices change numbers"
         return Finding(AREA, subject, "fail", f"wrong numbers on {reports.who(wrong)}", "exact sums", fix, tuple(wrong))
 
     # Find the slowest group. All ranks of a group finish a collective at almost the same time, so take their median.
-    rates = {min(group): statistics.median(one["rate"] for one in group.values()) for group in divided}
-    members = {min(group): next(iter(group.values()))["ranks"] for group in divided}
-    least = min(rates, key=lambda rank: (rates[rank], rank))
-    text = f"{rates[least] / GIGA:.3g} GB/s"
-    text += f", slowest group {reports.who(members[least])}" if len(rates) > 1 else ""
-    latencies = [one["latency"] for group in divided for one in group.values() if "latency" in one]
-    text += f"; {format_seconds(statistics.median(latencies))} for one number" if latencies else ""
+    # Groups are named by their first rank.
+    rates: dict[int, float] = {}
+    members: dict[int, list[int]] = {}
+    latencies = []
+    for group in divided:
+        first = min(group)
+        measurements = list(group.values())
+        rates[first] = statistics.median(measured["rate"] for measured in measurements)
+        members[first] = measurements[0]["ranks"]
+        latencies += [measured["latency"] for measured in measurements if "latency" in measured]
+    slowest = min(rates, key=lambda first: (rates[first], first))
+    rate = rates[slowest]
+    text = f"{rate / GIGA:.3g} GB/s"
+    if len(rates) > 1:
+        text += f", slowest group {reports.who(members[slowest])}"
+    if latencies:
+        text += f"; {format_seconds(statistics.median(latencies))} for one number"
 
     # Compare with the expected bandwidth of the links, if known, and with other groups.
-    expectations = [
-        links.expected(reports, group, _crossing(reports, group, list(members.values()))) for group in members.values()
-    ]
-    limit, why = min(expectations, key=lambda found: found[0])
-    behind = [rank for first in slow(rates) for rank in members[first]]
-    if limit and rates[least] < links.GOOD_SHARE * limit:
-        verdict: Verdict = "fail" if rates[least] < links.BAD_SHARE * limit else "warn"
+    all_members = list(members.values())
+    expectations = []
+    for ranks in all_members:
+        crossing = _crossing(reports, ranks, all_members)
+        expectations.append(links.expected(reports, ranks, crossing))
+    limit, why = min(expectations, key=lambda expectation: expectation[0])
+    expected = f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
+    behind = []
+    for first in slow(rates):
+        behind += members[first]
+    if limit and rate < links.GOOD_SHARE * limit:
+        verdict: Verdict = "fail" if rate < links.BAD_SHARE * limit else "warn"
         fix = "check the transport with NCCL_DEBUG=INFO: NVLink, PCIe, InfiniBand or sockets"
-        expected = f"{links.GOOD_SHARE:.0%} of {why} or more"
-        return Finding(AREA, subject, verdict, text, expected, fix, tuple(behind or members[least]))
+        return Finding(AREA, subject, verdict, text, expected, fix, tuple(behind or members[slowest]))
     if behind:
         fix = "check the links and switches of these ranks, and other jobs on them"
         return Finding(AREA, subject, "warn", text, "as in other groups", fix, tuple(behind))
-    return Finding(
-        AREA, subject, "pass", text, f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
-    )
+    return Finding(AREA, subject, "pass", text, expected)
 
 
 def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
     """Return the maximum number of groups that share the network cards of one of this group's hosts."""
-    hosts = [{reports.host(rank) for rank in one} for one in groups]
-    own = {reports.host(rank) for rank in group}
-    return max(sum(host in others for others in hosts if len(others) > 1) for host in own)
+    num_groups: collections.Counter[str] = collections.Counter()
+    for ranks in groups:
+        hosts = {reports.host(rank) for rank in ranks}
+        if len(hosts) > 1:
+            num_groups.update(hosts)
+    return max(num_groups[reports.host(rank)] for rank in group)
 
 
 def _pairs(reports: Reports) -> Iterator[Finding]:
@@ -214,41 +253,59 @@ def _pairs(reports: Reports) -> Iterator[Finding]:
     # Pairs within a host and between hosts use different links, so compare them separately.
     kinds: dict[str, dict[int, float]] = {}
     for rank, facts in reports.of(AREA).items():
-        for one in facts["pairs"]:
-            best = kinds.setdefault(one["kind"], {})
-            best[rank] = max(best.get(rank, 0.0), one["rate"])
-    for kind, best in kinds.items():
-        behind = slow(best)
-        least = min(best, key=lambda rank: (best[rank], rank))
-        text = f"{best[least] / GIGA:.3g} to {max(best.values()) / GIGA:.3g} GB/s, slowest {reports.who([least])}"
-        fix = "check the links of this rank or host, and exclude it if they cannot be fixed" if behind else ""
-        yield Finding(AREA, kind, "warn" if behind else "pass", text, "as other pairs", fix, tuple(behind))
+        for pair in facts["pairs"]:
+            rates = kinds.setdefault(pair["kind"], {})
+            rates[rank] = max(rates.get(rank, 0.0), pair["rate"])
+    for kind, rates in kinds.items():
+        behind = slow(rates)
+        lowest = min(rates.values())
+        highest = max(rates.values())
+        slowest = min(rank for rank, rate in rates.items() if rate == lowest)
+        text = f"{lowest / GIGA:.3g} to {highest / GIGA:.3g} GB/s, slowest {reports.who([slowest])}"
+        verdict: Verdict = "pass"
+        fix = ""
+        if behind:
+            verdict = "warn"
+            fix = "check the links of this rank or host, and exclude it if they cannot be fixed"
+        yield Finding(AREA, kind, verdict, text, "as other pairs", fix, tuple(behind))
 
 
 def _cards(reports: Reports) -> Iterator[Finding]:
     """Report hosts with fewer active InfiniBand ports than other hosts."""
     if len(reports.hosts()) < 2:
         return
-    # All ranks of a host see the same cards, so use its first rank.
-    first = {host: ranks[0] for host, ranks in reports.hosts().items() if ranks[0] in reports.of(AREA)}
-    cards = {host: reports.of(AREA)[rank]["cards"] for host, rank in first.items()}
-    fabric = {host: [card for card in found if card["kind"] == "infiniband"] for host, found in cards.items()}
-    most = max((sum(card["up"] for card in found) for found in fabric.values()), default=0)
+    num_ports: dict[str, int] = {}
+    rates = set()
+    for host, ranks in reports.hosts().items():
+        # All ranks of a host see the same cards, so use its first rank.
+        facts = reports.of(AREA).get(ranks[0])
+        if facts is None:
+            continue
+        num_ports[host] = 0
+        for card in facts["cards"]:
+            if card["kind"] == "infiniband":
+                num_ports[host] += card["up"]
+                if card["up"]:
+                    rates.add(card["rate"])
+    most = max(num_ports.values(), default=0)
     if not most:
         yield Finding(AREA, "fabric", "pass", "Ethernet", "no expectation")
         return
-    behind = {host: sum(card["up"] for card in found) for host, found in fabric.items()}
-    behind = {host: up for host, up in behind.items() if up < most}
+
     expected = f"{most} ports up on each host"
+    behind = [host for host, count in num_ports.items() if count < most]
     if behind:
-        text = ", ".join(f"{up} on {host}" for host, up in list(behind.items())[:4])
+        text = ", ".join(f"{num_ports[host]} on {host}" for host in behind[:4])
         fix = "check ibstat on it for a port that is down or has lost its cable"
-        ranks = tuple(rank for host in behind for rank in reports.hosts()[host])
-        yield Finding(AREA, "fabric", "fail", text, expected, fix, ranks)
-    else:
-        rates = sorted({card["rate"] for found in fabric.values() for card in found if card["up"]})
-        slowest = 8 * rates[0] / GIGA
-        fastest = 8 * rates[-1] / GIGA
-        verdict: Verdict = "pass" if len(rates) == 1 else "warn"
-        fix = "check ibstat for a cable that negotiated a lower rate" if verdict == "warn" else ""
-        yield Finding(AREA, "fabric", verdict, f"{most} ports of {slowest:.0f} to {fastest:.0f} Gb/s", expected, fix)
+        ranks_behind = []
+        for host in behind:
+            ranks_behind += reports.hosts()[host]
+        yield Finding(AREA, "fabric", "fail", text, expected, fix, tuple(ranks_behind))
+        return
+    text = f"{most} ports of {8 * min(rates) / GIGA:.0f} to {8 * max(rates) / GIGA:.0f} Gb/s"
+    verdict: Verdict = "pass"
+    fix = ""
+    if len(rates) > 1:
+        verdict = "warn"
+        fix = "check ibstat for a cable that negotiated a lower rate"
+    yield Finding(AREA, "fabric", verdict, text, expected, fix)

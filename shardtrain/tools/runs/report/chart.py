@@ -38,11 +38,11 @@ class Chart:
 
     def data(self) -> dict[str, object]:
         """Return the curves in the form that ``report.js`` redraws when the user zooms."""
-        curves = [
-            {"name": line.name, "x": list(line.steps), "y": [float(f"{value:.6g}") for value in line.values],
-             "color": COLORS[line.color % len(COLORS)], "dots": line.dots}
-            for line in self.lines
-        ]  # fmt: skip
+        curves = []
+        for line in self.lines:
+            rounded = [float(f"{value:.6g}") for value in line.values]
+            color = COLORS[line.color % len(COLORS)]
+            curves.append({"name": line.name, "x": list(line.steps), "y": rounded, "color": color, "dots": line.dots})
         return {"title": self.title, "log": self.is_logarithmic, "lines": curves}
 
     @property
@@ -53,44 +53,54 @@ class Chart:
     def svg(self, label: str) -> str:
         """Return the drawing. ``label`` describes it to screen readers."""
         # Determine the ranges of both axes.
-        steps = [step for line in self.lines for step in line.steps]
-        values = [self._height(value) for line in self.lines for value in line.values]
-        x0, x1 = (min(steps), max(steps)) if steps else (0, 1)
-        y0, y1 = (min(values), max(values)) if values else (0.0, 1.0)
-        if not y1 > y0:  # one value: in the middle
-            y0 = y0 - (abs(y0) / 2 or 0.5)
-            y1 = y1 + (abs(y1) / 2 or 0.5)
-        x1 = max(x1, x0 + 1)
-        inner_width = WIDTH - LEFT - RIGHT
-        inner_height = HEIGHT - TOP - BOTTOM
+        steps: list[int] = []
+        heights: list[float] = []
+        for line in self.lines:
+            steps += line.steps
+            heights += map(self._height, line.values)
+        first, last = (min(steps), max(steps)) if steps else (0, 1)
+        last = max(last, first + 1)
+        low, high = (min(heights), max(heights)) if heights else (0.0, 1.0)
+        if not high > low:  # one value: in the middle
+            low -= abs(low) / 2 or 0.5
+            high += abs(high) / 2 or 0.5
+        tick_values = ticks(10**low, 10**high, True) if self.is_logarithmic else ticks(low, high)
 
-        def place(step: float, height: float) -> tuple[float, float]:
-            return (
-                LEFT + (step - x0) / (x1 - x0) * inner_width,
-                TOP + (1 - (height - y0) / (y1 - y0)) * inner_height,
-            )
+        def x_of(step: float) -> float:
+            share = (step - first) / (last - first)
+            return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+        def y_of(value: float) -> float:
+            share = (self._height(value) - low) / (high - low)
+            return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
 
         # Draw grid lines and their numbers, then the curves above them.
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
-        for value in ticks(10**y0, 10**y1, True) if self.is_logarithmic else ticks(y0, y1):
-            _, y = place(x0, self._height(value))
+        for value in tick_values:
+            y = y_of(value)
+            number = format_number(value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            text = f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(value)}</text>'
-            parts.append(text)
-        for step in ticks(x0, x1):
-            x, _ = place(step, y0)
+            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number}</text>')
+        for step in ticks(first, last):
+            x = x_of(step)
+            number = format_number(step)
             anchor = "end" if x > WIDTH - RIGHT - 16 else "middle"
-            parts.append(
-                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{format_number(step)}</text>'
-            )
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number}</text>')
         for line in self.lines:
-            points = [place(*pair) for pair in zip(line.steps, map(self._height, line.values), strict=True)]
             color = COLORS[line.color % len(COLORS)]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            points = []
+            circles = []
+            for step, value in zip(line.steps, line.values, strict=True):
+                x = x_of(step)
+                y = y_of(value)
+                points.append(f"{x:.1f},{y:.1f}")
+                circles.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
+            path = " ".join(points)
             parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{path}"/>')
             if line.dots or len(points) == 1:
-                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in points]
-        return "".join([*parts, "</svg>"])
+                parts += circles
+        parts.append("</svg>")
+        return "".join(parts)
 
     def _height(self, value: float) -> float:
         return math.log10(value) if self.is_logarithmic else value
@@ -112,11 +122,14 @@ def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
     rough = (high - low) / 4
     if not rough > 0:
         return [low]
+    # The distance is the number 1, 2, 5 or 10 times a power of ten that is nearest to ``rough``.
     size = 10.0 ** math.floor(math.log10(rough))
-    distance = size * min((1, 2, 5, 10), key=lambda factor: abs(math.log(size * factor / rough)))
-    count = math.floor(high / distance + 1e-9)
-    # Start at the smallest multiple, and round each number to the float nearest to its decimal.
-    return [float(f"{place * distance:.12g}") for place in range(math.ceil(low / distance - 1e-9), count + 1)]
+    factor = min((1, 2, 5, 10), key=lambda factor: abs(math.log(size * factor / rough)))
+    distance = size * factor
+    first = math.ceil(low / distance - 1e-9)
+    last = math.floor(high / distance + 1e-9)
+    # Round each multiple to the float nearest to its decimal.
+    return [float(f"{multiple * distance:.12g}") for multiple in range(first, last + 1)]
 
 
 def format_number(value: float) -> str:

@@ -25,6 +25,8 @@ _TITLE = len(TOTAL_SPEED) + 1
 COUNTS = ("skipped_updates", "spikes", "rewinds", "stragglers")
 Curve = tuple[list[int], list[float]]
 """Steps and values."""
+RED, GREEN, YELLOW = 31, 32, 33
+"""ANSI codes of colors."""
 KEYS = "q quit   tab, arrows, 1-9 next run"
 
 
@@ -50,96 +52,124 @@ class Terminal:
 def frame(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) -> list[str]:
     """Return the lines of a frame that fits the terminal."""
     lines: list[str] = []
+    keys = "q quit"
     if len(followed) > 1:
-        names = [_name(one) for one in followed]
-        widest = max(8, min(max(map(len, names)), terminal.columns // 3))
-        for number, (one, name) in enumerate(zip(followed, names, strict=True)):
-            mark = ">" if number == selected else " "
-            head = f"{mark}{number + 1:>2} {name[-widest:]:<{widest}} {one.state:<12} {_step(one):>9} "
-            loss = f"{_value(one, 'loss'):>8} "
-            curve = sparkline(*_curve(one, "loss"), terminal.columns - len(head) - len(loss), terminal.bars)
-            lines.append(_cut(head + loss + curve, terminal.columns))
+        keys = KEYS
+        lines += _overview(followed, selected, terminal)
         lines.append("")
     lines += _details(followed[selected], terminal)
-    return [*lines[: terminal.lines - 2], "", _cut(KEYS if len(followed) > 1 else "q quit", terminal.columns)]
+    return [*lines[: terminal.lines - 2], "", _cut(keys, terminal.columns)]
 
 
-def _details(one: FollowedRun, terminal: Terminal) -> list[str]:
-    """Return the lines of one run: state, progress bar, curves, goodput, counts and alerts."""
-    width = terminal.columns
-    age = f"{format_seconds(round(one.age_seconds))} ago" if math.isfinite(one.age_seconds) and one.last else ""
-    whole = f" of {one.total_steps:,}" if one.total_steps else ""
-    state = one.state
-    colour = 33  # yellow
-    if state in ("under way", "ended"):
-        colour = 32  # green
-    elif state.startswith("failed"):
-        colour = 31  # red
-    text = f"{_name(one)}  {state}  step {_step(one)}{whole}  {age}".rstrip()
-    lines = [terminal.paint(_cut(text, width), colour)]
-
-    if one.total_steps and one.last:
-        share = min(1.0, one.last["step"] / one.total_steps)
-        seconds = one.last.get("step_seconds")
-        left = ""
-        if type(seconds) in (int, float) and state == "under way":
-            left = f" {format_seconds(round((one.total_steps - one.last['step']) * seconds))} left"
-        full, empty = ("█", "░") if terminal.unicode else ("#", ".")
-        bar = width - len(left) - 6
-        lines.append(f"{full * round(bar * share)}{empty * (bar - round(bar * share))} {share:>4.0%}{left}"[:width])
-    for name, title in TITLES.items():
-        curve = _curve(one, name)
-        if not curve[1]:
-            continue
-        span = f" {format_number(min(curve[1]))} to {format_number(max(curve[1]))}"
-        head = f"{title:<{_TITLE}}{_value(one, name):>8} "
-        lines.append(_cut(head + sparkline(*curve, width - len(head) - len(span), terminal.bars) + span, width))
-    if one.validation:
-        loss = _number(one.validation.get("loss"))
-        lines.append(_cut(f"{'validation':<{_TITLE}}{loss:>8}  step {one.validation['step']:,}", width))
-    lines += _time(one, terminal)
-    counted = [name for name in COUNTS if type(one.last.get(name)) in (int, float) and one.last[name]]
-    counts = [f"{name.replace('_', ' ')} {one.last[name]:g}" for name in counted]
-    if counts:
-        lines.append(terminal.paint(_cut(", ".join(counts), width), 33))
-    lines += [terminal.paint(_cut(redact(visible(alert, lines=False)), width), 33) for alert in one.alerts[-3:]]
+def _overview(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) -> list[str]:
+    """Return one line per run: number, name, state, step, loss and curve of the loss."""
+    lines = []
+    longest = max(len(_name(run)) for run in followed)
+    name_width = max(8, min(longest, terminal.columns // 3))
+    for number, run in enumerate(followed):
+        mark = ">" if number == selected else " "
+        name = _name(run)[-name_width:]
+        head = f"{mark}{number + 1:>2} {name:<{name_width}} {run.state:<12} {_step(run):>9} {_value(run, 'loss'):>8} "
+        steps, values = _curve(run, "loss")
+        curve = sparkline(steps, values, terminal.columns - len(head), terminal.bars)
+        lines.append(_cut(head + curve, terminal.columns))
     return lines
 
 
-def _time(one: FollowedRun, terminal: Terminal) -> list[str]:
+def _details(run: FollowedRun, terminal: Terminal) -> list[str]:
+    """Return the lines of one run: state, progress bar, curves, goodput, counts and alerts."""
+    width = terminal.columns
+    text = f"{_name(run)}  {run.state}  step {_step(run)}"
+    if run.total_steps:
+        text += f" of {run.total_steps:,}"
+    if run.last and math.isfinite(run.age_seconds):
+        text += f"  {format_seconds(round(run.age_seconds))} ago"
+    color = YELLOW
+    if run.state in ("under way", "ended"):
+        color = GREEN
+    elif run.state.startswith("failed"):
+        color = RED
+    lines = [terminal.paint(_cut(text, width), color)]
+
+    if run.total_steps and run.last:
+        lines.append(_progress_bar(run, terminal))
+    for name, title in TITLES.items():
+        steps, values = _curve(run, name)
+        if not values:
+            continue
+        head = f"{title:<{_TITLE}}{_value(run, name):>8} "
+        tail = f" {format_number(min(values))} to {format_number(max(values))}"
+        curve = sparkline(steps, values, width - len(head) - len(tail), terminal.bars)
+        lines.append(_cut(head + curve + tail, width))
+    if run.validation:
+        loss = _number(run.validation.get("loss"))
+        lines.append(_cut(f"{'validation':<{_TITLE}}{loss:>8}  step {run.validation['step']:,}", width))
+    lines += _time(run, terminal)
+    counts = []
+    for name in COUNTS:
+        count = run.last.get(name)
+        if type(count) in (int, float) and count:
+            counts.append(f"{name.replace('_', ' ')} {count:g}")
+    if counts:
+        lines.append(terminal.paint(_cut(", ".join(counts), width), YELLOW))
+    for alert in run.alerts[-3:]:
+        text = redact(visible(alert, lines=False))
+        lines.append(terminal.paint(_cut(text, width), YELLOW))
+    return lines
+
+
+def _progress_bar(run: FollowedRun, terminal: Terminal) -> str:
+    """Return a bar with the completed share of the steps, and the time left if the run is under way."""
+    step = run.last["step"]
+    share = min(1.0, step / run.total_steps)
+    seconds = run.last.get("step_seconds")
+    left = ""
+    if run.state == "under way" and type(seconds) in (int, float):
+        seconds_left = (run.total_steps - step) * seconds
+        left = f" {format_seconds(round(seconds_left))} left"
+    width = terminal.columns - len(left) - 6
+    done = round(width * share)
+    full, empty = ("█", "░") if terminal.unicode else ("#", ".")
+    bar = full * done + empty * (width - done)
+    return _cut(f"{bar} {share:>4.0%}{left}", terminal.columns)
+
+
+def _time(run: FollowedRun, terminal: Terminal) -> list[str]:
     """Return two lines: goodput with a bar of how the time was spent, and the percentage of each bin."""
-    total = one.account.running_seconds
+    total = run.account.running_seconds
     if not total:
         return []
-    head = f"{'goodput':<{_TITLE}}{100 * one.account.goodput:>6.1f} % "
+    head = f"{'goodput':<{_TITLE}}{100 * run.account.goodput:>6.1f} % "
+    width = terminal.columns - len(head)
     bar = ""
+    parts = []
     elapsed = 0.0
-    # Round the end of each bin and not its width, so that rounding errors do not add up and the bar fills the
-    # line
-    for name, seconds in one.account.seconds.items():
+    for name, seconds in run.account.seconds.items():
+        # Round the end of each bin and not its width, so rounding errors do not add up and the bar fills the line.
         elapsed += seconds
-        end = round((terminal.columns - len(head)) * elapsed / total)
+        end = round(width * elapsed / total)
         bar += BINS[name] * (end - len(bar))
-    percent = {name: 100 * seconds / total for name, seconds in one.account.seconds.items()}
-    parts = [f"{name} {value:.1f} %" for name, value in percent.items() if value >= 0.05]
+        percent = 100 * seconds / total
+        if percent >= 0.05:
+            parts.append(f"{name} {percent:.1f} %")
     percentages = f"{'of the time':<{_TITLE}} {', '.join(parts)}"
     return [_cut(head + bar, terminal.columns), _cut(percentages, terminal.columns)]
 
 
-def _curve(one: FollowedRun, name: str) -> Curve:
-    return one.curves.get(name, ([], []))
+def _curve(run: FollowedRun, name: str) -> Curve:
+    return run.curves.get(name, ([], []))
 
 
-def _name(one: FollowedRun) -> str:
-    return redact(visible(os.path.basename(os.path.realpath(one.folder)), lines=False))
+def _name(run: FollowedRun) -> str:
+    return redact(visible(os.path.basename(os.path.realpath(run.folder)), lines=False))
 
 
-def _step(one: FollowedRun) -> str:
-    return f"{one.last['step']:,}" if one.last else "-"
+def _step(run: FollowedRun) -> str:
+    return f"{run.last['step']:,}" if run.last else "-"
 
 
-def _value(one: FollowedRun, name: str) -> str:
-    return _number(one.last.get(name))
+def _value(run: FollowedRun, name: str) -> str:
+    return _number(run.last.get(name))
 
 
 def _number(value: object) -> str:
