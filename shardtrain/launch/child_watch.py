@@ -31,7 +31,8 @@ class ChildWatch:
 
     Args:
         stopped_seconds: A child that SIGSTOP has stopped for this time is killed, with the status -SIGSTOP. 0
-            disables this. ends_process: True if this process ends after its children. It then ignores later signals.
+            disables this.
+        ends_process: True if this process ends after its children. It then ignores later signals.
     """
 
     def __init__(

@@ -320,8 +320,8 @@ def rank_environment(
     """Return the environment variables of one local rank, with torchrun's names.
 
     Args:
-        meeting: Private rendezvous folder of the ranks, or a port of this machine that another process serves. job:
-            Result of ``goodput.ledger.new_job``, which contains the start time of the first attempt.
+        meeting: Private rendezvous folder of the ranks, or a port of this machine that another process serves.
+        job: Result of ``goodput.ledger.new_job``, which contains the start time of the first attempt.
     """
     # Time before the first attempt is accounted as start. Time between attempts is accounted as restart.
     begun = str(time.time()) if restarts else job.partition(":")[2]

@@ -65,18 +65,18 @@ class Failure:
     """End of one rank.
 
     Attributes:
-        where: Source position of the error, as ``file.py:12``.
-        time_seconds: Time since the epoch by the clock of the host. The earliest failure is the first one of a run.
-            A failure of another node has it by the clock of the node that reads it.
-        is_peer: True if this rank only lost a connection to a rank that had failed.
+        where: Source position of the error, such as ``file.py:12``.
+        time_seconds: Time since the epoch by the clock of the host. The failure with the smallest time is the first
+            one of a run. For a failure of another node, the time is converted to this node's clock.
+        is_peer: True if this rank only lost its connection to a rank that had failed.
         problems: Lines of a ConfigError.
         place: Step and data of an error in a step: ``step 41 (sequences 320 to 327)``.
-        phase: Activity of a rank that hangs. The message of such a failure is a sentence about the rank.
-        is_sentence: True if the message is written for users, so the exception's class and source line are
-            omitted.
-        leaves_folder_alone: True if another run writes the run's folder. Its exit.json and logs belong to
-            that run.
-        step: The last step that this rank completed, 0 if unknown.
+        phase: Activity of a hanging rank. The message of such a failure is a sentence about the rank.
+        is_sentence: True if the message is written for users. The report then omits the exception's class and
+            source line.
+        leaves_folder_alone: True if another run writes to the run's folder. Its exit.json and logs must not be
+            changed.
+        step: Last step that this rank completed, or 0 if unknown.
         lost_lines: Warning about log lines of this rank that could not be written.
     """
 
@@ -154,7 +154,7 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
 
     Args:
         rank: None for the process that checks data, tokenizer and model before the ranks start.
-            signal_number: SIGSTOP if the process was stopped until its launcher killed it.
+        signal_number: SIGSTOP if the process was stopped until its launcher killed it.
     """
     what = "" if rank is not None else "the process that checks data, tokenizer and model before ranks start "
     how = _KILLED.get(signal_number, f"was killed by signal {signal_number}")
@@ -187,7 +187,9 @@ def stopped(
     """Return the failure of a process that stopped on request without saving.
 
     Args:
-        rank: None before ranks exist. reason: Request to stop, such as "SIGTERM". newest: The last checkpoint.
+        rank: None before ranks exist.
+        reason: Request to stop, such as "SIGTERM".
+        newest: The last checkpoint.
     """
     kept = f"; the last checkpoint is {newest}" if newest else ""
     message = run_end.line.format(reason=reason, kept=kept)

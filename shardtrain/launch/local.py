@@ -262,9 +262,9 @@ def launch(
     checkpoint, up to ``max_restarts`` times, see ``restart``.
 
     Args:
-        check: Called before the first ranks start. Raises errors in the configuration or the data. Returns
-            None, or the failure of the checking process, which is treated like the failure of a rank.
-            ends_process: True if this process ends with the run. It then ignores later signals.
+        check: Called before the first ranks start. Raises errors in the configuration or the data. Returns None,
+            or the failure of the checking process, which is treated like the failure of a rank.
+        ends_process: True if this process ends with the run. It then ignores later signals.
     """
     config = loaded.config
     grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS

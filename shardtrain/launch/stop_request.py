@@ -64,10 +64,10 @@ class StopRequest:
     """State of the request to stop this process: its reason and its deadline.
 
     Attributes:
-        reason: "SIGTERM", "SIGUSR1", ... or "the end of the Slurm job". "" before a request. first_step_seconds:
-            Duration of this process's first step, which compiles. It is not part of ``steps``. assumed_save_seconds:
-            Assumed duration of a save until the first save is measured. is_starting: True before the first step, when
-            nothing can be lost and the process can end immediately.
+        reason: "SIGTERM", "SIGUSR1", ... or "the end of the Slurm job". "" before a request.
+        first_step_seconds: Duration of this process's first step, which compiles. It is not part of ``steps``.
+        assumed_save_seconds: Assumed duration of a save until the first save is measured.
+        is_starting: True before the first step, when nothing can be lost and the process can end immediately.
     """
 
     def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:

@@ -58,9 +58,10 @@ class Account:
     """Seconds per category, and figures derived from them.
 
     Attributes:
-        idle_seconds: Time between two commands. It is not part of the running time. failures: Number of attempts that
-            the same command restarted, plus 1 if the last attempt failed. after_failure_seconds: Start and
-            compilation of restarted attempts. Also included in ``start`` and ``compile``.
+        idle_seconds: Time between two commands. It is not part of the running time.
+        failures: Number of attempts that the same command restarted, plus 1 if the last attempt failed.
+        after_failure_seconds: Start and compilation of restarted attempts. Also included in ``start`` and
+            ``compile``.
     """
 
     seconds: dict[str, float]

@@ -111,8 +111,9 @@ class SshConnections:
         """Run until all hosts have ended. Return the exit status of the run.
 
         Raises:
-            ConfigError: a host is unreachable, or has no Python with this package. Nothing has been started
-                on any host. PeerError: the connection to a host was lost.
+            ConfigError: a host is unreachable, or has no Python with this package. Nothing has been started on
+                any host.
+            PeerError: the connection to a host was lost.
         """
         before = signals.handle_requests(self._request)
         try:

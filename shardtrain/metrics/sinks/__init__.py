@@ -36,7 +36,8 @@ class SinkContext:
 
     Attributes:
         records: On the writer rank, the records of ``metrics.jsonl`` before the step from which the run
-            continues. Only available while sinks are opened. validations: The same for ``validation.jsonl``.
+            continues. Only available while sinks are opened.
+        validations: The same for ``validation.jsonl``.
     """
 
     config: Config

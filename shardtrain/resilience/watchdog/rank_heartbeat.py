@@ -16,9 +16,12 @@ class Heartbeat:
     """State of a rank at one moment.
 
     Attributes:
-        beat: Number of this heartbeat. host: Host name. step: Current step. phase: Current phase. collective:
-            Function in which the main thread waits, or "". at: Line of shardtrain's or the user's code that
-            the main thread executes.
+        beat: Number of this heartbeat.
+        host: Host name.
+        step: Current step.
+        phase: Current phase.
+        collective: Function in which the main thread waits, or "".
+        at: Line of shardtrain's or the user's code that the main thread executes.
     """
 
     beat: int

@@ -37,8 +37,10 @@ class StackPosition:
     """Position of a thread.
 
     Attributes:
-        collective: Function in which it waits, or "". at: Lines of shardtrain's or the user's code, innermost
-            first. compiling: True inside a compiler. debugging: True inside a debugger.
+        collective: Function in which it waits, or "".
+        at: Lines of shardtrain's or the user's code, innermost first.
+        compiling: True inside a compiler.
+        debugging: True inside a debugger.
     """
 
     collective: str

@@ -16,10 +16,13 @@ class RankContext:
     """One rank of the doctor, and its connection to the other ranks.
 
     Attributes:
-        device: "cpu", "cuda" or "xpu". limit_seconds: Time limit of one check. store: Store shared by all
-            ranks. line: ``StoreChannel`` over the store. num_ranks: Number of ranks of the planned run, if
-            the doctor runs on only part of its hosts. 0 means ``size``. has_config: True if the user passed a
-            configuration. Without one, folders and mesh axes are not relevant.
+        device: "cpu", "cuda" or "xpu".
+        limit_seconds: Time limit of one check.
+        store: Store shared by all ranks.
+        line: ``StoreChannel`` over the store.
+        num_ranks: Number of ranks of the planned run, if the doctor runs on only part of its hosts. 0 means
+            ``size``.
+        has_config: True if the user passed a configuration. Without one, folders and mesh axes are not relevant.
     """
 
     loaded: Loaded

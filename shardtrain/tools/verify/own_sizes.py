@@ -40,8 +40,8 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
 
     Args:
         config: Configuration of the model.
-            layers: Minimum number of layers that the meshes require.
-            tp: A width that is divisible by it stays divisible by it in the copy.
+        layers: Minimum number of layers that the meshes require.
+        tp: A width that is divisible by it stays divisible by it in the copy.
 
         Returns:
             A dictionary with ``given``, the new values by field; ``sizes``, the old values; ``notes``,

@@ -57,11 +57,14 @@ class RankRecord:
     """Data that one rank recorded.
 
     Attributes:
-        rank: Number of the rank. place: Index of the rank along each mesh axis. losses: Mean loss per step.
-            norms: Gradient norm per step, before clipping. parts: Local tensors by key: "initial/NAME",
-            "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q", ... slices: Position of a part in the
-            full tensor, one slice per dimension, for each key of a parameter or buffer. facts: "balanced"
-            (True if cp balances the sequence), "calls" and "drops" (see ``ModuleWatch``).
+        rank: Number of the rank.
+        place: Index of the rank along each mesh axis.
+        losses: Mean loss per step.
+        norms: Gradient norm per step, before clipping.
+        parts: Local tensors by key: "initial/NAME", "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q", ...
+        slices: Position of a part in the full tensor, one slice per dimension, for each key of a parameter or
+            buffer.
+        facts: "balanced" (True if cp balances the sequence), "calls" and "drops" (see ``ModuleWatch``).
     """
 
     rank: int
