@@ -115,8 +115,9 @@ class ChildWatch:
         return self.statuses
 
     def look(self, others_have_failed: bool = False) -> bool:
-        """Poll the ranks once, and return True if all have ended. Kill them if the time after a failure or
-        request is over.
+        """Poll the ranks once, and return True if all have ended.
+
+        After a failure or a request to stop, kill the ranks that still run when their time limit has passed.
 
         Args:
             others_have_failed: True if ranks of other nodes have failed.

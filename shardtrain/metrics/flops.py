@@ -42,7 +42,7 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
     total = sum(p.numel() for p in model.parameters())
     used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
 
-    # Of these, count the frozen parameters, as the difference from the trained parameters.
+    # Count how many of the used parameters are frozen: all used ones minus the trained ones.
     frozen = 0
     if any(not p.requires_grad for p in model.parameters()):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

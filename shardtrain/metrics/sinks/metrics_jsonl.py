@@ -254,7 +254,7 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
 
 
 def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
-    """Return an offset after all records up to ``start_step``, found from samples, or else ``size``."""
+    """Return an offset behind all records up to ``start_step``, found in samples of the file. Without one, ``size``."""
     samples = _samples(file, size)
     if any(one["step"] >= other["step"] for (_, one), (_, other) in itertools.pairwise(samples)):
         return size

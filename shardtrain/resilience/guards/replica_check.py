@@ -41,7 +41,7 @@ class Replicas:
             self._held = holders.find_holders(tensors)
             if not holders.num_replicated(self._held):
                 logger.warning(
-                    "training.replica_check_interval: no two ranks hold the same weights, so only counters are compared"
+                    "training.replica_check_interval: no two ranks have the same weights, so only counters are compared"
                 )
         odd = replica_comparison.find_odd(tensors, self._held, self._run.state.to_dict())
         if odd:

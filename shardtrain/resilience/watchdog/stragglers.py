@@ -11,11 +11,11 @@ from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.utils.activity import Mark
 
 RATIO = 1.3
-"""A straggler works for more than this many times the median of its peers ..."""
+"""A straggler works for more than this many times the median of its peers."""
 SHARE_OF_STEP = 0.1
-"""... which costs more than this fraction of a step ..."""
+"""The work of a straggler beyond the median of its peers takes more than this fraction of a step."""
 WINDOWS = 5
-"""... in this number of consecutive windows."""
+"""Number of consecutive windows in which both are true of a straggler."""
 MIN_SAMPLES = 20
 """A window with fewer samples is merged with the next one."""
 
