@@ -102,7 +102,7 @@ def test_too_little_text_for_a_held_out_part_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert run(tmp_path / "a.txt", tmp_path / "x") == 0
     printed = capsys.readouterr().out
-    assert "too little to hold some out" in printed and "in place of 300: the text has no more pairs" in printed
+    assert "too little to hold some out" in printed and "instead of 300: the text has no more pairs" in printed
 
 
 def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
@@ -117,7 +117,7 @@ def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
 def test_a_tokenizer_is_only_overwritten_with_force(trained, corpus, tmp_path):
     before = (trained / "tokenizer.json").read_bytes()
     with pytest.raises(
-        ConfigError, match=r"--output=.* holds tokenizer.json and tokenizer_config.json already; .*--force"
+        ConfigError, match=r"--output=.* already contains tokenizer.json and tokenizer_config.json; .*--force"
     ):
         run(corpus, trained)
     assert (trained / "tokenizer.json").read_bytes() == before
@@ -125,7 +125,7 @@ def test_a_tokenizer_is_only_overwritten_with_force(trained, corpus, tmp_path):
 
 
 WRONG = {
-    "small": (["--vocab_size", "100"], "--vocab_size=100 must be 259"),
+    "small": (["--vocab_size", "100"], "--vocab_size=100 must be between 259"),
     "no number": (["--vocab_size", "many"], "--vocab_size"),
     "twice": (["--special", "<a>", "<a>"], "--special"),
     "end": (["--special", "<|pad|>"], "--special"),

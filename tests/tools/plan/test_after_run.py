@@ -102,7 +102,7 @@ def test_a_difference_in_a_small_run_is_no_warning(tmp_path: Path) -> None:
     )
     lines = after_run.beside_measured(run, 1, "NVIDIA H200")
     assert len(lines) == 2 and not any(line.startswith("warning") for line in lines), lines
-    assert "depend on the host" in lines[0] and "within the accuracy of a plan" in lines[1]
+    assert "depends on the host" in lines[0] and "within the accuracy of a plan" in lines[1]
 
 
 def test_unknown_devices_and_short_runs_are_not_compared(tmp_path: Path) -> None:
