@@ -273,7 +273,7 @@ def test_a_wrong_request_is_one_line(capfd, arguments, message):
         (b'{"text": "x"}', "has no column 'prompt'; its columns are text"),
         (b'{"prompt": 3}', "holds a number, not a text"),
         (b'{"prompt": "\\ud800"}', "lone surrogate"),
-        (b'{"prompt": "x", "prediction": 1}', "has the field 'prediction' already"),
+        (b'{"prompt": "x", "prediction": 1}', "already has the field 'prediction'"),
         (b'{"prompt": "\xff"}', "is not UTF-8"),
         (b'{"prompt": [{"role": "user", "content": "x"}]}', "add --chat"),
     ],
@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained
     code, _, err = answer(capfd, "--from", str(run), "--prompt", "x")
     assert code == 5 and "no checkpoint in" in err and "damaged" in err
     shutil.rmtree(run / "checkpoint")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
         open_model(run)
 
 
@@ -329,7 +329,7 @@ def test_code_named_by_a_folder_is_not_executed(trained, tmp_path):
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom shardtrain.models.llama3 import *\n")
     config = run / "config.resolved.toml"
     config.write_text(config.read_text().replace('name = "llama3"', f'name = "{code}"'))
-    with pytest.raises(ConfigError, match=r"is a file of code.*--config"):
+    with pytest.raises(ConfigError, match=r"is a Python file named in .*--config"):
         open_model(run)
     assert not (tmp_path / "ran").exists()
 
