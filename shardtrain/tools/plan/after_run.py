@@ -27,12 +27,13 @@ _FEWEST_STEPS = 5
 def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_bytes: int = 0) -> list[str]:
     """Return lines for the user with changes that need less than ``memory_bytes`` per rank (0 if unknown).
 
-    Empty if there are no such changes, or if planning fails. The plan is for a CPU or an H100, because savings hardly
-    depend on the device.
+    Empty if there are no such changes, or if planning fails. The plan is for a CPU or an H100,
+    because savings hardly depend on the device.
     """
     # A failure here must not hide the error of the run.
     with contextlib.suppress(Exception):
-        found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"), memory_bytes)
+        device = hardware.find("cpu" if is_cpu else "h100")
+        found = planning.lighter(config, world_size, device, memory_bytes)
         if found:
             return ["each of these changes needs less memory (docs/plan.md):", *(f"  {line}" for line in found)]
     return []
@@ -41,8 +42,9 @@ def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_by
 def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str]:
     """Return lines with planned and measured peak memory and speed of a run that has ended.
 
-    They are also written to ``planned.json`` for ``shardtrain report``. Empty if the device has no row in devices.toml
-    or too few steps were logged. ``device_name`` is PyTorch's name of the device.
+    They are also written to ``planned.json`` for ``shardtrain report``. Empty if the device has no
+    row in devices.toml or too few steps were logged. ``device_name`` is PyTorch's name of the
+    device.
     """
     # A successful run must not fail because of this comparison.
     with contextlib.suppress(Exception):

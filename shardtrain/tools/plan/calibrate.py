@@ -44,30 +44,41 @@ class Calibrated:
 def learn(folder: Path, device: Device) -> Calibrated:
     """Read a run's configuration and step times, and scale the device.
 
-    The step time is the median of the later half of the logged steps, because the first ones compile and warm up.
+    The step time is the median of the later half of the logged steps, because the first ones
+    compile and warm up.
 
     Raises:
-        ConfigError: the folder is not the folder of a run, has too few steps, or the run was on another device.
+        ConfigError: the folder is not the folder of a run, has too few steps, or the run was on
+            another device.
     """
     record = run_files.read(folder)
     resolved = RunFolder(folder).config
     if not resolved.is_file():
         rule = f"has no {resolved.name}"
-        raise ConfigError(Problem("--calibrate", str(folder), rule, "name the folder of a run", "command line"))
+        fix = "name the folder of a run"
+        raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
     metrics = {name: list(series.values) for name, series in record.metrics.items()}
-    steps = metrics.get("step_seconds", [])
-    speeds = list(zip(metrics.get("tokens_per_second", []), metrics.get("tps", []), strict=False))
-    if len(steps) < _FEWEST_STEPS or not speeds or not speeds[-1][1] > 0:
-        rule = f"has only {len(steps)} logged steps with times"
+    step_seconds = metrics.get("step_seconds", [])
+    total_rates = metrics.get("tokens_per_second", [])
+    device_rates = metrics.get("tps", [])
+    rates = list(zip(total_rates, device_rates, strict=False))
+    if len(step_seconds) < _FEWEST_STEPS or not rates or not rates[-1][1] > 0:
+        rule = f"has only {len(step_seconds)} logged steps with times"
         fix = f"use a run with at least {_FEWEST_STEPS} (metrics.log_freq)"
         raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
-    world_size = max(1, round(speeds[-1][0] / speeds[-1][1]))
-    plan = planning.make(configs.load(str(resolved), []).config, world_size, device)
-    ratio = statistics.median(steps[len(steps) // 2 :]) / plan.time.seconds
+    # The last logged rates of all devices and of one device tell the number of devices.
+    total_rate, device_rate = rates[-1]
+    world_size = max(1, round(total_rate / device_rate))
+    # Compare the measured time of a step with the planned one.
+    config = configs.load(str(resolved), []).config
+    plan = planning.make(config, world_size, device)
+    second_half = step_seconds[len(step_seconds) // 2 :]
+    ratio = statistics.median(second_half) / plan.time.seconds
     if not 1 / _FARTHEST < ratio < _FARTHEST:
         rule = f"took {ratio:.3g} times as long as planned on {device.name}"
-        raise ConfigError(Problem("--calibrate", str(folder), rule, "set --device to the device of that run"))
-    return Calibrated(device.slower(ratio), ratio, world_size, len(steps))
+        fix = "set --device to the device of that run"
+        raise ConfigError(Problem("--calibrate", str(folder), rule, fix))
+    return Calibrated(device.slower(ratio), ratio, world_size, len(step_seconds))
 
 
 @dataclass(frozen=True)
@@ -106,16 +117,18 @@ def learn_report(path: Path, device: Device) -> Measured:
         name = str(report["device"])
         flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}
         threads = int(rates["threads"])
-        collectives = [
-            (int(one["ranks"]), int(one["ranks_per_host"]), float(one["bytes_per_second"]))
-            for one in rates["collectives"]
-        ]
+        collectives = []
+        for one in rates["collectives"]:
+            collectives.append((int(one["ranks"]), int(one["ranks_per_host"]), float(one["bytes_per_second"])))
     except OSError as error:
         raise wrong(f"cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise wrong("is not a report of the doctor") from error
-    if not flops or not all(map(_is_rate, (*flops.values(), *(rate for _, _, rate in collectives)))):
+    measured = [*flops.values(), *(rate for _, _, rate in collectives)]
+    if not flops or not all(map(_is_rate, measured)):
         raise wrong("has impossible rates")
+    # A report about another known device is a mistake. A device without a row in the file may be
+    # the planned one.
     found = "cpu" if rates.get("type") == "cpu" else devices.find(name)
     if found is not None and found != device.name and device.name in devices.names():
         raise wrong(f"is about {name[:80]}, not {device.name}", f"plan for it with --device {found}")
@@ -134,25 +147,37 @@ def _with_rates(
     Raises:
         ConfigError: made by ``wrong``; a rate is too far from that of the device.
     """
+    # The planned rate of matrix products, relative to the measured one.
     dtype = next((dtype for dtype in flops if dtype in device.flops), None)
     if dtype is None:
         raise wrong(f"measured products in {', '.join(flops)}, for which the row of {device.name} has no peak")
-    # The row of a CPU describes one core, but the measurement used several threads.
-    rate = flops[dtype] / (max(1, threads) ** timing.THREADS_EXPONENT if device.is_cpu else 1)
-    ratios = {f"{dtype} products": device.flops[dtype] * device.matmul_efficiency / rate}
+    rate = flops[dtype]
+    if device.is_cpu:
+        # The row of a CPU describes one core, but the measurement used several threads.
+        rate = rate / max(1, threads) ** timing.THREADS_EXPONENT
+    products = f"{dtype} products"
+    ratios = {products: device.flops[dtype] * device.matmul_efficiency / rate}
     changes: dict[str, Any] = {}
     # Ranks of a host share its network, so a rank has its part of the measured rate.
     if not device.is_cpu:
-        within = [rate for ranks, per_host, rate in collectives if per_host == ranks > 1]
-        between = [rate / per_host for ranks, per_host, rate in collectives if per_host < ranks]
-        for name, field, found in (("links", "link", within), ("network", "network", between)):
-            if found:
-                link: Link = getattr(device, field)
-                ratios[name] = link.bytes_per_second * link.efficiency / max(found)
-                changes[field] = replace(link, bytes_per_second=max(found) / link.efficiency)
+        within_host = []
+        between_hosts = []
+        for ranks, per_host, rank_rate in collectives:
+            if per_host == ranks > 1:
+                within_host.append(rank_rate)
+            if per_host < ranks:
+                between_hosts.append(rank_rate / per_host)
+        for name, field, link_rates in (("links", "link", within_host), ("network", "network", between_hosts)):
+            if not link_rates:
+                continue
+            link: Link = getattr(device, field)
+            fastest = max(link_rates)
+            ratios[name] = link.bytes_per_second * link.efficiency / fastest
+            changes[field] = replace(link, bytes_per_second=fastest / link.efficiency)
     for name, ratio in ratios.items():
         if not 1 / _FARTHEST < ratio < _FARTHEST:
-            raise wrong(f"has {name} at {1 / ratio:.3g} of {device.name}", "set --device to the device of the report")
-    slower = ratios[f"{dtype} products"]
+            rule = f"has {name} at {1 / ratio:.3g} of {device.name}"
+            raise wrong(rule, "set --device to the device of the report")
+    slower = ratios[products]
     changes["flops"] = {name: peak / slower for name, peak in device.flops.items()}
     return Measured(replace(device, **changes), ratios)

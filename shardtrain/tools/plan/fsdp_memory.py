@@ -12,18 +12,20 @@ from shardtrain.tools.plan.shapes import ModelShape, ParameterShape
 class GatheredBytes:
     """Bytes of gathered weights and unreduced gradients at the moments of a step.
 
-    By default, the last layer and the head stay gathered between forward and backward. Backward starts with the
-    gradients of the head being reduced, the last layer gathered and the one before being gathered. It ends with the
-    gradients of the embedding being reduced.
+    By default, the last layer and the head stay gathered between forward and backward. Backward
+    starts with the gradients of the head being reduced, the last layer gathered and the one before
+    being gathered. It ends with the gradients of the embedding being reduced.
 
-    Ranks that cast weights without FSDP have copies of all weights instead, each until its gradient is complete.
+    Ranks that cast weights without FSDP have copies of all weights instead, each until its gradient
+    is complete.
 
     Attributes:
         most: Sum of the largest buffers, which do not all exist at the same time.
-        end_of_forward, loss, backward_of_head, backward_of_last, backward_of_layer, backward_of_embed: Bytes at each
-            moment. ``backward_of_last`` is the last layer, ``backward_of_layer`` the first.
-        layer_shard, head_shard, embed_shard, all_shards: Bytes of this rank's reduced gradients of one layer, the head,
-            the embedding and the stage.
+        end_of_forward, loss, backward_of_head, backward_of_last, backward_of_layer,
+            backward_of_embed: Bytes at each moment. ``backward_of_last`` is the last layer,
+            ``backward_of_layer`` the first.
+        layer_shard, head_shard, embed_shard, all_shards: Bytes of this rank's reduced gradients of
+            one layer, the head, the embedding and the stage.
     """
 
     def __init__(self, model: ModelShape, job: PlannedJob, index: int) -> None:
@@ -44,7 +46,8 @@ class GatheredBytes:
             head = 0
             head_gradient = 0
 
-        self._set_shards(job, parameters_by_layer, embed_trained, head_trained if head_gradient else ())
+        trained_of_head = head_trained if head_gradient else ()
+        self._set_shards(job, parameters_by_layer, embed_trained, trained_of_head)
 
         compute = job.compute_width
         first_layer = layers[0] if layers else 0
@@ -95,9 +98,13 @@ class GatheredBytes:
         root = embed if model.tied else 0
         keeps_last = job.reshard == "default"
         ranks = job.dp_shard * job.cp
-        next_unit = max(head, largest if len(layers) > 1 else 0)
+        next_layer = largest if len(layers) > 1 else 0
+        next_unit = max(head, next_layer)
         self.end_of_forward = (last_layer + next_unit + root) * compute
-        self.loss = (last_layer + head + root if keeps_last else root) * compute
+        at_loss = root
+        if keeps_last:
+            at_loss = last_layer + head + root
+        self.loss = at_loss * compute
         self.backward_of_head = (head + pair + root) * compute
         self.backward_of_last = (pair + root) * compute + _reduced(head_gradient, ranks) * reduce
         self.backward_of_layer = (pair // 2 + root) * compute + _reduced(largest_gradient, ranks) * reduce

@@ -60,7 +60,8 @@ class Device:
         flops: Dense peaks per second by dtype.
         devices_per_node: Devices of a node.
         link, network: Links within a node and between nodes.
-        matmul_efficiency, attention_efficiency, memory_efficiency: Shares of the peaks that large kernels reach.
+        matmul_efficiency, attention_efficiency, memory_efficiency: Shares of the peaks that large
+            kernels reach.
         launch_seconds: Time of the host to start a kernel.
         source: Origin of the numbers.
         devices_per_link: Devices that ``link`` connects. 0 for those of a node.
@@ -182,6 +183,7 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     Raises:
         ConfigError: with the key of a missing, unknown or impossible value.
     """
+    # Defaults of the values that a row may omit.
     row = {
         "power_watts": 0,
         "launch_seconds": 5e-6,
@@ -194,16 +196,18 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
         **row,
     }
     path = f"devices.{name}"
-    _check_keys(row, {f.name for f in fields(Device)} - {"name"}, path, where)
+    required_keys = {field.name for field in fields(Device)} - {"name"}
+    _check_keys(row, required_keys, path, where)
+    # Peaks in FLOP/s, by dtype.
     flops = row["flops"]
     if not isinstance(flops, Mapping) or not flops:
         raise _wrong(f"{path}.flops", flops, "is not a table of peaks by dtype", "write bfloat16 = 989e12", where)
     for dtype, value in flops.items():
         _check_number(f"{path}.flops.{dtype}", value, _LARGEST["flops"], where)
         if value < 1e6:
-            raise _wrong(
-                f"{path}.flops.{dtype}", value, "is less than any device has", "write FLOPs, not TFLOPs", where
-            )
+            rule = "is less than any device has"
+            raise _wrong(f"{path}.flops.{dtype}", value, rule, "write FLOPs, not TFLOPs", where)
+    # Numbers, shares and counts.
     may_be_zero = ("power_watts", "launch_seconds", "devices_per_link")
     for key in ("memory_gib", "memory_bytes_per_second", "devices_per_node", *may_be_zero):
         _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in may_be_zero)
@@ -213,29 +217,29 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     for key in ("devices_per_node", "devices_per_link"):
         if row[key] != int(row[key]):
             raise _wrong(f"{path}.{key}", row[key], "is not a whole number", "correct it", where)
-    return Device(
-        **{
-            **row,
-            "name": name,
-            "link": _link(row["link"], links, f"{path}.link", where),
-            "network": _link(row["network"], links, f"{path}.network", where),
-        }
-    )
+    link = _link(row["link"], links, f"{path}.link", where)
+    network = _link(row["network"], links, f"{path}.network", where)
+    return Device(**{**row, "name": name, "link": link, "network": network})
 
 
 def _link(name: Any, links: Mapping[str, Any], path: str, where: str) -> Link:
     if not isinstance(name, str) or name not in links:
         raise _wrong(path, name, "is not a known link", f"use one of {', '.join(sorted(links))}, or add it", where)
+    table = f"links.{name}"
     row = {"efficiency": 0.75, "peers": 0, **links[name]}
-    _check_keys(row, {f.name for f in fields(Link)} - {"name"}, f"links.{name}", where)
+    required_keys = {field.name for field in fields(Link)} - {"name"}
+    _check_keys(row, required_keys, table, where)
     for key in ("bytes_per_second", "latency_seconds"):
-        _check_number(f"links.{name}.{key}", row[key], _LARGEST[key], where, zero=key == "latency_seconds")
-    _check_shares(row, ("efficiency",), f"links.{name}", where)
-    _check_number(f"links.{name}.peers", row["peers"], _LARGEST["devices_per_node"], where, zero=True)
-    if not isinstance(row["source"], str):
-        raise _wrong(f"links.{name}.source", row["source"], "is not text", "write the origin of the numbers", where)
-    if row["peers"] != int(row["peers"]):
-        raise _wrong(f"links.{name}.peers", row["peers"], "is not a whole number", "correct it", where)
+        may_be_zero = key == "latency_seconds"
+        _check_number(f"{table}.{key}", row[key], _LARGEST[key], where, zero=may_be_zero)
+    _check_shares(row, ("efficiency",), table, where)
+    peers = row["peers"]
+    _check_number(f"{table}.peers", peers, _LARGEST["devices_per_node"], where, zero=True)
+    source = row["source"]
+    if not isinstance(source, str):
+        raise _wrong(f"{table}.source", source, "is not text", "write the origin of the numbers", where)
+    if peers != int(peers):
+        raise _wrong(f"{table}.peers", peers, "is not a whole number", "correct it", where)
     return Link(name, **row)
 
 

@@ -26,7 +26,8 @@ class PlannedJob:
         cp_method: Exchange of context parallelism.
         schedule: Pipeline schedule.
         stages: Layers of each pipeline stage.
-        recompute: "none", "full", "op", or "N" to recompute every Nth layer. "core" is only attention (other systems).
+        recompute: "none", "full", "op", or "N" to recompute every Nth layer. "core" is only
+            attention (other systems).
         reshard: Value of parallelism.fsdp_reshard_after_forward.
         shard_states: Optimizer states are sharded over replicas.
         loss_parallel: The loss uses logits that are split over tp.
@@ -45,9 +46,11 @@ class PlannedJob:
         float8_experts: Experts multiply in float8.
         float8_gather: FSDP gathers weights of linear layers in 8 bits.
         offload: Part of weights, gradients and optimizer states in host memory.
-        loss: "chunked" is ops/cross_entropy.py. "at head" is ops/linear_cross_entropy.py where it saves memory.
-            For other systems, "fused" never has all logits, and "whole" has all of them in float32.
-        flash: Attention scores are never stored. Always true, except for other systems, as for all fields below.
+        loss: "chunked" is ops/cross_entropy.py. "at head" is ops/linear_cross_entropy.py where it
+            saves memory. For other systems, "fused" never has all logits, and "whole" has all of
+            them in float32.
+        flash: Attention scores are never stored. Always true, except for other systems, as for all
+            fields below.
         split_sequence: Norms work on a part of the sequence under tensor parallelism.
         repeats_kv: Attention copies keys and values for each query head.
         reduces_once: Gradients of several micro-batches are reduced together.
@@ -150,6 +153,7 @@ def of_config(
     parallelism = config.parallelism
     training = config.training
     recompute = config.activation_checkpoint
+    # Rows of one forward pass. A pipeline divides the local batch.
     accumulation = max(1, derived.accumulation_steps(config, world_size))
     rows = training.local_batch_size
     if parallelism.pipeline_parallel_degree > 1:
@@ -167,6 +171,7 @@ def of_config(
     is_default_task = config.task.name == Task().name
     is_at_head = is_native and precision.has_plain_head and has_full_head and is_default_task
 
+    # Ring attention, unless one of the options says otherwise.
     cp_method: Literal["allgather", "ring", "ulysses"] = "ring"
     if parallelism.context_parallel_method == "ulysses":
         cp_method = "ulysses"

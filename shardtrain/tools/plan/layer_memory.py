@@ -121,7 +121,9 @@ class _AttentionBytes:
 
 
 def _attention_bytes(layer: Layer, job: PlannedJob, norm: int, gathered: int, kernels: Kernels) -> _AttentionBytes:
-    """Count attention: its norm, queries, keys, values, output, and the log-sum-exp of the scores in float32."""
+    """Count attention: its norm, queries, keys, values, output, and the log-sum-exp of the scores
+    in float32.
+    """
     width = job.compute_width
     tokens = job.local_tokens
     heads = -(-layer.heads // job.tp)
@@ -182,6 +184,7 @@ def _feed_forward_bytes(
     width = job.compute_width
     tokens = job.local_tokens
     linears = layer.inside("ffn")
+    # The outputs of the linears that begin the feed-forward, and the activation of each.
     inner = [linear for linear in linears if linear.style != "rowwise"]
     hidden = 0
     for linear in inner:
@@ -215,36 +218,47 @@ def _is_expert_mix(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: 
 
 
 def _expert_mix_bytes(experts: ExpertShape, tokens: int, dim: int, width: int) -> _FeedForwardBytes:
-    """Count the experts of ops/cpu/expert_mix.py: rows with padding, and reordered weights of small experts."""
+    """Count the experts of ops/cpu/expert_mix.py: rows with padding, and reordered weights of small
+    experts.
+    """
     rows = tokens * experts.top_k
     numel_per_expert = 3 * experts.ffn * dim
     if width < 4:
         rows += expert_mix.expected_room(rows, experts.count)
+    input_bytes = rows * dim * width
+    hidden_bytes = rows * experts.ffn * width
     saved = 0
     # The gate is also part of the combined product of gate and up.
     if width < 4 and numel_per_expert <= expert_mix.SMALL_EXPERT_NUMEL:
-        saved += experts.count * numel_per_expert * width + rows * experts.ffn * width
-    saved += tokens * dim * 4 + rows * dim * width + 4 * rows * experts.ffn * width
+        reordered_weights = experts.count * numel_per_expert * width
+        saved += reordered_weights + hidden_bytes
+    saved += tokens * dim * 4 + input_bytes + 4 * hidden_bytes
+    # The router's float32 scores per token, and its numbers per row.
     saved += tokens * experts.count * 4 + rows * 24
-    return _FeedForwardBytes(saved, 2 * rows * experts.ffn * width + rows * dim * width)
+    return _FeedForwardBytes(saved, 2 * hidden_bytes + input_bytes)
 
 
 def _expert_bytes(experts: ExpertShape, tokens: int, dim: int, job: PlannedJob) -> _FeedForwardBytes:
     """Count experts that run as grouped products."""
     width = job.compute_width
     rows = tokens * experts.top_k
-    saved = tokens * dim * 4 + 2 * rows * dim * width + 4 * rows * experts.ffn * width
+    input_bytes = rows * dim * width
+    hidden_bytes = rows * experts.ffn * width
+    saved = tokens * dim * 4 + 2 * input_bytes + 4 * hidden_bytes
     if experts.biased:
         # Sums with three biases, and a gate of several operations (models/gpt_oss.py).
-        saved += rows * dim * width + 2 * rows * experts.ffn * width
+        saved += input_bytes + 2 * hidden_bytes
+    # The router's float32 scores per token, and its numbers per row.
     saved += tokens * experts.count * 4 + rows * (8 * 3 + 4 * 3)
     # Gradients of products, and of the rows before and after they are sorted, and with ep, exchanged.
     copies_of_rows = 3 if job.ep > 1 else 2
-    return _FeedForwardBytes(saved, 2 * rows * experts.ffn * width + copies_of_rows * rows * dim * width)
+    return _FeedForwardBytes(saved, 2 * hidden_bytes + copies_of_rows * input_bytes)
 
 
 def _kept_products(layer: Layer, job: PlannedJob, dim: int) -> int:
-    """Return the bytes that selective recomputation keeps: every second product, and results of reductions over tp."""
+    """Return the bytes that selective recomputation keeps: every second product, and results of
+    reductions over tp.
+    """
     tokens = job.local_tokens
     width = job.compute_width
     total = 0

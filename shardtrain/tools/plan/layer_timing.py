@@ -56,7 +56,9 @@ KEYS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class LayerPass:
-    """Seconds of one layer by kind of cost: forward, backward without recomputation, and selective recomputation."""
+    """Seconds of one layer by kind of cost: forward, backward without recomputation, and selective
+    recomputation.
+    """
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
@@ -108,13 +110,17 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     attention = _attention_seconds(layer, job, device)
     heads = tokens * (layer.heads + layer.kv_heads) * layer.qk_dim / job.tp
     moved_bytes = (STREAM_PASSES * stream_tokens * dim + HIDDEN_PASSES * hidden + 6 * heads) * width
-    elementwise = moved_bytes / rate * (FUSED if job.fused else 1.0)
+    elementwise = moved_bytes / rate
+    if job.fused:
+        elementwise *= FUSED
     tensor = _tensor_parallel_seconds(job, device, dim)
     context = _context_parallel_seconds(layer, job, device)
 
     # The host starts kernels while the device works, so only the excess counts. A CPU is its own
     # host, and expert parallelism makes the host wait for the device.
-    launches = LAUNCHES * device.launch_seconds * (0.5 if job.fused else 1.0)
+    launches = LAUNCHES * device.launch_seconds
+    if job.fused:
+        launches *= 0.5
     routing = EXPERT_LAUNCHES * device.launch_seconds if layer.experts else 0.0
     host = launches + routing
     if not device.is_cpu:
@@ -153,21 +159,29 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
 
 def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int, tp: int) -> float:
     """Return the seconds of one product (tokens, in) x (in, out) on a rank, by the roofline model."""
-    rows = linear.in_features / tp if linear.style == "rowwise" else linear.in_features
-    columns = linear.out_features / tp if linear.style in ("colwise", "head") else linear.out_features
+    rows: float = linear.in_features
+    columns: float = linear.out_features
+    if linear.style == "rowwise":
+        rows = rows / tp
+    elif linear.style in ("colwise", "head"):
+        columns = columns / tp
     is_float8 = _is_float8(job, device)
-    peak = device.peak("float8" if is_float8 else job.compute_dtype) * device.matmul_efficiency
+    dtype = "float8" if is_float8 else job.compute_dtype
+    peak = device.peak(dtype) * device.matmul_efficiency
     half_size = HALF_SIZE
     if is_float8:
         peak = peak * FLOAT8_SHARE
         half_size = 2 * HALF_SIZE  # float8 halves the time of the matmul, but not of its start
-    if device.is_cpu:
-        efficiency = DTENSOR_PRODUCTS if job.tp > 1 and job.compute_dtype == "float32" else 1.0
-    else:
+    if not device.is_cpu:
         efficiency = math.prod(size / (size + half_size) for size in (tokens, rows, columns))
+    elif job.tp > 1 and job.compute_dtype == "float32":
+        efficiency = DTENSOR_PRODUCTS
+    else:
+        efficiency = 1.0
     # Bound by FLOPs, or by reading two matrices and writing one.
     moved_bytes = (tokens * (rows + columns) + rows * columns) * job.compute_width
-    return max(2 * tokens * rows * columns / (peak * efficiency), moved_bytes / memory_rate(device))
+    compute_seconds = 2 * tokens * rows * columns / (peak * efficiency)
+    return max(compute_seconds, moved_bytes / memory_rate(device))
 
 
 def _is_float8(job: PlannedJob, device: Device) -> bool:
@@ -177,8 +191,8 @@ def _is_float8(job: PlannedJob, device: Device) -> bool:
 def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float, float]:
     """Return the seconds of casts to float8 in forward and in backward: inputs, weights and gradients.
 
-    Matmuls of one block share the cast of their input. Under tensor parallelism each rank casts the gathered input, or
-    with ``gathers_float8`` its own part before the gather.
+    Matmuls of one block share the cast of their input. Under tensor parallelism each rank casts the
+    gathered input, or with ``gathers_float8`` its own part before the gather.
     """
     tokens = job.local_tokens
     inputs = 0.0
@@ -205,7 +219,9 @@ def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float,
 def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     """Return the seconds of softmax(q k) v in forward. Causal attention computes half of the scores."""
     tokens = job.local_tokens
-    span = min(job.seq_len, layer.limit) if layer.limit else job.seq_len
+    span = job.seq_len
+    if layer.limit:
+        span = min(span, layer.limit)
     share = 0.5 if layer.causal and span == job.seq_len else 1.0
     if device.is_cpu and share < 1:
         # Context parallelism attends to one part of the keys at a time.
@@ -226,23 +242,30 @@ def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     dtype = "bfloat16" if job.compute_width == 2 else job.compute_dtype
     peak = device.peak(dtype) * device.attention_efficiency * job.attention_speed
     moved_bytes = 4 * tokens * layer.heads / job.tp * layer.qk_dim * job.compute_width
-    return max(flops * share / (peak * efficiency_of_head * efficiency_of_length), moved_bytes / rate)
+    compute_seconds = flops * share / (peak * efficiency_of_head * efficiency_of_length)
+    return max(compute_seconds, moved_bytes / rate)
 
 
 def _tensor_parallel_seconds(job: PlannedJob, device: Device, dim: int) -> float:
-    """Return the seconds of a layer's tensor parallelism: two gathers and two reductions, or two all-reduces."""
+    """Return the seconds of a layer's tensor parallelism: two gathers and two reductions, or two
+    all-reduces.
+    """
     if job.tp == 1:
         return 0.0
     stream = job.local_tokens * dim * job.compute_width
-    transfer = stream * (job.tp - 1) / job.tp / bandwidth(device, job.tp, 1) + tree_seconds(device, job.tp, job)
-    seconds = 4 * (transfer + host_seconds(device, DTENSOR_LAUNCHES) + copy_seconds(device, stream))
+    rate = bandwidth(device, job.tp, 1)
+    transfer = stream * (job.tp - 1) / job.tp / rate + tree_seconds(device, job.tp, job)
+    host = host_seconds(device, DTENSOR_LAUNCHES)
+    seconds = 4 * (transfer + host + copy_seconds(device, stream))
     if job.gathers_float8 and _is_float8(job, device):
         seconds *= 0.75  # both gathers have half of the bytes
     return seconds
 
 
 def _context_parallel_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
-    """Return the seconds of context parallelism: exchanging keys and values, and merging the outputs of parts."""
+    """Return the seconds of context parallelism: exchanging keys and values, and merging the
+    outputs of parts.
+    """
     if job.cp == 1:
         return 0.0
     width = job.compute_width
@@ -250,7 +273,8 @@ def _context_parallel_seconds(layer: Layer, job: PlannedJob, device: Device) -> 
     is_ring = job.cp_method == "ring"
     kv_heads = layer.heads if job.repeats_kv else layer.kv_heads
     kv_bytes = 2 * tokens * kv_heads * layer.qk_dim * width / job.tp
-    seconds = kv_bytes * (job.cp - 1) / bandwidth(device, job.cp, job.tp) + tree_seconds(device, job.cp, job)
+    rate = bandwidth(device, job.cp, job.tp)
+    seconds = kv_bytes * (job.cp - 1) / rate + tree_seconds(device, job.cp, job)
     # The output of each part of the keys is merged in float32.
     merged_bytes = tokens * layer.heads * layer.v_dim / job.tp * (width + 4 * 4)
     num_messages = job.cp if is_ring else 2

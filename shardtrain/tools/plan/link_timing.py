@@ -12,7 +12,9 @@ SHARED_MEMORY = 2.0
 
 
 def stride(job: PlannedJob, axis: str) -> int:
-    """Return the ranks between two neighbours on a mesh axis (distributed/mesh.py: tp is innermost, pp outermost)."""
+    """Return the ranks between two neighbours on a mesh axis (distributed/mesh.py: tp is innermost,
+    pp outermost).
+    """
     inner = {"tp": 1, "cp": job.tp, "dp_replicate": job.tp * job.cp * job.dp_shard}
     return inner.get(axis, job.tp * job.cp * job.dp_shard * job.dp_replicate)
 
@@ -67,10 +69,11 @@ def exchange_seconds(size: float, job: PlannedJob, device: Device) -> float:
 
     To other nodes, each rank only uses its own network port.
     """
-    near = min(job.ep, device.linked)
-    far_share = (job.ep - near) / max(1, job.ep - 1)
-    inside = size * (1 - far_share) / node_rate(device, near)
-    return max(inside, size * far_share / network_rate(device))
+    near_ranks = min(job.ep, device.linked)
+    far_share = (job.ep - near_ranks) / max(1, job.ep - 1)
+    near_seconds = size * (1 - far_share) / node_rate(device, near_ranks)
+    far_seconds = size * far_share / network_rate(device)
+    return max(near_seconds, far_seconds)
 
 
 def ring_seconds(device: Device, ranks: int, stride: int) -> float:
@@ -82,7 +85,10 @@ def ring_seconds(device: Device, ranks: int, stride: int) -> float:
         return device.link.latency_seconds
     per_node = min(ranks, max(1, device.linked // stride))
     between = ranks // per_node if ranks > per_node else 0
-    return between * device.network.latency_seconds + (ranks - max(1, between)) * device.link.latency_seconds / 2
+    within = ranks - max(1, between)
+    network_seconds = between * device.network.latency_seconds
+    link_seconds = within * device.link.latency_seconds / 2
+    return network_seconds + link_seconds
 
 
 def tree_seconds(device: Device, ranks: int, job: PlannedJob) -> float:
@@ -90,7 +96,8 @@ def tree_seconds(device: Device, ranks: int, job: PlannedJob) -> float:
     if job.world_size == 1:
         return 0.0
     link: Link = device.link if ranks <= device.linked else device.network
-    return link.latency_seconds * (1 + math.log2(max(2, ranks)) / 2)
+    depth = math.log2(max(2, ranks))
+    return link.latency_seconds * (1 + depth / 2)
 
 
 def host_seconds(device: Device, launches: int) -> float:
@@ -98,7 +105,9 @@ def host_seconds(device: Device, launches: int) -> float:
 
     An accelerator's host runs ahead of it, so these are hidden.
     """
-    return launches * device.launch_seconds if device.is_cpu else 0.0
+    if not device.is_cpu:
+        return 0.0
+    return launches * device.launch_seconds
 
 
 def copy_seconds(device: Device, size: float) -> float:
@@ -106,4 +115,6 @@ def copy_seconds(device: Device, size: float) -> float:
 
     Only a CPU does not hide it.
     """
-    return 2 * size / memory_rate(device) if device.is_cpu else 0.0
+    if not device.is_cpu:
+        return 0.0
+    return 2 * size / memory_rate(device)

@@ -43,15 +43,17 @@ def sharded(parameter: ParameterShape, job: PlannedJob) -> int:
 
 def _sharded_experts(parameter: ParameterShape, job: PlannedJob) -> int:
     """Return the elements of stacked expert matrices (experts, ...) on the first rank."""
-    experts_per_rank = -(-parameter.shape[0] // job.ep)
+    num_experts = parameter.shape[0]
+    experts_per_rank = -(-num_experts // job.ep)
     numel_per_expert = math.prod(parameter.shape[1:])
     ranks = job.dp_shard
     if job.ep * job.cp * job.tp > 1 or ranks > experts_per_rank:
         ranks = max(1, job.dp_shard * job.cp * job.tp // job.ep)
         # With more ranks than experts, FSDP splits another dimension.
-        if ranks * job.ep > parameter.shape[0]:
+        if ranks * job.ep > num_experts:
             return -(-experts_per_rank * numel_per_expert // ranks)
-    return -(-experts_per_rank // ranks) * numel_per_expert
+    experts_per_shard = -(-experts_per_rank // ranks)
+    return experts_per_shard * numel_per_expert
 
 
 @lru_cache(maxsize=4096)

@@ -59,11 +59,14 @@ def lines(
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    mesh = " x ".join(f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1) or "one device"
+    axes = [f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1]
+    mesh = " x ".join(axes) or "one device"
     yield f"{plan.model}: {format_count(plan.num_params)} parameters on {plan.world_size} x {plan.device.name}"
     job = plan.job
-    piped = f", {job.schedule} of {len(job.stages)} stages" if job.pp > 1 else ""
-    yield f"mesh: {mesh}{piped}; recompute {job.recompute}"
+    pipeline = ""
+    if job.pp > 1:
+        pipeline = f", {job.schedule} of {len(job.stages)} stages"
+    yield f"mesh: {mesh}{pipeline}; recompute {job.recompute}"
     micro_batches = "micro-batches" if job.num_microbatches > 1 else "micro-batch"
     yield (
         f"batch: {job.rows} x {job.seq_len} tokens, "
@@ -75,6 +78,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan, width: int) -> Iterator[str]:
+    # The parts of the fullest rank, and their sum.
     capacity = plan.device.memory_bytes
     label = width - 32
     scale = max(plan.peak_bytes, capacity)
@@ -98,6 +102,7 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
         yield f"  {'of these in host memory':<{label}}{format_bytes(rank.on_host):>12}"
     share = plan.peak_bytes / capacity
     yield f"  {'sum':<{label}}{format_bytes(plan.peak_bytes):>12}  {share:.0%} of {format_bytes(capacity)}"
+    # A bar per rank, at most _MOST_RANKS: the first and the last ones.
     shown = plan.ranks
     if len(shown) > _MOST_RANKS:
         half = _MOST_RANKS // 2
@@ -111,19 +116,27 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
 
 
 def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
-    """Return a bar with the parts of a rank's memory in the order of _MARKS, and ^ at the capacity of the device."""
+    """Return a bar with the parts of a rank's memory in the order of _MARKS, and ^ at the capacity
+    of the device.
+    """
     gradients, activations, gathered = rank.at_peak
-    on_device = (rank.parameters, gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
+    on_device = (rank.parameters, gradients, rank.optimizer)
+    if rank.on_host:
+        on_device = (0, 0, 0)
     sizes = (*on_device, activations, gathered, plan.overhead_bytes)
     # Each part ends at its rounded cumulative sum, so rounding errors do not add up.
     bar = ""
     total = 0
     for mark, size in zip(_MARKS, sizes, strict=True):
         total += size
-        bar += mark * (round(BAR * total / scale) - len(bar))
-    limit = min(BAR - 1, round(BAR * plan.device.memory_bytes / scale))
+        end = round(BAR * total / scale)
+        bar += mark * (end - len(bar))
     bar = bar.ljust(BAR, ".")
-    return bar if limit >= BAR - 1 else bar[:limit] + "^" + bar[limit + 1 :]
+    # Overwrite the mark at the capacity, unless it is beyond the right end.
+    limit = min(BAR - 1, round(BAR * plan.device.memory_bytes / scale))
+    if limit >= BAR - 1:
+        return bar
+    return bar[:limit] + "^" + bar[limit + 1 :]
 
 
 def _time(plan: Plan, width: int) -> Iterator[str]:
@@ -134,10 +147,12 @@ def _time(plan: Plan, width: int) -> Iterator[str]:
     for name, seconds in plan.time.largest(len(plan.time.costs)):
         share = seconds / plan.time.seconds
         if share >= 0.005:
-            yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {'#' * round((width - 50) * share)}"
+            bar = "#" * round((width - 50) * share)
+            yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {bar}"
     yield "changes that reduce the largest:"
     for name, _ in plan.time.largest(3):
-        yield from textwrap.wrap(f"{name}: {CUTS[name]}", width, initial_indent="  ", subsequent_indent="    ")
+        advice = f"{name}: {CUTS[name]}"
+        yield from textwrap.wrap(advice, width, initial_indent="  ", subsequent_indent="    ")
 
 
 def _budget(

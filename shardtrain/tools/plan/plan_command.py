@@ -113,7 +113,9 @@ class PlanOptions:
             given["--output"] = given.pop("-o")
 
         def wrong(option: str, rule: str, fix: str, value: object = None) -> ConfigError:
-            return ConfigError(Problem("-o" if option == "--output" else option, value, rule, fix, "command line"))
+            # The user wrote "-o".
+            name = "-o" if option == "--output" else option
+            return ConfigError(Problem(name, value, rule, fix, "command line"))
 
         if {"--gpus", "--nodes"} <= given.keys():
             raise wrong("--nodes", "cannot be combined with --gpus", "use one of them", given["--nodes"])
@@ -196,12 +198,13 @@ def main(words: Sequence[str]) -> int:
         more: dict[str, Any] = {"largest": largest} if largest else {}
         if options.tokens:
             count, days = plan.failures(options.tokens, save_seconds) if save_seconds else (None, None)
+            is_endless = days is None or math.isinf(days)
             more["budget"] = {
                 "tokens": options.tokens,
                 "days": plan.days(options.tokens),
                 "seconds_between_saves": save_seconds,
                 "failures": count,
-                "days_with_failures": None if days is None or math.isinf(days) else days,
+                "days_with_failures": None if is_endless else days,
             }
         print(json.dumps(plan.as_dict() | more))
     else:
@@ -218,16 +221,21 @@ def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
         return 0.0
     if saves.interval_type == "automatic":  # Young's interval, as the run finds it from the wait that it measures
         return math.sqrt(2 * ASSUMED_STALL_SECONDS * saves.mean_time_to_failure_hours * 3600)
-    return saves.interval * (step_seconds if saves.interval_type == "steps" else 1.0)
+    if saves.interval_type == "steps":
+        return saves.interval * step_seconds
+    return float(saves.interval)
 
 
 def _require_writable(path: Path, configuration: Path | None) -> None:
-    """Reject an output file that cannot be written or would replace the configuration, before the search starts."""
+    """Reject an output file that cannot be written or would replace the configuration, before the
+    search starts.
+    """
     fix = "name another file, such as -o best.toml"
     if path.is_dir():
         raise ConfigError(Problem("-o", str(path), "is a folder", fix, "command line"))
     if configuration is not None and path.exists() and path.samefile(configuration):
-        raise ConfigError(Problem("-o", str(path), "is the configuration that is planned", fix, "command line"))
+        rule = "is the configuration that is planned"
+        raise ConfigError(Problem("-o", str(path), rule, fix, "command line"))
 
 
 def _write(path: Path, text: str) -> None:

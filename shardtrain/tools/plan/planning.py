@@ -30,7 +30,8 @@ FRAGMENTS = 0.03
 SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
 """Mean time between failures of one device.
 
-It is from 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024, section 3.3.4).
+It is from 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024,
+section 3.3.4).
 """
 MOST_DEVICES = 1_000_000
 """Largest number of devices of a plan."""
@@ -128,15 +129,21 @@ class Plan:
         return tokens / self.tokens_per_second / 86400
 
     def failures(self, tokens: float, save_seconds: float) -> tuple[float, float]:
-        """Return the expected failures and the days for a number of tokens, with a save every ``save_seconds``.
+        """Return the expected failures and the days for a number of tokens, with a save every
+        ``save_seconds``.
 
-        A failure costs half an interval and a restart. Devices fail at the rate of ``SECONDS_PER_FAILURE``. The days
-        are infinite if failures cost more time than passes between them.
+        A failure costs half an interval and a restart. Devices fail at the rate of
+        ``SECONDS_PER_FAILURE``. The days are infinite if failures cost more time than passes
+        between them.
         """
         failures_per_second = self.world_size / SECONDS_PER_FAILURE
-        useful_share = 1 - failures_per_second * (save_seconds / 2 + RESTART_SECONDS)
-        days = self.days(tokens) / useful_share if useful_share > 0 else math.inf
-        return failures_per_second * min(days, 1e6) * 86400, days
+        lost_seconds = save_seconds / 2 + RESTART_SECONDS
+        useful_share = 1 - failures_per_second * lost_seconds
+        days = math.inf
+        if useful_share > 0:
+            days = self.days(tokens) / useful_share
+        counted_days = min(days, 1e6)
+        return failures_per_second * counted_days * 86400, days
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
@@ -172,8 +179,12 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     model = model or shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
-    plan = of_job(model, job, device, kernels_of(device, config, world_size))
-    return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, job, device, config)))
+    kernels = kernels_of(device, config, world_size)
+    plan = of_job(model, job, device, kernels)
+    if plan.fits:
+        return plan
+    fixes = _fixes(model, job, device, config)
+    return replace(plan, fixes=tuple(fixes))
 
 
 def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels) -> Plan:
@@ -189,24 +200,28 @@ def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_mem
 
 
 def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
-    """Return the largest sequence length, micro-batch and number of layers that fit if only that option changes.
+    """Return the largest sequence length, micro-batch and number of layers that fit if only that
+    option changes.
 
-    A value is 0 if nothing fits, and exact to 1 %. Sequence lengths are multiples of 128 per rank that shares a
-    sequence. The number of layers is missing with a pipeline; added layers are copies of the last one.
+    A value is 0 if nothing fits, and exact to 1 %. Sequence lengths are multiples of 128 per rank
+    that shares a sequence. The number of layers is missing with a pipeline; added layers are copies
+    of the last one.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     kernels = kernels_of(device, config, world_size)
 
-    unit = 128 * job.cp * job.tp
-
     def fits(changed: PlannedJob, shape: ModelShape = model) -> bool:
         orders = schedule.orders(
             changed.schedule, changed.pp, len(changed.stages), changed.num_microbatches, changed.recomputes_layers
         )
-        used = max(rank.peak for rank in rank_memory.of_ranks(shape, changed, orders, kernels))
+        ranks = rank_memory.of_ranks(shape, changed, orders, kernels)
+        used = max(rank.peak for rank in ranks)
         return used + overhead(used, device) <= device.memory_bytes
+
+    # One function for each option: True if a value of it fits.
+    unit = 128 * job.cp * job.tp
 
     def fits_length(units: int) -> bool:
         return fits(replace(job, seq_len=units * unit))
@@ -228,7 +243,9 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
 
 
 def _largest_number(holds: Callable[[int], bool]) -> int:
-    """Return the largest number up to 2^30 for which a condition holds, to 1 %. 0 if it does not hold for 1."""
+    """Return the largest number up to 2^30 for which a condition holds, to 1 %. 0 if it does not
+    hold for 1.
+    """
     if not holds(1):
         return 0
     low = 1
@@ -269,8 +286,10 @@ def smallest_world(config: Config, device: Device) -> int:
     With an open shard degree, it fills complete nodes.
     """
     others = derived.other_degrees(config)
-    shard = config.parallelism.data_parallel_shard_degree
-    return others * shard if shard != -1 else math.lcm(others, device.devices_per_node)
+    shards = config.parallelism.data_parallel_shard_degree
+    if shards != -1:
+        return others * shards
+    return math.lcm(others, device.devices_per_node)
 
 
 _FILLS = 0.7
@@ -278,21 +297,27 @@ _FILLS = 0.7
 
 
 def lighter(config: Config, world_size: int, device: Device, memory_bytes: int = 0) -> list[str]:
-    """Return up to three changes to a configuration that save at least a tenth of its memory, the fastest first.
+    """Return up to three changes to a configuration that save at least a tenth of its memory, the
+    fastest first.
 
     The result must also fit into ``memory_bytes`` per rank (0 if unknown). Empty if the model needs far less.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     job = job_sizes.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
-    now = of_job(model, job, device, kernels_of(device, config, world_size))
+    kernels = kernels_of(device, config, world_size)
+    now = of_job(model, job, device, kernels)
     if now.peak_bytes < _FILLS * memory_bytes:
         return []
-    enough = min(0.9 * now.peak_bytes, memory_bytes or math.inf)
-    changes = [change for change in _changes(model, job, device, config) if change.plan.peak_bytes < enough]
+    limit = min(0.9 * now.peak_bytes, memory_bytes or math.inf)
+    changes = [change for change in _changes(model, job, device, config) if change.plan.peak_bytes < limit]
     changes.sort(key=_fewest_devices_then_fastest)
     current = format_bytes(now.peak_bytes)
-    return [f"{one.text}: {format_bytes(one.plan.peak_bytes)} planned instead of {current}" for one in changes[:3]]
+    texts = []
+    for change in changes[:3]:
+        planned = format_bytes(change.plan.peak_bytes)
+        texts.append(f"{change.text}: {planned} planned instead of {current}")
+    return texts
 
 
 @dataclass(frozen=True)
@@ -313,15 +338,20 @@ def _fixes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -
     If none fits, the three that save most memory.
     """
     changes = _changes(model, job, device, config)
-    fitting = sorted((change for change in changes if change.plan.fits), key=_fewest_devices_then_fastest)
+    fitting = [change for change in changes if change.plan.fits]
+    fitting.sort(key=_fewest_devices_then_fastest)
     fixes = []
     for change in fitting[:3]:
         memory = format_bytes(change.plan.peak_bytes)
         fixes.append(f"{change.text}: {memory}, {change.plan.tps:,.0f} tokens/s/device")
     if fixes:
         return fixes
+    # No single change fits. Suggest those that come closest.
     changes.sort(key=lambda change: change.plan.peak_bytes)
-    return [f"{one.text}: {format_bytes(one.plan.peak_bytes)}, still too much alone" for one in changes[:3]]
+    for change in changes[:3]:
+        memory = format_bytes(change.plan.peak_bytes)
+        fixes.append(f"{change.text}: {memory}, still too much alone")
+    return fixes
 
 
 def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[_Change]:
@@ -330,7 +360,9 @@ def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config)
     if job.recompute != "full":
         changes.append(('activation_checkpoint.mode="full"', replace(job, recompute="full")))
     if job.rows > 1 and job.rows % 2 == 0:
-        option = "parallelism.pipeline_parallel_microbatch_size" if job.pp > 1 else "training.local_batch_size"
+        option = "training.local_batch_size"
+        if job.pp > 1:
+            option = "parallelism.pipeline_parallel_microbatch_size"
         halved = replace(job, rows=job.rows // 2, num_microbatches=job.num_microbatches * 2)
         changes.append((f"{option}={job.rows // 2} with the same global batch", halved))
 
@@ -339,11 +371,15 @@ def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config)
     heads = model.layers[0].heads
     kv_heads = model.layers[0].kv_heads
     for tp in (2, 4, 8):
-        if job.tp < tp <= device.devices_per_node and heads % tp == 0 and kv_heads % tp == 0:
-            shards, rest = divmod(job.dp_shard * job.tp, tp)
-            if not rest and shards:
-                split = replace(job, tp=tp, dp_shard=shards, num_microbatches=job.num_microbatches * tp // job.tp)
-                changes.append((f"parallelism.tensor_parallel_degree={tp}", split))
+        fits_node = job.tp < tp <= device.devices_per_node
+        if not fits_node or heads % tp or kv_heads % tp:
+            continue
+        shards, rest = divmod(job.dp_shard * job.tp, tp)
+        if rest or not shards:
+            continue
+        num_microbatches = job.num_microbatches * tp // job.tp
+        split = replace(job, tp=tp, dp_shard=shards, num_microbatches=num_microbatches)
+        changes.append((f"parallelism.tensor_parallel_degree={tp}", split))
 
     if job.stored_width == 4:
         changes.append(('training.dtype="bfloat16"', replace(job, stored_width=2, state_width=2)))

@@ -1,11 +1,13 @@
-"""Bytes that each rank of a pipeline needs, in closed form: weights, gradients, optimizer states, activations, buffers.
+"""Bytes that each rank of a pipeline needs, in closed form: weights, gradients, optimizer states,
+activations, buffers.
 
-Activations are the tensors that autograd saves for backward in the layers of this package (models/layers.py). They are
-counted one by one, as Korthikanti et al. 2022 (arXiv 2205.05198) do, and agree with the dry run, which traces them.
+Activations are the tensors that autograd saves for backward in the layers of this package
+(models/layers.py). They are counted one by one, as Korthikanti et al. 2022 (arXiv 2205.05198) do,
+and agree with the dry run, which traces them.
 
-The peak is found by counting the moments of a step: the end of forward, the loss, and the backward passes of the head,
-the last layer and the embedding. FSDP has gathered other weights at each moment, and other gradients exist. So the peak
-is less than the sum of the maxima.
+The peak is found by counting the moments of a step: the end of forward, the loss, and the backward
+passes of the head, the last layer and the embedding. FSDP has gathered other weights at each
+moment, and other gradients exist. So the peak is less than the sum of the maxima.
 """
 
 from __future__ import annotations
@@ -98,7 +100,11 @@ def of_ranks(
 
     ``orders`` has the actions of each (``schedule.orders``).
     """
-    return [of_rank(model, job, rank, orders[rank] if orders else (), kernels) for rank in range(job.pp)]
+    ranks = []
+    for rank in range(job.pp):
+        order = orders[rank] if orders else ()
+        ranks.append(of_rank(model, job, rank, order, kernels))
+    return ranks
 
 
 def of_rank(
@@ -114,10 +120,11 @@ def of_rank(
         # The rank has both ends of the model, which are one tensor.
         without_head = [parameter for parameter in parameters_by_stage[0] if parameter.style != "head"]
         parameters_by_stage = [without_head]
-
+    # Parameters, with the low-bit copies of frozen ones, then optimizer states and gradients.
     parameters = 0
     for stage_parameters in parameters_by_stage:
-        parameters += sum(sharded(parameter, job) for parameter in stage_parameters) * job.stored_width
+        num_elements = sum(sharded(parameter, job) for parameter in stage_parameters)
+        parameters += num_elements * job.stored_width
     for index in stages:
         parameters += sum(model.layers[number].low_bits_bytes for number in job.stages[index])
     trained_parameters = trained(parameter for group in parameters_by_stage for parameter in group)
@@ -205,10 +212,12 @@ def _in_pipeline(
     bytes_by_stage: Mapping[int, StageBytes],
     accumulated: int,
 ) -> tuple[int, int, list[Moment]]:
-    """Return the bytes in flight, the number of micro-batches in flight, and the moments of a rank of a pipeline.
+    """Return the bytes in flight, the number of micro-batches in flight, and the moments of a rank
+    of a pipeline.
 
-    The moments include PyTorch's buffers. Each stage has a receive buffer for each micro-batch of the step. A rank with
-    several stages also holds everything that it sent until the end of the step.
+    The moments include PyTorch's buffers. Each stage has a receive buffer for each micro-batch of
+    the step. A rank with several stages also holds everything that it sent until the end of the
+    step.
     """
     last = len(job.stages) - 1
     count = job.num_microbatches
@@ -267,7 +276,9 @@ def _in_pipeline(
 
 
 def _state_bytes(parameter: ParameterShape, numel: int, job: PlannedJob) -> float:
-    """Return the bytes of optimizer states for ``numel`` elements of a parameter, with the scales of 8-bit states."""
+    """Return the bytes of optimizer states for ``numel`` elements of a parameter, with the scales
+    of 8-bit states.
+    """
     if job.state_width > 1:
         return numel * job.states * job.state_width
     # Small parameters have float32 states.
@@ -281,7 +292,8 @@ def _state_bytes(parameter: ParameterShape, numel: int, job: PlannedJob) -> floa
 def _gradients_before_early_step(model: ModelShape, job: PlannedJob, stages: Sequence[int]) -> int:
     """Return the elements of gradients that exist at the same time when updates happen in backward.
 
-    FSDP reduces the gradients of a unit together. Without it, each gradient is used as soon as it is complete.
+    FSDP reduces the gradients of a unit together. Without it, each gradient is used as soon as it
+    is complete.
     """
     units = [model.first, model.last]
     for index in stages:
@@ -289,5 +301,6 @@ def _gradients_before_early_step(model: ModelShape, job: PlannedJob, stages: Seq
     largest = 0
     for unit in units:
         sizes = [sharded(parameter, job) for parameter in trained(unit)]
-        largest = max(largest, sum(sizes) if job.fsdp else max(sizes, default=0))
+        size_at_once = sum(sizes) if job.fsdp else max(sizes, default=0)
+        largest = max(largest, size_at_once)
     return largest

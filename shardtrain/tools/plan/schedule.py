@@ -1,4 +1,6 @@
-"""Actions of each pipeline rank in a step, from PyTorch's own schedules but without a model, and their timing."""
+"""Actions of each pipeline rank in a step, from PyTorch's own schedules but without a model, and
+their timing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from shardtrain.config import stages
 
 @dataclass(frozen=True)
 class Action:
-    """One pass of a micro-batch: forward ("F"), backward ("B"), or its halves for inputs ("I") and weights ("W")."""
+    """One pass of a micro-batch: forward ("F"), backward ("B"), or its halves for inputs ("I") and
+    weights ("W").
+    """
 
     kind: str
     stage: int
@@ -37,12 +41,15 @@ class Timeline:
 def orders(
     schedule: str, degree: int, num_stages: int, num_microbatches: int, recomputes: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each pipeline rank in a step, as PyTorch's schedule lists them. Empty for one rank.
+    """Return the actions of each pipeline rank in a step, as PyTorch's schedule lists them. Empty
+    for one rank.
 
-    With ``recomputes``, gradients of weights are computed together with those of inputs, whatever the schedule.
+    With ``recomputes``, gradients of weights are computed together with those of inputs, whatever
+    the schedule.
     """
     if degree == 1:
         return ()
+    # Schedules with one stage per rank follow a simple rule.
     if schedule == "GPipe":
         order = []
         for rank in range(degree):
@@ -67,20 +74,28 @@ def orders(
     stages_of_first_rank = [stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)]
     created = schedule_class(stages_of_first_rank, n_microbatches=num_microbatches, loss_fn=lambda *_: 0)
     order = []
+    order = []
     for rank in range(degree):
+        # An entry is None while the rank waits, and may combine several actions.
         actions = []
         for combined in created.pipeline_order[rank]:
-            if not combined:  # the rank waits
-                continue
-            for part in combined.sub_actions or (combined,):
-                action = Action(part.computation_type.value, part.stage_index, part.microbatch_index)
-                if recomputes and action.kind == "W":
-                    continue
-                if recomputes and action.kind == "I":
-                    action = replace(action, kind="B")
-                actions.append(action)
+            if combined:
+                actions += _plain_actions(combined.sub_actions or (combined,), recomputes)
         order.append(tuple(actions))
     return tuple(order)
+
+
+def _plain_actions(parts: Sequence[Any], recomputes: bool) -> list[Action]:
+    """Convert actions of PyTorch. With ``recomputes``, "B" replaces the separate "I" and "W"."""
+    actions = []
+    for part in parts:
+        action = Action(part.computation_type.value, part.stage_index, part.microbatch_index)
+        if recomputes and action.kind == "W":
+            continue
+        if recomputes and action.kind == "I":
+            action = replace(action, kind="B")
+        actions.append(action)
+    return actions
 
 
 def _one_f_one_b(rank: int, degree: int, count: int) -> tuple[Action, ...]:
@@ -102,12 +117,12 @@ def most_kept(
     Args:
         kept_by_stage: Bytes of a micro-batch from forward to backward.
         actions: Actions of one rank.
-        waiting_by_stage: Bytes that the backward of inputs ("I") adds for the backward of weights ("W"). "I" frees
-            nothing.
+        waiting_by_stage: Bytes that the backward of inputs ("I") adds for the backward of weights
+            ("W"). "I" frees nothing.
 
     Returns:
-        The largest number of bytes, the largest number of micro-batches, and the largest number of bytes after the
-        first backward, when gradients exist.
+        The largest number of bytes, the largest number of micro-batches, and the largest number of
+        bytes after the first backward, when gradients exist.
     """
     current_bytes = 0
     most_bytes = 0
@@ -115,6 +130,7 @@ def most_kept(
     in_flight = 0
     most_in_flight = 0
     has_gradients = False
+    # Follow the memory through the actions, and note its maxima.
     for action in actions:
         kept = kept_by_stage.get(action.stage, 0)
         waiting = waiting_by_stage.get(action.stage, 0) if waiting_by_stage else 0
@@ -137,7 +153,8 @@ def most_kept(
 
 
 def in_flight(schedule: str, rank: int, degree: int, per_rank: int, num_microbatches: int) -> int:
-    """Return the largest number of micro-batches in flight, by a formula. Each stage of the rank counts separately.
+    """Return the largest number of micro-batches in flight, by a formula. Each stage of the rank
+    counts separately.
 
     >>> in_flight("1F1B", 0, 4, 1, 8), in_flight("Interleaved1F1B", 0, 4, 2, 16), in_flight("DualPipeV", 1, 4, 2, 16)
     (4, 11, 8)
@@ -153,13 +170,16 @@ def in_flight(schedule: str, rank: int, degree: int, per_rank: int, num_microbat
 
 
 def bubble(schedule: str, degree: int, per_rank: int, num_microbatches: int) -> float:
-    """Return the waiting time of a rank relative to its computing time (Narayanan et al. 2021, Qi et al. 2024).
+    """Return the waiting time of a rank relative to its computing time (Narayanan et al. 2021, Qi
+    et al. 2024).
 
     >>> bubble("1F1B", 4, 1, 8), bubble("Interleaved1F1B", 4, 2, 8)
     (0.375, 0.1875)
     """
     share = (degree - 1) / (per_rank * num_microbatches)
-    return share / 3 if schedule in stages.V_SHAPED else share
+    if schedule in stages.V_SHAPED:
+        return share / 3
+    return share
 
 
 def simulate(
@@ -174,7 +194,10 @@ def simulate(
         seconds: Seconds of an action, by kind and stage.
         send_seconds: Seconds of a transfer between stages on different ranks.
     """
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = {}
+    for rank, actions in enumerate(order):
+        for action in actions:
+            rank_of[action.stage] = rank
     last = max(rank_of)
     end_seconds: dict[tuple[str, int, int], float] = {}  # by kind, stage and micro-batch
     clock = [0.0] * len(order)
@@ -188,25 +211,33 @@ def simulate(
         rank = ready.pop()
         while position[rank] < len(order[rank]):
             action = order[rank][position[rank]]
-            if action.kind == "F":
-                need = ("F", action.stage - 1, action.microbatch) if action.stage else None
-            elif action.kind == "W":
-                need = None
-            else:
-                need = ("B", action.stage + 1, action.microbatch) if action.stage < last else None
             start = clock[rank]
+            need = _input_of(action, last)
             if need is not None:
                 if need not in end_seconds:
                     waiting.setdefault(need, []).append(rank)
                     break
-                is_remote = rank_of[need[1]] != rank
-                start = max(start, end_seconds[need] + (send_seconds if is_remote else 0.0))
+                arrival = end_seconds[need]
+                if rank_of[need[1]] != rank:
+                    arrival += send_seconds
+                start = max(start, arrival)
             duration = seconds[action.kind, action.stage]
             clock[rank] = start + duration
             busy[rank] = busy[rank] + duration
             position[rank] += 1
+            # Gradients of weights are the input of no other action.
             if action.kind != "W":
-                key = ("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+                kind = "F" if action.kind == "F" else "B"
+                key = (kind, action.stage, action.microbatch)
                 end_seconds[key] = clock[rank]
                 ready += waiting.pop(key, [])
     return Timeline(max(clock), tuple(busy))
+
+
+def _input_of(action: Action, last: int) -> tuple[str, int, int] | None:
+    """Return kind, stage and micro-batch of the action whose result an action needs."""
+    if action.kind == "F" and action.stage > 0:
+        return ("F", action.stage - 1, action.microbatch)
+    if action.kind not in ("F", "W") and action.stage < last:
+        return ("B", action.stage + 1, action.microbatch)
+    return None

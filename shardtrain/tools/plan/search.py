@@ -1,8 +1,9 @@
-"""``plan --search``: rank every legal mesh, schedule, recompute mode and micro-batch with the same tokens per step.
+"""``plan --search``: rank every legal mesh, schedule, recompute mode and micro-batch with the same
+tokens per step.
 
-All candidates are estimated by formulas. The best are planned again with a simulated pipeline and checked by the rules
-of ``train``. Candidates that fit are ranked by tokens per second, and of equally fast ones, the one with less memory is
-first.
+All candidates are estimated by formulas. The best are planned again with a simulated pipeline and
+checked by the rules of ``train``. Candidates that fit are ranked by tokens per second, and of
+equally fast ones, the one with less memory is first.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class Ranked:
     def name(self) -> str:
         """Return mesh, schedule, recomputation and micro-batch as one line."""
         job = self.plan.job
-        mesh = " ".join(f"{axis} {size}" for axis, size in self.plan.sizes.items() if size > 1) or "one device"
-        piped = f", {job.schedule}" if job.pp > 1 else ""
-        types = ", float8" if job.float8 else ""
-        return f"{mesh}{piped}, recompute {job.recompute}, {job.rows} x {job.num_microbatches}{types}"
+        axes = [f"{axis} {size}" for axis, size in self.plan.sizes.items() if size > 1]
+        mesh = " ".join(axes) or "one device"
+        pipeline = f", {job.schedule}" if job.pp > 1 else ""
+        float8 = ", float8" if job.float8 else ""
+        return f"{mesh}{pipeline}, recompute {job.recompute}, {job.rows} x {job.num_microbatches}{float8}"
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,17 @@ class SearchResult:
 def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -> SearchResult:
     """Rank variations of a configuration on ``world_size`` devices.
 
-    The search changes mesh, schedule, recomputation and micro-batch. Model, sequence length, dtypes and tokens per step
-    stay. With ``float8``, each candidate is also planned with float8 linear layers, which changes numbers.
+    The search changes mesh, schedule, recomputation and micro-batch. Model, sequence length, dtypes
+    and tokens per step stay. With ``float8``, each candidate is also planned with float8 linear
+    layers, which changes numbers.
 
     Raises:
         ConfigError: another part of the configuration is wrong, or the device has no float8.
     """
     config = loaded.config
     if float8 and "float8" not in device.flops:
-        raise ConfigError(Problem("--float8", device.name, "has no float8 products", "remove it", "command line"))
+        fix = "remove it"
+        raise ConfigError(Problem("--float8", device.name, "has no float8 products", fix, "command line"))
     converters: list[list[str]] = [config.model.converters]
     if float8 and not {LINEAR, MX} & set(config.model.converters):
         converters.append([*config.model.converters, LINEAR])
@@ -109,15 +113,21 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     fitting: list[tuple[float, int, dict[str, Any], PlannedJob]] = []
     least: tuple[int, dict[str, Any], PlannedJob] | None = None
     counted = 0
-    for of_mesh, names in itertools.product(_candidates(config, model, world_size, device, global_batch), converters):
-        options = of_mesh if names == config.model.converters else {**of_mesh, "model.converters": names}
+    meshes = _candidates(config, model, world_size, device, global_batch)
+    for of_mesh, names in itertools.product(meshes, converters):
+        options = of_mesh
+        if names != config.model.converters:
+            options = {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
         job = job_sizes.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
         has_empty_stage = any(len(layers) == 0 for layers in job.stages[1:-1])
         if has_empty_stage or job.num_microbatches < 1:
             continue
         counted += 1
-        peak = max(rank_memory.of_rank(model, job, place, None, kernels).peak for place in {0, job.pp - 1})
+        peak = 0
+        for place in {0, job.pp - 1}:
+            memory = rank_memory.of_rank(model, job, place, None, kernels)
+            peak = max(peak, memory.peak)
         peak += planning.overhead(peak, device)
         if least is None or peak < least[0]:
             least = peak, options, job
@@ -129,14 +139,16 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     fitting.sort(key=lambda one: (one[0], one[1]))
     ranked: list[Ranked] = []
     for _, _, options, job in fitting[:NUM_SIMULATED]:
-        if _is_legal(loaded, options, world_size):
-            plan = planning.of_job(model, job, device, kernels)
-            if plan.fits:
-                ranked.append(Ranked(options, plan))
+        if not _is_legal(loaded, options, world_size):
+            continue
+        plan = planning.of_job(model, job, device, kernels)
+        if plan.fits:
+            ranked.append(Ranked(options, plan))
     ranked.sort(key=lambda one: (-one.plan.tps, one.plan.peak_bytes))
     closest = None
     if least is not None and not ranked:
-        closest = Ranked(least[1], planning.of_job(model, least[2], device, kernels))
+        _, options, job = least
+        closest = Ranked(options, planning.of_job(model, job, device, kernels))
     return SearchResult(ranked, counted, len(fitting), closest)
 
 
@@ -144,37 +156,49 @@ def _candidates(
     config: Config, model: ModelShape, world_size: int, device: Device, global_batch: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the options of every mesh that divides the model and the batch."""
-    layer = model.layers[0]
-    layers = len(model.layers)
-    seq_len = config.training.seq_len
     experts = next((one.experts for one in model.layers if one.experts), None)
+    for tp, pp, cp in _splits(model, config.training.seq_len, world_size, device):
+        ranks = world_size // (tp * pp * cp)
+        if global_batch % ranks:
+            continue
+        for replicas in _replicas(ranks, tp * cp, device):
+            shards = ranks // replicas
+            for ep in _expert_degrees(experts, shards * cp * tp):
+                mesh = {
+                    "parallelism.tensor_parallel_degree": tp,
+                    "parallelism.pipeline_parallel_degree": pp,
+                    "parallelism.context_parallel_degree": cp,
+                    "parallelism.data_parallel_replicate_degree": replicas,
+                    "parallelism.data_parallel_shard_degree": shards,
+                }
+                if experts:
+                    mesh["parallelism.expert_parallel_degree"] = ep
+                rows = global_batch // ranks
+                yield from _batches(config, mesh, pp, len(model.layers), rows, global_batch)
+
+
+def _splits(model: ModelShape, seq_len: int, world_size: int, device: Device) -> Iterator[tuple[int, int, int]]:
+    """Yield the degrees of tensor, pipeline and context parallelism that divide the model and the ranks."""
+    layer = model.layers[0]
     # Tensor parallelism stays within a node.
     sizes = (layer.heads, layer.kv_heads, model.vocab, seq_len, world_size)
-    tps = [n for n in _divisors(device.devices_per_node) if all(size % n == 0 for size in sizes)]
+    tps = []
+    for degree in _divisors(device.devices_per_node):
+        if all(size % degree == 0 for size in sizes):
+            tps.append(degree)
     # Context parallelism needs causal attention without a window, and only pays off for long sequences.
-    can_split = not any(one.limit for one in model.layers) and model.layers[0].causal
+    can_split = not any(one.limit for one in model.layers) and layer.causal
+    cps = [1]
+    if can_split:
+        cps += [degree for degree in (2, 4, 8) if seq_len // degree >= 2048]
     for tp in tps:
         for pp in _divisors(world_size // tp):
-            if pp > min(layers, 64):
+            if pp > min(len(model.layers), 64):
                 break
-            for cp in [n for n in (1, 2, 4, 8) if n == 1 or (can_split and seq_len // n >= 2048)]:
-                if world_size % (tp * pp * cp) or (cp > 1 and seq_len % (2 * cp * tp)):
-                    continue
-                ranks = world_size // (tp * pp * cp)
-                if global_batch % ranks:
-                    continue
-                for replicas in _replicas(ranks, tp * cp, device):
-                    for ep in _expert_degrees(experts, ranks // replicas * cp * tp):
-                        mesh = {
-                            "parallelism.tensor_parallel_degree": tp,
-                            "parallelism.pipeline_parallel_degree": pp,
-                            "parallelism.context_parallel_degree": cp,
-                            "parallelism.data_parallel_replicate_degree": replicas,
-                            "parallelism.data_parallel_shard_degree": ranks // replicas,
-                        }
-                        if experts:
-                            mesh["parallelism.expert_parallel_degree"] = ep
-                        yield from _batches(config, mesh, pp, layers, global_batch // ranks, global_batch)
+            for cp in cps:
+                is_even = cp == 1 or seq_len % (2 * cp * tp) == 0
+                if is_even and world_size % (tp * pp * cp) == 0:
+                    yield tp, pp, cp
 
 
 def _batches(
@@ -184,27 +208,30 @@ def _batches(
 
     ``rows`` is the number of sequences per step on each data rank.
     """
-    for size in [n for n in _divisors(rows) if n <= _LARGEST_MICROBATCH]:
+    for size in _divisors(rows):
+        if size > _LARGEST_MICROBATCH:
+            continue
         schedules: list[str | None] = [None]
         if pp > 1:
             count = rows // size
             if not pp <= count <= max(_MOST_MICROBATCHES, 2 * pp):
                 continue
+            # Schedules with several stages per rank need as many layers.
             schedules = ["1F1B"]
             if 2 * pp <= layers and count >= 2 * pp:
                 schedules.append("Interleaved1F1B")
                 if not config.compile.enable:
                     schedules.append("ZBVZeroBubble")
-        for schedule in schedules:
-            for recompute in _RECOMPUTE:
-                options = dict(mesh)
-                if schedule:
-                    options["parallelism.pipeline_parallel_schedule"] = schedule
-                    options["parallelism.pipeline_parallel_microbatch_size"] = size
-                options["training.local_batch_size"] = rows if schedule else size
-                options["training.global_batch_size"] = global_batch
-                options |= {f"activation_checkpoint.{key}": value for key, value in recompute.items()}
-                yield options
+        for schedule, recompute in itertools.product(schedules, _RECOMPUTE):
+            options = dict(mesh)
+            if schedule:
+                options["parallelism.pipeline_parallel_schedule"] = schedule
+                options["parallelism.pipeline_parallel_microbatch_size"] = size
+            options["training.local_batch_size"] = rows if schedule else size
+            options["training.global_batch_size"] = global_batch
+            for key, value in recompute.items():
+                options[f"activation_checkpoint.{key}"] = value
+            yield options
 
 
 def _replicas(ranks: int, inner: int, device: Device) -> list[int]:
@@ -230,8 +257,10 @@ def with_options(config: Config, options: dict[str, Any]) -> Config:
     for name, value in options.items():
         section, _, key = name.partition(".")
         sections.setdefault(section, {})[key] = value
-    replaced = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
-    return replace(config, **replaced)
+    changed_sections = {}
+    for section, values in sections.items():
+        changed_sections[section] = replace(getattr(config, section), **values)
+    return replace(config, **changed_sections)
 
 
 def _is_legal(loaded: Loaded, options: dict[str, Any], world_size: int) -> bool:
@@ -247,9 +276,12 @@ def _is_legal(loaded: Loaded, options: dict[str, Any], world_size: int) -> bool:
 def as_toml(loaded: Loaded, best: Ranked) -> str:
     """Return the configuration with the options of a candidate, as TOML for ``train``."""
     chosen = with_options(loaded.config, best.options)
-    origins = {**loaded.origins, **dict.fromkeys(best.options, "plan --search")}
+    origins = dict(loaded.origins)
+    origins.update(dict.fromkeys(best.options, "plan --search"))
     text = set_toml(replace(loaded, config=chosen, origins=origins))
-    return f"# {best.name()} on {best.plan.world_size} x {best.plan.device.name}, by shardtrain plan --search\n\n{text}"
+    device = best.plan.device.name
+    header = f"# {best.name()} on {best.plan.world_size} x {device}, by shardtrain plan --search"
+    return f"{header}\n\n{text}"
 
 
 def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str]:
@@ -260,51 +292,59 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
         if found.closest is None:
             return [*answer, "the model and the batch cannot be divided over any mesh of these devices"]
         plan = found.closest.plan
-        over = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
-        answer.append(f"none fits; the closest needs {format_bytes(plan.peak_bytes)}, {over} too much:")
+        needed = format_bytes(plan.peak_bytes)
+        excess = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
+        answer.append(f"none fits; the closest needs {needed}, {excess} too much:")
         answer.append(f"  {found.closest.name()}")
         return [*answer, "more devices (--gpus) or larger ones (--device) would help"]
+    # The ranking, and the cost that sets the first two apart.
     best = found.ranked[0].plan
     answer.append(f"{'':4}{'tokens/s/device':>15}{'MFU':>7}{'step':>9}{'memory':>11}")
-    for place, one in enumerate(found.ranked[:top], 1):
-        plan = one.plan
-        answer.append(
-            f"{place:>3} {plan.tps:>15,.0f}{plan.mfu:>7.1%}{format_seconds(plan.time.seconds):>9}"
-            f"{format_bytes(plan.peak_bytes):>11}"
-        )
-        answer += textwrap.wrap(one.name(), width, initial_indent="      ", subsequent_indent="      ")
+    for place, candidate in enumerate(found.ranked[:top], 1):
+        plan = candidate.plan
+        step = format_seconds(plan.time.seconds)
+        memory = format_bytes(plan.peak_bytes)
+        answer.append(f"{place:>3} {plan.tps:>15,.0f}{plan.mfu:>7.1%}{step:>9}{memory:>11}")
+        answer += textwrap.wrap(candidate.name(), width, initial_indent="      ", subsequent_indent="      ")
     if len(found.ranked) > 1:
         answer += textwrap.wrap(why(best, found.ranked[1].plan), width)
+    # The fastest for each amount of memory, as bars.
     front = pareto(found.ranked)
     if len(front) > 1:
         answer.append("fastest candidates by memory:")
-        widest = max(one.plan.tps for one in front)
-        for one in front[:8]:
-            bar = "#" * round(36 * one.plan.tps / widest)
-            answer.append(f"  {format_bytes(one.plan.peak_bytes):>10} {one.plan.tps:>9,.0f} {bar}")
+        highest_tps = max(candidate.plan.tps for candidate in front)
+        for candidate in front[:8]:
+            plan = candidate.plan
+            bar = "#" * round(36 * plan.tps / highest_tps)
+            answer.append(f"  {format_bytes(plan.peak_bytes):>10} {plan.tps:>9,.0f} {bar}")
     return answer
 
 
 def why(best: Plan, other: Plan) -> str:
-    """Explain why the second candidate is worse: the cost that differs most, or the memory if both are equally fast."""
-    per_token = {
-        name: other.time.costs.get(name, 0.0) - best.time.costs.get(name, 0.0)
-        for name in {*best.time.costs, *other.time.costs}
-    }
-    name, grew = max(per_token.items(), key=lambda item: item[1])
+    """Explain why the second candidate is worse: the cost that differs most, or the memory if both
+    are equally fast.
+    """
+    extra_seconds = {}
+    for name in {*best.time.costs, *other.time.costs}:
+        extra_seconds[name] = other.time.costs.get(name, 0.0) - best.time.costs.get(name, 0.0)
+    name, grew = max(extra_seconds.items(), key=lambda item: item[1])
     slower = other.time.seconds / best.time.seconds - 1
-    if slower < EQUAL or grew <= 0:
-        more = other.peak_bytes - best.peak_bytes
-        comparison = "more" if more > 0 else "less"
-        memory = f"needs {format_bytes(abs(more))} {comparison}" if more else "needs as much"
-        return f"the runner-up is as fast to {EQUAL:.1%} and {memory}"
-    return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(grew)} more"
+    if slower >= EQUAL and grew > 0:
+        return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(grew)} more"
+    extra_bytes = other.peak_bytes - best.peak_bytes
+    memory = "needs as much"
+    if extra_bytes:
+        comparison = "more" if extra_bytes > 0 else "less"
+        memory = f"needs {format_bytes(abs(extra_bytes))} {comparison}"
+    return f"the runner-up is as fast to {EQUAL:.1%} and {memory}"
 
 
 def pareto(ranked: list[Ranked]) -> list[Ranked]:
     """Return the candidates that no other beats in both speed and memory, in the order of memory."""
     front: list[Ranked] = []
-    for one in sorted(ranked, key=lambda one: (one.plan.peak_bytes, -one.plan.tps)):
-        if not front or one.plan.tps > front[-1].plan.tps:
-            front.append(one)
+    by_memory = sorted(ranked, key=lambda candidate: (candidate.plan.peak_bytes, -candidate.plan.tps))
+    for candidate in by_memory:
+        is_faster = not front or candidate.plan.tps > front[-1].plan.tps
+        if is_faster:
+            front.append(candidate)
     return front

@@ -1,7 +1,7 @@
 """Shapes of a model for a plan: its parameters, and the linears of each kind of layer.
 
-The model is built on the meta device, as a run builds it. Its LAYOUT determines what tensor and expert parallelism
-split.
+The model is built on the meta device, as a run builds it. Its LAYOUT determines what tensor and
+expert parallelism split.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A parameter: its name, unsharded shape, style in LAYOUT.tensor, and False for ``trained`` if it is frozen."""
+    """A parameter: its name, unsharded shape, style in LAYOUT.tensor, and False for ``trained`` if
+    it is frozen.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -37,24 +39,33 @@ class ParameterShape:
         return math.prod(self.shape)
 
     def on_tensor_rank(self, tp: int) -> tuple[int, ...]:
-        """Return the shape on the first tensor-parallel rank, which has the largest chunk of ``torch.chunk``."""
+        """Return the shape on the first tensor-parallel rank, which has the largest chunk of
+        ``torch.chunk``.
+        """
         if tp == 1 or not self.shape or self._is_replicated_adapter():
             return self.shape
-        if self.style in SPLIT_ON_DIM_0 and self.shape[0] >= tp:
-            return (-(-self.shape[0] // tp), *self.shape[1:])
+        rows = self.shape[0]
+        if self.style in SPLIT_ON_DIM_0 and rows >= tp:
+            rows_per_rank = -(-rows // tp)
+            return (rows_per_rank, *self.shape[1:])
         if self.style == "rowwise" and len(self.shape) == 2:
-            return (self.shape[0], -(-self.shape[1] // tp))
+            columns_per_rank = -(-self.shape[1] // tp)
+            return (rows, columns_per_rank)
         return self.shape
 
     def _is_replicated_adapter(self) -> bool:
-        """True for the matrix of a LoRA adapter that all ranks have in full: A of colwise linears, B of rowwise."""
+        """True for the matrix of a LoRA adapter that all ranks have in full: A of colwise linears,
+        B of rowwise.
+        """
         replicated_style = {"lora_a": "colwise", "lora_b": "rowwise"}
         return replicated_style.get(self.name.rpartition(".")[2]) == self.style
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: unsharded features in and out, style, and False for ``trained`` if all of it is frozen."""
+    """A linear layer: unsharded features in and out, style, and False for ``trained`` if all of it
+    is frozen.
+    """
 
     path: str
     in_features: int
@@ -165,6 +176,7 @@ def read(config: Config) -> ModelShape:
     Raises:
         ConfigError: the model has no layers.
     """
+    # Build the model as training does, on the meta device.
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     layout: Layout = module.LAYOUT
@@ -199,9 +211,11 @@ def read(config: Config) -> ModelShape:
     if not layer_shapes:
         rule = f"has no modules in LAYOUT.layers={layout.layers!r}"
         raise ConfigError(Problem("model.name", config.model.name, rule, "a plan needs at least one layer"))
-
     last_modules = set(layout.last)
-    tied = any({name.partition(".")[0] for name in names} & last_modules for names in tied_names(model))
+    tied = False
+    for names in tied_names(model):
+        modules = {name.partition(".")[0] for name in names}
+        tied = tied or bool(modules & last_modules)
     return ModelShape(
         name=derived.model_label(config.model, num_params),
         layers=tuple(layer_shapes),
@@ -217,14 +231,18 @@ def read(config: Config) -> ModelShape:
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """Return a key of layers with equal norms, parameters, attention windows and linears."""
-    modules = list(layer.modules())
-    linears = [module for module in modules if isinstance(module, nn.Linear)]
-    return (
-        tuple(getattr(module, "norm_eps", None) for module in modules),
-        tuple((path, tuple(p.shape), p.requires_grad) for path, p in layer.named_parameters()),
-        tuple((getattr(module, "window", 0), getattr(module, "chunk", 0)) for module in modules),
-        tuple((linear.in_features, linear.out_features) for linear in linears),
-    )
+    norms = []
+    windows = []
+    linears = []
+    for module in layer.modules():
+        norms.append(getattr(module, "norm_eps", None))
+        windows.append((getattr(module, "window", 0), getattr(module, "chunk", 0)))
+        if isinstance(module, nn.Linear):
+            linears.append((module.in_features, module.out_features))
+    parameters = []
+    for path, parameter in layer.named_parameters():
+        parameters.append((path, tuple(parameter.shape), parameter.requires_grad))
+    return tuple(norms), tuple(parameters), tuple(windows), tuple(linears)
 
 
 def decoder(
@@ -248,6 +266,7 @@ def decoder(
 
     ``shared_ffn`` are hidden features of a feed-forward next to the experts.
     """
+    # The linears: attention, and the feed-forward unless experts replace it.
     head_dim = head_dim or dim // heads
     linears = [
         Linear("attn.wq", dim, heads * head_dim, "colwise"),
@@ -258,15 +277,18 @@ def decoder(
     if experts is not None and shared_ffn:
         ffn = shared_ffn
     if experts is None or shared_ffn:
-        for i in (1, 3) if gated else (1,):
+        inputs = (1, 3) if gated else (1,)
+        for i in inputs:
             linears.append(Linear(f"ffn.w{i}", dim, ffn, "colwise"))
         linears.append(Linear("ffn.w2", ffn, dim, "rowwise"))
+    # Their weights, those of experts, and the norms.
     parameters = []
     for linear in linears:
         weight_shape = (linear.out_features, linear.in_features)
         parameters.append(ParameterShape(f"{linear.path}.weight", weight_shape, linear.style))
     if experts is not None:
-        for i in (1, 2, 3) if gated else (1, 2):
+        matrices = (1, 2, 3) if gated else (1, 2)
+        for i in matrices:
             stack_shape = (experts.count, dim, experts.ffn)
             parameters.append(ParameterShape(f"moe.experts.w{i}", stack_shape, "expert"))
         parameters.append(ParameterShape("moe.router.gate.weight", (experts.count, dim), "router"))
@@ -296,8 +318,8 @@ def decoder(
 def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     """Return the shapes of one layer.
 
-    They are read from its modules. Sizes that no module has, such as the number of heads, are read from the usual
-    fields of ``shape``.
+    They are read from its modules. Sizes that no module has, such as the number of heads, are read
+    from the usual fields of ``shape``.
     """
     linears = _linears(layer, path, layout)
     core = _first_matching(layer, path, layout.context)
@@ -336,8 +358,13 @@ def _linears(layer: nn.Module, path: str, layout: Layout) -> list[Linear]:
             linears.append(Linear(name, module.in_features, module.out_features, style, is_trained))
     # Within a block, forward runs colwise linears before rowwise ones, whatever the order of their
     # definition.
-    blocks = list(dict.fromkeys(linear.path.rpartition(".")[0] for linear in linears))
-    linears.sort(key=lambda linear: (blocks.index(linear.path.rpartition(".")[0]), linear.style == "rowwise"))
+    block_of = {linear.path: linear.path.rpartition(".")[0] for linear in linears}
+    blocks = list(dict.fromkeys(block_of.values()))
+
+    def place_in_forward(linear: Linear) -> tuple[int, bool]:
+        return blocks.index(block_of[linear.path]), linear.style == "rowwise"
+
+    linears.sort(key=place_in_forward)
     return linears
 
 
@@ -385,5 +412,6 @@ def _parameters(
             continue
         full_name = f"{path}.{name}" if path else name
         owner = full_name.rpartition(".")[0]
-        style = style_of(layout, owner) or style_of(layout, owner.rpartition(".")[0]) or "replicate"
+        owner_of_owner = owner.rpartition(".")[0]
+        style = style_of(layout, owner) or style_of(layout, owner_of_owner) or "replicate"
         yield ParameterShape(name, tuple(parameter.shape), style, parameter.requires_grad)

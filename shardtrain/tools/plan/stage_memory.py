@@ -159,14 +159,16 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
         return _HeadBytes(norm, 0, _chunk_bytes(job, columns, kernels), 0)
     if job.loss == "whole":
         # A float32 copy, its log-softmax and its gradient. The compiler needs one less.
-        return _HeadBytes(norm, logits, tokens * columns * 4 * (2 if job.fused else 3), 0)
+        num_copies = 2 if job.fused else 3
+        return _HeadBytes(norm, logits, tokens * columns * 4 * num_copies, 0)
     if job.loss == "at head" and saved_bytes(tokens, model.dim, model.vocab, width) >= WORTH_IT_BYTES:
         # Each chunk of logits gives the gradients of the head's weight and input immediately and is
         # then freed.
         rows = rows_of_chunk(tokens, model.vocab)
+        logits_per_chunk = rows * columns
         weight_gradient = columns * model.dim * 4 if trained(model.last) else 0
         products = weight_gradient + tokens * model.dim * width
-        return _HeadBytes(norm, rows * columns * width, rows * columns * 4 * 2, products)
+        return _HeadBytes(norm, logits_per_chunk * width, logits_per_chunk * 4 * 2, products)
     return _HeadBytes(norm, logits, _chunk_bytes(job, columns, kernels), 0)
 
 
@@ -194,7 +196,9 @@ def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
 
 
 def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
-    """Return the bytes that wait for the backward pass of weights: results of linears, inputs and outputs of norms."""
+    """Return the bytes that wait for the backward pass of weights: results of linears, inputs and
+    outputs of norms.
+    """
     features_by_layer: dict[int, int] = {}
     features = 0
     for number in job.stages[index]:
@@ -206,10 +210,15 @@ def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
 
 
 def _waiting_features(layer: Layer, job: PlannedJob) -> int:
-    """Return the features per token of the results of a layer's linears, and of the inputs and outputs of its norms."""
-    norms = sum(parameter.shape[0] for parameter in layer.parameters if parameter.style == "sequence") // job.tp
+    """Return the features per token of the results of a layer's linears, and of the inputs and
+    outputs of its norms.
+    """
+    norms = 0
+    for parameter in layer.parameters:
+        if parameter.style == "sequence":
+            norms += parameter.shape[0]
     outputs = 0
     for linear in layer.linears:
         ranks = job.tp if linear.style == "colwise" else 1
         outputs += linear.out_features // ranks
-    return 2 * norms + outputs
+    return 2 * (norms // job.tp) + outputs

@@ -1,11 +1,13 @@
-"""Seconds of a training step: a roofline for each operator, collectives by size and link, and a simulated pipeline.
+"""Seconds of a training step: a roofline for each operator, collectives by size and link, and a
+simulated pipeline.
 
-A kernel takes the longer of its FLOPs and its bytes (Williams et al. 2009, the roofline model). Large products reach a
-share of the peak that is set in ``devices.toml``, and small ones less. A collective takes its bytes over the slowest
-link that its ranks need, and a latency. Gathers and reductions of FSDP overlap with computation on a GPU.
+A kernel takes the longer of its FLOPs and its bytes (Williams et al. 2009, the roofline model).
+Large products reach a share of the peak that is set in ``devices.toml``, and small ones less. A
+collective takes its bytes over the slowest link that its ranks need, and a latency. Gathers and
+reductions of FSDP overlap with computation on a GPU.
 
-A CPU is its own host. Starting kernels, Python of collectives and copies of gloo use the same cores as computation, so
-nothing overlaps.
+A CPU is its own host. Starting kernels, Python of collectives and copies of gloo use the same cores
+as computation, so nothing overlaps.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class StepTime:
 def of_step(model: ModelShape, job: PlannedJob, device: Device, orders: Sequence[Sequence[Action]] | None) -> StepTime:
     """Estimate the time of a step.
 
-    ``orders`` has the actions of each pipeline rank (``schedule.orders``). None estimates the bubble by a formula.
+    ``orders`` has the actions of each pipeline rank (``schedule.orders``). None estimates the
+    bubble by a formula.
     """
     if device.is_cpu:
         device = _with_threads(device, job.world_size)
@@ -81,17 +84,22 @@ def of_step(model: ModelShape, job: PlannedJob, device: Device, orders: Sequence
         _add(costs, forward[0], job.num_microbatches)
         _add(costs, backward[0], job.num_microbatches)
     elif orders is None:
-        backward_of_rank = {}
+        # By a formula: the busiest rank, and a share of its time in which it waits.
+        backward_of_rank: dict[int, float] = {}
         for rank in range(job.pp):
             backward_of_rank[rank] = sum(sum(backward[index].values()) for index in job.stages_of_rank(rank))
-        slowest = max(backward_of_rank, key=lambda rank: backward_of_rank[rank])
-        for index in job.stages_of_rank(slowest):
+        busiest = max(backward_of_rank, key=lambda rank: backward_of_rank[rank])
+        for index in job.stages_of_rank(busiest):
             _add(costs, forward[index], job.num_microbatches)
             _add(costs, backward[index], job.num_microbatches)
-        bubble = schedule.bubble(job.schedule, job.pp, len(job.stages_of_rank(0)), job.num_microbatches)
-        costs[BUBBLE] = sum(costs.values()) * bubble + 2 * job.pp * _send_seconds(model, job, device)
+        stages_per_rank = len(job.stages_of_rank(0))
+        bubble = schedule.bubble(job.schedule, job.pp, stages_per_rank, job.num_microbatches)
+        waiting_seconds = sum(costs.values()) * bubble
+        costs[BUBBLE] = waiting_seconds + 2 * job.pp * _send_seconds(model, job, device)
     else:
-        timeline = schedule.simulate(orders, _action_seconds(forward, backward), _send_seconds(model, job, device))
+        # By a simulation: the time in which the busiest rank does not compute.
+        action_seconds = _action_seconds(forward, backward)
+        timeline = schedule.simulate(orders, action_seconds, _send_seconds(model, job, device))
         busiest = max(range(job.pp), key=lambda rank: timeline.busy_seconds[rank])
         for index in job.stages_of_rank(busiest):
             _add(costs, forward[index], job.num_microbatches)
@@ -124,7 +132,8 @@ def _with_threads(device: Device, ranks: int) -> Device:
 
     Kernels are still started by one thread.
     """
-    threads = max(1, device.devices_per_node // min(ranks, device.devices_per_node))
+    cores = device.devices_per_node
+    threads = max(1, cores // min(ranks, cores))
     if threads == 1:
         return device
     faster = device.slower(threads**-THREADS_EXPONENT)
@@ -161,13 +170,18 @@ def _stage(model: ModelShape, job: PlannedJob, device: Device, index: int) -> tu
         head = Linear("head", model.dim, columns, "replicate")
         product = product_seconds(head, replace(job, float8=False), device, job.local_tokens, 1)
         # The loss reads and writes the logits in float32 and in the compute dtype.
-        bytes_per_logit = (4 * 6 + job.compute_width * 4) * (FUSED if job.fused else 1.0)
+        bytes_per_logit: float = 4 * 6 + job.compute_width * 4
+        if job.fused:
+            bytes_per_logit *= FUSED
         if job.loss == "fused":
             # Logits are written once, then read and replaced by their gradient.
             bytes_per_logit = 3 * job.compute_width
-        forward["head and loss"] = product + job.local_tokens * columns * bytes_per_logit / memory_rate(device)
+        loss_bytes = job.local_tokens * columns * bytes_per_logit
+        forward["head and loss"] = product + loss_bytes / memory_rate(device)
         backward["head and loss"] = 2 * product
-    gather = _gather_seconds(model, job, device, index) if job.fsdp and job.frees_gathered else 0.0
+    gather = 0.0
+    if job.fsdp and job.frees_gathered:
+        gather = _gather_seconds(model, job, device, index)
     if gather:
         _overlap(forward, gather, "FSDP gathers", len(layers), device)
         _overlap(backward, gather, "FSDP gathers", len(layers), device)
@@ -211,7 +225,8 @@ def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapp
     held = 0
     for index in stages:
         held += sum(sharded(parameter, job) for parameter in parameters_of_stage(model, job, index))
-    updated = held / (job.dp_replicate if job.shard_states else 1)
+    replicas = job.dp_replicate if job.shard_states else 1
+    updated = held / replicas
     moved_bytes = held * (3 * job.stored_width) + updated * job.states * job.state_width * 2
     moved_bytes += updated * job.stored_width * 2
     seconds["optimizer"] = moved_bytes / rate + 2e-4
@@ -228,18 +243,25 @@ def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapp
 
 def _stages_of_rank(job: PlannedJob, rank: int) -> Sequence[int]:
     """Return the stages of a pipeline rank. Without a pipeline, there is one stage."""
-    return job.stages_of_rank(rank) if job.pp > 1 else [0]
+    if job.pp == 1:
+        return [0]
+    return job.stages_of_rank(rank)
 
 
 def _elements(model: ModelShape, job: PlannedJob, index: int) -> int:
     """Return the elements of a stage's weights on one rank when gathered."""
-    ends = (model.first if index == 0 else ()) + (model.last if index == len(job.stages) - 1 else ())
+    ends = model.first if index == 0 else ()
+    if index == len(job.stages) - 1:
+        ends = ends + model.last
     return _layer_elements(model, job, index) + unsharded(ends, job.tp, job.ep)
 
 
 def _layer_elements(model: ModelShape, job: PlannedJob, index: int) -> int:
     """Return the number of weight elements that a rank has when all layers of a stage are gathered."""
-    return sum(unsharded(model.layers[number].parameters, job.tp, job.ep) for number in job.stages[index])
+    count = 0
+    for number in job.stages[index]:
+        count += unsharded(model.layers[number].parameters, job.tp, job.ep)
+    return count
 
 
 def _overlap(costs: dict[str, float], seconds: float, name: str, layers: int, device: Device) -> None:
@@ -269,7 +291,8 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
     rate = shared_memory_rate(device, ranks, bandwidth(device, ranks, shard_stride))
     latency = ring_seconds(device, ranks, shard_stride) + host_seconds(device, COLLECTIVE_LAUNCHES)
     copies = copy_seconds(device, size * (1 + 1 / ranks))
-    return size * (ranks - 1) / ranks / rate + num_units * latency + copies
+    transfer = size * (ranks - 1) / ranks / rate
+    return transfer + num_units * latency + copies
 
 
 def _reduce_seconds(model: ModelShape, job: PlannedJob, device: Device, stages: Sequence[int]) -> float:
@@ -291,16 +314,19 @@ def _reduce_seconds(model: ModelShape, job: PlannedJob, device: Device, stages: 
         total += num_units * (ring_seconds(device, ranks, shard_stride) + host)
     if job.dp_replicate > 1:
         shard_size = size / ranks
-        rate = bandwidth(device, job.dp_replicate, stride(job, "dp_replicate"))
-        total += 2 * shard_size * (job.dp_replicate - 1) / job.dp_replicate / rate
-        total += num_units * (2 * tree_seconds(device, job.dp_replicate, job) + host)
+        replicas = job.dp_replicate
+        rate = bandwidth(device, replicas, stride(job, "dp_replicate"))
+        latency = 2 * tree_seconds(device, replicas, job)
+        total += 2 * shard_size * (replicas - 1) / replicas / rate
+        total += num_units * (latency + host)
     return total
 
 
 def _send_seconds(model: ModelShape, job: PlannedJob, device: Device) -> float:
     """Return the seconds of sending the activations of a micro-batch to the next stage."""
     size = job.local_tokens / job.tp * model.dim * job.compute_width
-    if stride(job, "pp") < device.linked:
+    is_within_node = stride(job, "pp") < device.linked
+    if is_within_node:
         return size / node_rate(device, 2) + device.link.latency_seconds
     return size / network_rate(device) + device.network.latency_seconds
 
