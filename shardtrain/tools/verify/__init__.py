@@ -1,4 +1,5 @@
-"""``shardtrain verify``: check that training on a mesh computes the same numbers as one process, or name the cause.
+"""``shardtrain verify``: check that training on a mesh computes the same numbers as one process, or
+name the cause.
 
 - ``verify_request`` reads the command line.
 - ``meshes``, ``shrink`` and ``own_sizes`` choose the meshes and the small model.
@@ -83,7 +84,8 @@ def model_name(config: Config) -> str:
 
 
 def load(request: VerifyOptions) -> Loaded:
-    """Load the configuration to verify. A model file is verified with its smallest flavor and default options.
+    """Load the configuration to verify. A model file is verified with its smallest flavor and
+    default options.
 
     ConfigError: the configuration is invalid, or its task has another kind of loss.
         ConfigError: the configuration is wrong, or its task has another kind of loss.
@@ -144,7 +146,8 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
     """Choose the meshes to run and the sizes of the model.
 
     Raises:
-        ConfigError: a requested mesh is impossible and ``allow_impossible`` is off, or the machine lacks devices.
+        ConfigError: a requested mesh is impossible and ``allow_impossible`` is off, or the machine
+            lacks devices.
     """
     if request.meshes:
         plans = meshes.requested(loaded, request.meshes, request.schedules, request.allow_impossible)
@@ -234,7 +237,8 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None
         fix = "correct the model file"
-        raise ConfigError(Problem("model.name", config.model.name, f"cannot be built: {error}", fix)) from None
+        rule = f"cannot be built: {error}"
+        raise ConfigError(Problem("model.name", config.model.name, rule, fix)) from None
     if answer["broken"]:
         raise ConfigError(answer["broken"])
 
@@ -285,7 +289,8 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: V
     from shardtrain.ops import accelerator
 
     device = config.training.device
-    backend = accelerator.collectives("cpu" if device == "auto" else device)
+    device_type = "cpu" if device == "auto" else device
+    backend = accelerator.collectives(device_type)
     limit = forked_workers.TIMEOUT_SECONDS if task.unit_gain else forked_workers.FULL_TIMEOUT_SECONDS
     arguments = (trainer, config, task, str(folder))
     forked_workers.run(count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit)
@@ -308,8 +313,9 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
         verdict: Any = "not possible" if error.refused else "failed"
         return dataclasses.replace(result, verdict=verdict, seconds=seconds, cause=str(error))
 
-    # The judge returns None if only a shaken run of one process can show whether a difference is rounding. Most
-    # comparisons do not need that run, so run it when it is first needed, and keep it for the other meshes.
+    # The judge returns None if only a shaken run of one process can show whether a difference is
+    # rounding. Most comparisons do not need that run, so run it when it is first needed, and keep
+    # it for the other meshes.
     config = one.loaded.config
     arguments = (config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)

@@ -25,7 +25,8 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
     """
     generator = torch.Generator().manual_seed(seed_of(seed, step))
     ids = torch.randint(0, vocabulary, (sequences, tokens + 1), generator=generator)
-    kept_by_row = torch.tensor([_KEPT[row % len(_KEPT)] for row in range(sequences)])[:, None]
+    shares = [_KEPT[row % len(_KEPT)] for row in range(sequences)]
+    kept_by_row = torch.tensor(shares)[:, None]
     kept_by_position = torch.linspace(1.0, 0.4, tokens)[None]
     has_target = torch.rand(sequences, tokens, generator=generator) < kept_by_row * kept_by_position
     # Each part of a step is divided by its number of targets, so each row needs at least one.
@@ -33,7 +34,8 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
     has_target[rows, rows % tokens] = True
     targets = torch.where(has_target, ids[:, 1:], IGNORE)
     positions = torch.arange(tokens).expand(sequences, tokens).contiguous()
-    return Batch(ids[:, :-1].contiguous(), targets, positions, rows)
+    inputs = ids[:, :-1].contiguous()
+    return Batch(inputs, targets, positions, rows)
 
 
 class SyntheticStream:

@@ -1,7 +1,8 @@
-"""Verify a small copy of a user's model file before ``train`` starts. ``train`` runs this in a separate process.
+"""Verify a small copy of a user's model file before ``train`` starts. ``train`` runs this in a
+separate process.
 
-``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a run from the file
-and prints a JSON document with the fields of ``VerifyVerdict``.
+``python -m shardtrain.tools.verify.before_training CONFIG.toml`` reads the model and the mesh of a
+run from the file and prints a JSON document with the fields of ``VerifyVerdict``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class VerifyVerdict:
 
 
 def judge(config: Config) -> VerifyVerdict:
-    """Compare a small copy of the configured model, on the configured kinds of parallelism, with one process."""
+    """Compare a small copy of the configured model, on the configured kinds of parallelism, with
+    one process.
+    """
     loaded = _model_and_mesh_only(config)
     verdict = VerifyVerdict()
     task = _plan(loaded, verdict)
@@ -56,7 +59,9 @@ def judge(config: Config) -> VerifyVerdict:
     from shardtrain.tools.verify import casts, probes
     from shardtrain.train import trainer
 
-    kinds = {axis for plan in task.plans for axis, degree in plan.degrees.items() if degree > 1}
+    kinds: set[str] = set()
+    for plan in task.plans:
+        kinds |= {axis for axis, degree in plan.degrees.items() if degree > 1}
     if config.activation_checkpoint.mode != "none":
         kinds.add(probes.RECOMPUTE)
     # Casts are disabled in this process, and therefore in all of its forks.
@@ -67,12 +72,17 @@ def judge(config: Config) -> VerifyVerdict:
             verdict.refused += str(error).splitlines()
             return verdict
         verdict.noticed += [note for note in notes if not note.startswith("dropout: off")]
-        impossible = [line for plan in task.plans for line in plan.problem.splitlines()]
+        impossible = []
+        for plan in task.plans:
+            impossible += plan.problem.splitlines()
         if impossible:
             verdict.refused += dict.fromkeys(impossible)
             return verdict
-        sizes = ", ".join(f"{name} {value}" for name, value in _changed_sizes(config, task.reference).items())
-        copy = f"a copy with {sizes}" if sizes else "the model"
+        # Messages name the sizes in which the compared model is smaller.
+        changed_sizes = [f"{name} {value}" for name, value in _changed_sizes(config, task.reference).items()]
+        copy = "the model"
+        if changed_sizes:
+            copy = f"a copy with {', '.join(changed_sizes)}"
         try:
             for row in verify.verify(task, trainer, Path(folder)):
                 _add_result(row, copy, verdict)
@@ -112,7 +122,9 @@ def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
             f"{copy} on {row.mesh} agrees with one process: loss {row.loss:.1e}, gradients {row.gradient:.1e}, "
             f"weights {row.weights:.1e} off"
         )
-        verdict.compared.append(f"{text}; {row.rounding}" if row.rounding else text)
+        if row.rounding:
+            text = f"{text}; {row.rounding}"
+        verdict.compared.append(text)
     elif row.cause.startswith(BLIND):
         verdict.left_out.append(f"{row.mesh}: {row.first}; {row.cause}")
     elif row.verdict == "differs":
@@ -144,7 +156,9 @@ def _changed_sizes(config: Config, small: Config) -> dict[str, object]:
 
 
 def _model_and_mesh_only(config: Config) -> Loaded:
-    """Return a configuration with the run's model, mesh and recomputation, and default task, data and optimizer."""
+    """Return a configuration with the run's model, mesh and recomputation, and default task, data
+    and optimizer.
+    """
     default = Config()
     recompute = config.activation_checkpoint
     if recompute.mode == "memory_budget":  # needs torch.compile

@@ -1,7 +1,8 @@
 """Disable casts to float16 and bfloat16 in a model's own code while its numbers are compared.
 
-Meshes sum in another order, which changes a number by about 1e-7. A cast to bfloat16 may then round to the next
-representable number, 2^-8 away. Therefore a correct attention core in bfloat16 differs by about 5e-5 on every mesh.
+Meshes sum in another order, which changes a number by about 1e-7. A cast to bfloat16 may then round
+to the next representable number, 2^-8 away. Therefore a correct attention core in bfloat16 differs
+by about 5e-5 on every mesh.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
     axes = [axis for axis in e.axes if axis != "pp"]
     by_size: dict[int, list[str]] = {}
     for count in range(1, len(e.axes) + 1):
-        for chosen in itertools.combinations(axes if count == 1 else e.axes, count):
+        # The pipeline axis alone scales nothing.
+        candidates = axes if count == 1 else e.axes
+        for chosen in itertools.combinations(candidates, count):
             size = math.prod(e.sizes[axis] for axis in chosen)
             by_size.setdefault(size, []).append(" x ".join(chosen))
     for size, names in by_size.items():
@@ -88,9 +90,11 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
             sources += ", or the number of micro-batches"
         yield 1 / size, f"scaled by 1/{size}, the size of axis {sources}: averaged where it must be summed"
         yield float(size), f"scaled by {size}, the size of axis {sources}: counted {size} times"
-    if e.num_micro > 1:
-        yield 1 / e.num_micro, f"scaled by 1/{e.num_micro}, the number of micro-batches: averaged over micro-batches"
-        yield float(e.num_micro), f"scaled by {e.num_micro}, the number of micro-batches: counted {e.num_micro} times"
+    num_micro = e.num_micro
+    if num_micro > 1:
+        unit = f"{num_micro}, the number of micro-batches"
+        yield 1 / num_micro, f"scaled by 1/{unit}: averaged over micro-batches"
+        yield float(num_micro), f"scaled by {unit}: counted {num_micro} times"
     num_targets = e.batch.num_targets
     if num_targets > 1:
         yield 1 / num_targets, f"divided twice by the {num_targets} target tokens"
@@ -111,7 +115,8 @@ def own_counts(e: Evidence) -> str | None:
     for unit, shares in splits.items():
         if len(shares) < 2:
             continue
-        # ``e.shares`` divides by the number of targets of the batch. Replace that number by the number of each share.
+        # ``e.shares`` divides by the number of targets of the batch. Replace that number by the
+        # number of each share.
         total = torch.zeros_like(e.theirs(e.suspect))
         is_known = True
         for rows in shares:
@@ -175,7 +180,9 @@ def same_samples(e: Evidence) -> str | None:
 
 
 def swapped_targets(e: Evidence) -> str | None:
-    """Logits of a micro-batch are compared with the targets of another: two are swapped, or all rotated or reversed."""
+    """Logits of a micro-batch are compared with the targets of another: two are swapped, or all
+    rotated or reversed.
+    """
     if e.num_micro < 2 or not e.first.loss_differs:
         return None
     count = e.num_micro
@@ -193,7 +200,10 @@ def swapped_targets(e: Evidence) -> str | None:
     table = [[0.0] * count for _ in range(count)]
     for rank in range(e.data_ranks):
         rows_of_rank = e.rows_of_rank(rank)
-        rows = [rows_of_rank[i * e.micro_rows : (i + 1) * e.micro_rows] for i in range(count)]
+        rows = []
+        for index in range(count):
+            first = index * e.micro_rows
+            rows.append(rows_of_rank[first : first + e.micro_rows])
         for i, j in itertools.product(range(count), repeat=2):
             table[i][j] += e.shares.loss_of_rows(rows[i], rows[j])
     for order, text in orders.items():
@@ -231,7 +241,9 @@ def replicas_differ(e: Evidence) -> str | None:
     # Correct replicas differ only by rounding.
     tolerance = max(1e-6, e.allowed.gradient / 10) * float(e.theirs(e.suspect).norm())
     for (one, a, place_a), (other, b, place_b) in itertools.combinations(e.holders(e.suspect), 2):
-        if place_a == place_b and a.shape == b.shape and float((a - b).norm()) > tolerance:
+        if place_a != place_b or a.shape != b.shape:
+            continue
+        if float((a - b).norm()) > tolerance:
             axes = " and ".join(axes_that_differ(one, other))
             return f"unsynchronised: copies of the gradient differ between ranks of axis {axes}"
     return None
@@ -249,16 +261,21 @@ def positions(e: Evidence) -> str | None:
 
 
 def _wrong_positions(e: Evidence) -> Iterator[tuple[str, Tensor]]:
-    """Yield positions (T,) that a wrong split over cp assigns to the tokens of a sequence, with a description."""
-    parts = [torch.as_tensor(e.context_part(part)) for part in range(e.size("cp"))]
-    length = e.tokens // e.size("cp")
+    """Yield positions (T,) that a wrong split over cp assigns to the tokens of a sequence, with a
+    description.
+    """
+    num_parts = e.size("cp")
+    parts = [torch.as_tensor(e.context_part(part)) for part in range(num_parts)]
+    length = e.tokens // num_parts
     from_zero = torch.arange(e.tokens)
     consecutive = torch.arange(e.tokens)
     of_next_rank = torch.arange(e.tokens)
     for index, part in enumerate(parts):
+        start = index * length
+        next_index = (index + 1) % len(parts)
         from_zero[part] = torch.arange(length)
-        consecutive[part] = torch.arange(index * length, (index + 1) * length)
-        of_next_rank[part] = parts[(index + 1) % len(parts)]
+        consecutive[part] = torch.arange(start, start + length)
+        of_next_rank[part] = parts[next_index]
     yield "each part counts from 0", from_zero
     consecutive_parts = "each part continues the part before it, but ranks have one part of each half of the sequence"
     yield consecutive_parts, consecutive
@@ -270,22 +287,23 @@ def _core(e: Evidence) -> str | None:
     step = e.first.step
     expected_parts = e.expected.record.parts
     largest_errors: dict[str, float] = {}
-    for record in e.records:
-        for name in ("q", "k", "v", "out"):
-            part = record.parts.get(f"core/{step}/{name}")
-            full = expected_parts.get(f"core/{step}/{name}")
-            if part is None or full is None:
-                continue
-            # Select this rank's rows, its part of the sequence and its heads.
-            rows = torch.as_tensor(e.rows_of_rank(e.data_rank(record))[: part.size(0)])
-            tokens = torch.as_tensor(e.context_part(record.place["cp"]))
-            num_heads = part.size(2)
-            first_head = record.place["tp"] * num_heads
-            wanted = full[rows][:, tokens][:, :, first_head : first_head + num_heads]
-            if wanted.shape != part.shape:
-                continue
-            error = float((wanted - part).norm() / wanted.norm().clamp_min(1e-30))
-            largest_errors[name] = max(largest_errors.get(name, 0.0), error)
+    for record, name in itertools.product(e.records, ("q", "k", "v", "out")):
+        part = record.parts.get(f"core/{step}/{name}")
+        full = expected_parts.get(f"core/{step}/{name}")
+        if part is None or full is None:
+            continue
+        # Select this rank's rows, its part of the sequence and its heads.
+        rows = torch.as_tensor(e.rows_of_rank(e.data_rank(record))[: part.size(0)])
+        tokens = torch.as_tensor(e.context_part(record.place["cp"]))
+        num_heads = part.size(2)
+        first_head = record.place["tp"] * num_heads
+        wanted = full[rows][:, tokens][:, :, first_head : first_head + num_heads]
+        if wanted.shape != part.shape:
+            continue
+        error = float((wanted - part).norm() / wanted.norm().clamp_min(1e-30))
+        largest_errors[name] = max(largest_errors.get(name, 0.0), error)
+
+    # Wrong inputs point to positions or tokens, a wrong output alone to the attention itself.
     input_error = max(largest_errors.get(name, 0.0) for name in ("q", "k", "v"))
     if input_error > 1e-4:
         return f"wrong positions or tokens under cp: queries and keys are off by {input_error:.2g} before attention"
@@ -303,7 +321,8 @@ def stale_weights(e: Evidence) -> str | None:
     if e.first.step == 0 or not e.first.loss_differs:
         return None
     for step in range(e.first.step - 1, -1, -1):
-        if e.explains_loss(e.shares_with(step=step).loss(), 1e-6):
+        loss = e.shares_with(step=step).loss()
+        if e.explains_loss(loss, 1e-6):
             return f"stale weights: step {e.first.step + 1} uses the weights from the start of step {step + 1}"
     return None
 
@@ -327,7 +346,9 @@ def balance_loss(e: Evidence) -> str | None:
 
 
 def _times(e: Evidence, base: Tensor, part: Tensor) -> float | None:
-    """Return a factor other than 1 with which all ranks have ``base + factor * part`` (least squares), or None."""
+    """Return a factor other than 1 with which all ranks have ``base + factor * part`` (least
+    squares), or None.
+    """
     mine = e.mine(e.suspect)
     if mine is None:
         return None
@@ -338,7 +359,8 @@ def _times(e: Evidence, base: Tensor, part: Tensor) -> float | None:
 
 
 def unscaled_loss(e: Evidence) -> str | None:
-    """The model adds a gradient in backward that does not grow with the loss, as scalers of auxiliary losses do.
+    """The model adds a gradient in backward that does not grow with the loss, as scalers of
+    auxiliary losses do.
 
     On one process, doubling the loss isolates that gradient. Each rank must then have a multiple of it.
     """
@@ -361,10 +383,12 @@ def unscaled_loss(e: Evidence) -> str | None:
 
 def clipped_otherwise(e: Evidence) -> str | None:
     """Only the factor of gradient clipping is wrong. The norm before clipping agrees."""
-    norm = e.expected.total(e.first.step)
-    has_other_norm = any(abs(record.norms[e.first.step] - norm) > 1e-4 * norm for record in e.records)
-    if e.first.loss_differs or has_other_norm:
+    if e.first.loss_differs:
         return None
+    norm = e.expected.total(e.first.step)
+    for record in e.records:
+        if abs(record.norms[e.first.step] - norm) > 1e-4 * norm:
+            return None
     # Each rank's part is a multiple of the part of one process. The factor may differ between ranks.
     factors = {}
     for record, part, slices in e.holders(e.suspect):
@@ -372,7 +396,8 @@ def clipped_otherwise(e: Evidence) -> str | None:
         if not part.numel() or float(theirs.norm()) == 0:
             continue
         factor = float((part * theirs).sum() / theirs.square().sum())
-        if float((part - factor * theirs).norm()) > e.match * float(part.norm()):
+        residual = float((part - factor * theirs).norm())
+        if residual > e.match * float(part.norm()):
             return None
         factors[record.rank] = factor
     if all(changes_nothing(e, factor) for factor in factors.values()):
@@ -382,7 +407,9 @@ def clipped_otherwise(e: Evidence) -> str | None:
 
 
 def short_type(e: Evidence) -> str | None:
-    """Every element is representable in bfloat16 or float16, so a sum or cast in that dtype lost the last digits."""
+    """Every element is representable in bfloat16 or float16, so a sum or cast in that dtype lost
+    the last digits.
+    """
     mine = e.mine(e.suspect)
     theirs = e.theirs(e.suspect)
     if mine is None or float((mine - theirs).norm()) > 0.1 * float(theirs.norm()):

@@ -1,4 +1,5 @@
-"""Compare the numbers of a mesh with those of one process: the largest error of each kind, and the first difference.
+"""Compare the numbers of a mesh with those of one process: the largest error of each kind, and the
+first difference.
 
 Tolerances: sums in another order differ by about 1e-7 of their size, and by a few times that after some
     layers. The error of a gradient is relative to its norm, or to a twentieth of the norm of all gradients if
@@ -28,7 +29,9 @@ ROUNDING = 8
 It exceeds 1 because a mesh also rounds all sums of a step differently.
 """
 MOST = 100
-"""Maximum multiple of the usual tolerance. An error of more than a thousandth of a gradient is never rounding."""
+"""Maximum multiple of the usual tolerance. An error of more than a thousandth of a gradient is
+never rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ USUAL = Errors(loss=1e-5, gradient=1e-5, norm=1e-5, weights=1e-6)
 """Tolerances for a model that does not amplify rounding."""
 NONE = Errors(0.0, 0.0, 0.0, 0.0)
 SMALL = 0.05
-"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to that norm."""
+"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to
+that norm.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class First:
     """The first difference in time and, within a step, in the order of the forward pass.
 
     Attributes:
-        kind: "own" (initial weights of training), "initial" (initial weights of the comparison), "loss", "gradient",
-            "norm", "weights" or "buffers".
+        kind: "own" (initial weights of training), "initial" (initial weights of the comparison),
+            "loss", "gradient", "norm", "weights" or "buffers".
         step: Step, from 0.
         names: All tensors that differ there.
         error: Error of the first of them.
@@ -120,11 +125,14 @@ class Expected:
         wanted = self.whole(kind, name)[slices]
         if wanted.shape != part.shape:
             return math.inf
-        return _nan_as_infinite(float((part - wanted).norm()) / max(scale, 1e-30))
+        distance = float((part - wanted).norm())
+        return _nan_as_infinite(distance / max(scale, 1e-30))
 
 
 def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
-    """Sort parameter names in the order of the forward pass: first modules, layers by number, last modules."""
+    """Sort parameter names in the order of the forward pass: first modules, layers by number, last
+    modules.
+    """
 
     def place(name: str) -> tuple[int, int]:
         top, _, rest = name.partition(".")
@@ -132,14 +140,18 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
             return 0, layout.first.index(top)
         if top == layout.layers:
             number = rest.partition(".")[0]
-            return 1, int(number) if number.isdecimal() else 0
-        return 2, layout.last.index(top) if top in layout.last else -1
+            index = int(number) if number.isdecimal() else 0
+            return 1, index
+        index = layout.last.index(top) if top in layout.last else -1
+        return 2, index
 
     return sorted(names, key=place)
 
 
 def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]:
-    """Return the largest differences of the shaken run from ``expected``, for each step including all earlier steps."""
+    """Return the largest differences of the shaken run from ``expected``, for each step including
+    all earlier steps.
+    """
     moved: list[Errors] = []
     largest = asdict(NONE)
     for step in range(steps):
@@ -194,16 +206,26 @@ def compare(
 
 
 def _is_bitwise_equal(expected: Expected, records: Sequence[RankRecord], kind: str, name: str) -> bool:
-    """True if at least one rank has a part of this tensor and all parts are bitwise equal to one process's."""
+    """True if at least one rank has a part of this tensor and all parts are bitwise equal to one
+    process's.
+    """
     key = f"{kind}/{name}"
     full = expected.whole(kind, name)
     holders = [record for record in records if key in record.parts]
-    return bool(holders) and all(same_bits(record.parts[key], full[record.slices[key]]) for record in holders)
+    if not holders:
+        return False
+    return all(same_bits(record.parts[key], full[record.slices[key]]) for record in holders)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the tensors are bitwise equal. NaN equals NaN, because parameters without an initializer are NaN."""
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
+    """True if the tensors are bitwise equal. NaN equals NaN, because parameters without an
+    initializer are NaN.
+    """
+    if one.shape != other.shape:
+        return False
+    is_same = one == other
+    both_nan = one.isnan() & other.isnan()
+    return bool((is_same | both_nan).all())
 
 
 class _StepErrors:
@@ -211,10 +233,11 @@ class _StepErrors:
 
     def __init__(self, expected: Expected, records: Sequence[RankRecord], step: int) -> None:
         theirs = expected.record
+        their_norm = theirs.norms[step]
         self.gradients = {name: gradient_error(expected, records, step, name) for name in expected.names}
         self.weights = {name: weight_error(expected, records, step, name) for name in expected.names}
         loss_errors = [_distance(record.losses[step], theirs.losses[step], 1.0) for record in records]
-        norm_errors = [_distance(record.norms[step], theirs.norms[step], theirs.norms[step]) for record in records]
+        norm_errors = [_distance(record.norms[step], their_norm, their_norm) for record in records]
         self.largest = Errors(
             loss=max(loss_errors),
             gradient=max(0.0, *self.gradients.values()),
@@ -227,7 +250,8 @@ def _first_of_step(
     expected: Expected, records: Sequence[RankRecord], step: int, errors: _StepErrors, allowed: Errors
 ) -> First | None:
     """Return the first difference of a step, or None if all errors are within the tolerance."""
-    # Report a wrong gradient before a wrong loss: it identifies tensors, and the same fault usually causes both.
+    # Report a wrong gradient before a wrong loss: it identifies tensors, and the same fault usually
+    # causes both.
     loss_differs = errors.largest.loss > allowed.loss
     wrong_gradients = [name for name, error in errors.gradients.items() if error > allowed.gradient]
     if wrong_gradients:
@@ -246,14 +270,20 @@ def _first_of_step(
     for name in expected.buffers:
         key = f"buffers/{step}/{name}"
         wanted = expected.record.parts[key]
-        parts = [record.parts[key] for record in records if key in record.parts]
-        if not all(part.shape == wanted.shape and torch.allclose(part, wanted, 1e-5, 1e-6) for part in parts):
-            wrong_buffers.append(name)
+        for record in records:
+            part = record.parts.get(key)
+            if part is None:
+                continue
+            if part.shape != wanted.shape or not torch.allclose(part, wanted, 1e-5, 1e-6):
+                wrong_buffers.append(name)
+                break
     return First("buffers", step, wrong_buffers, 0.0) if wrong_buffers else None
 
 
 def scale_of(expected: Expected, step: int, name: str) -> float:
-    """Return the divisor for the error of a gradient: its norm, or ``SMALL`` times the total norm if that is larger."""
+    """Return the divisor for the error of a gradient: its norm, or ``SMALL`` times the total norm
+    if that is larger.
+    """
     norm = float(expected.whole(f"gradient/{step}", name).norm())
     # The record contains the gradients after clipping, but the total norm before it.
     return max(norm, SMALL * expected.total(step) * expected.clipping(step))
@@ -273,7 +303,10 @@ def gradient_error(expected: Expected, records: Sequence[RankRecord], step: int,
     if not holders or any(key not in record.parts for record in holders):
         return math.inf
     kind = f"gradient/{step}"
-    return max(expected.error(kind, name, record.parts[key], record.slices[key], scale) for record in holders)
+    errors = []
+    for record in holders:
+        errors.append(expected.error(kind, name, record.parts[key], record.slices[key], scale))
+    return max(errors)
 
 
 def weight_error(expected: Expected, records: Sequence[RankRecord], step: int, name: str) -> float:
@@ -305,7 +338,13 @@ def assemble(records: Sequence[RankRecord], key: str, shape: Sequence[int]) -> T
     full = torch.zeros(tuple(shape))
     is_covered = torch.zeros(tuple(shape), dtype=torch.bool)
     for record in records:
-        if key in record.parts and full[record.slices[key]].shape == record.parts[key].shape:
-            full[record.slices[key]] = record.parts[key]
-            is_covered[record.slices[key]] = True
-    return full if bool(is_covered.all()) else None
+        if key not in record.parts:
+            continue
+        part = record.parts[key]
+        place = record.slices[key]
+        if full[place].shape == part.shape:
+            full[place] = part
+            is_covered[place] = True
+    if not bool(is_covered.all()):
+        return None
+    return full

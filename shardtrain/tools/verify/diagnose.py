@@ -58,7 +58,10 @@ def _explain_initial_weights(e: Evidence) -> str:
     key = f"{e.first.kind}/{name}"
     full = e.expected.whole(e.first.kind, name)
     holders = [record for record in e.records if key in record.parts]
-    wrong = [record for record in holders if not same_bits(record.parts[key], full[record.slices[key]])]
+    wrong = []
+    for record in holders:
+        if not same_bits(record.parts[key], full[record.slices[key]]):
+            wrong.append(record)
     if len(wrong) < len(holders):
         ranks = ", ".join(str(record.rank) for record in wrong)
         return f"initial weights depend on the rank: rank {ranks} uses another seed or random stream"
@@ -87,7 +90,9 @@ def _explain_gradient(e: Evidence) -> str:
         return "no simple cause fits; the ranks' parts do not make up the full tensor"
     ratio = float(mine.norm() / theirs.norm().clamp_min(1e-30))
     cosine = float((mine * theirs).sum() / (mine.norm() * theirs.norm()).clamp_min(1e-30))
-    where = "the forward pass differs" if e.first.loss_differs else "the loss agrees: check the backward pass"
+    where = "the loss agrees: check the backward pass"
+    if e.first.loss_differs:
+        where = "the forward pass differs"
     return f"no simple cause fits: ratio of norms {ratio:.4g}, cosine {cosine:.4f}; {where}"
 
 
@@ -95,7 +100,8 @@ def _explain_loss(e: Evidence) -> str:
     mine = e.records[0].losses[e.first.step]
     theirs = e.expected.record.losses[e.first.step]
     for axis in e.axes:
-        for factor in (e.sizes[axis], 1 / e.sizes[axis]):
+        size = e.sizes[axis]
+        for factor in (size, 1 / size):
             if e.explains_loss(factor * theirs, 1e-5):
                 return f"the reported loss is scaled by {factor:g}, by the size of axis {axis}; the gradients agree"
     return f"only the reported loss differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
@@ -107,7 +113,8 @@ def _explain_weights(e: Evidence) -> str:
     after = f"weights/{step}/{name}"
     before = f"initial/{name}" if step == 0 else f"weights/{step - 1}/{name}"
     holders = [record for record in e.records if after in record.parts]
-    if all(torch.equal(record.parts[after], record.parts[before]) for record in holders):
+    is_updated = any(not torch.equal(record.parts[after], record.parts[before]) for record in holders)
+    if not is_updated:
         return "not updated: the step did not change the parameter, although its gradient agrees"
     for one, other in itertools.combinations(holders, 2):
         is_same_part = one.slices[after] == other.slices[after]
@@ -128,7 +135,9 @@ def _explain_buffers(e: Evidence) -> str:
 
 
 def _explain_norm(e: Evidence) -> str:
-    """Name the reduction that is missing in the gradient norm, or the tensors that it counts more than once."""
+    """Name the reduction that is missing in the gradient norm, or the tensors that it counts more
+    than once.
+    """
     step = e.first.step
     prefix = f"gradient/{step}/"
     # Without the reduction over an axis, a rank has the norm of the ranks with the same index on that axis.
@@ -140,7 +149,8 @@ def _explain_norm(e: Evidence) -> str:
         if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
 
-    # A superfluous all-reduce over an axis counts replicas several times: those along the axis, or all tensors.
+    # A superfluous all-reduce over an axis counts replicas several times: those along the axis, or
+    # all tensors.
     for axis in e.axes:
         squares_of_places = 0.0
         for place in range(e.sizes[axis]):
@@ -160,18 +170,22 @@ def _norm_of(records: Sequence[RankRecord], prefix: str) -> float:
     squares: dict[tuple[str, tuple[tuple[int, int], ...]], float] = {}
     for record in records:
         for key, part in record.parts.items():
-            if key.startswith(prefix):
-                place = tuple((s.start, s.stop) for s in record.slices[key])
-                squares[key, place] = float(part.double().square().sum())
+            if not key.startswith(prefix):
+                continue
+            # Copies of a part have the same place, so they count once.
+            place = tuple((s.start, s.stop) for s in record.slices[key])
+            squares[key, place] = float(part.double().square().sum())
     return math.sqrt(sum(squares.values()))
 
 
 def _explains_norms(e: Evidence, norms: Sequence[float]) -> bool:
     """True if each rank has the predicted norm, and not all predicted norms are that of one process."""
     step = e.first.step
-    if not all(_is_close(norm, record.norms[step]) for norm, record in zip(norms, e.records, strict=True)):
-        return False
-    return not all(_is_close(norm, e.expected.total(step)) for norm in norms)
+    for norm, record in zip(norms, e.records, strict=True):
+        if not _is_close(norm, record.norms[step]):
+            return False
+    norm_of_one_process = e.expected.total(step)
+    return not all(_is_close(norm, norm_of_one_process) for norm in norms)
 
 
 def _is_close(norm: float, other: float) -> bool:

@@ -24,14 +24,19 @@ FUNCTIONS = (
 """Functions of ``torch.nn.functional`` that ``nn.Dropout`` and similar modules call."""
 
 listeners: list[Callable[[str, Tensor], None]] = []
-"""Functions that are called for each disabled dropout with its description, such as "dropout with p=0.1", and input."""
+"""Functions that are called for each disabled dropout with its description, such as "dropout with
+p=0.1", and input.
+"""
 
 used: list[str] = []
-"""Distinct descriptions of all dropouts that ran in this process since ``switch_off``, such as "dropout with p=0.1"."""
+"""Distinct descriptions of all dropouts that ran in this process since ``switch_off``, such as
+"dropout with p=0.1".
+"""
 
 
 def switch_off() -> None:
-    """Disable dropout in this process until it ends. Other effects of ``training``, such as batch statistics, remain.
+    """Disable dropout in this process until it ends. Other effects of ``training``, such as batch
+    statistics, remain.
 
     Must be called before a model file is imported, because the file may import a function by name.
     """

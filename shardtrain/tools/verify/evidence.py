@@ -17,11 +17,15 @@ from shardtrain.tools.verify.shares import Shares
 from shardtrain.tools.verify.verify_rank import RankRecord, micro_batches, model_of, plain_model
 
 MATCH = 2e-4
-"""Maximum relative error of a hypothesis that explains a gradient: far above rounding, far below any fault."""
+"""Maximum relative error of a hypothesis that explains a gradient: far above rounding, far below
+any fault.
+"""
 
 
 class Evidence:
-    """A mesh that differs from one process, and the model of one process directly before the first difference."""
+    """A mesh that differs from one process, and the model of one process directly before the first
+    difference.
+    """
 
     def __init__(
         self,
@@ -85,7 +89,8 @@ class Evidence:
             balance: Weight of the experts' balance losses.
             factor: Multiplies the loss, in addition to clipping.
         """
-        step = self.first.step if step < 0 else step
+        if step < 0:
+            step = self.first.step
         factor *= self.expected.clipping(self.first.step)
         model = plain_model(self.config, self.expected.weights(step))
         return Shares(model, self.batch, factor, balance)
@@ -143,18 +148,23 @@ class Evidence:
 
         ``tolerance`` is relative for losses above 1, and absolute otherwise.
         """
-        mine = self.records[0].losses[self.first.step]
-        theirs = self.expected.record.losses[self.first.step]
-        close = max(tolerance * max(1.0, abs(mine)), self.allowed.loss / 5)
-        return abs(candidate - mine) < close < abs(candidate - theirs)
+        step = self.first.step
+        mine = self.records[0].losses[step]
+        theirs = self.expected.record.losses[step]
+        tolerated = max(tolerance * max(1.0, abs(mine)), self.allowed.loss / 5)
+        return abs(candidate - mine) < tolerated < abs(candidate - theirs)
 
     def close(self, key: str, least: float) -> float:
-        """Return the relative tolerance for an activation: ``least``, or more if the shaken run differs by more."""
+        """Return the relative tolerance for an activation: ``least``, or more if the shaken run
+        differs by more.
+        """
         shaken = self._shaken.parts.get(key)
         theirs = self.expected.record.parts.get(key)
         if shaken is None or theirs is None or not theirs.numel():
             return least
-        moved = float((shaken - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+        difference = float((shaken - theirs).abs().max())
+        largest = max(float(theirs.abs().max()), 1e-30)
+        moved = difference / largest
         return min(MOST * least, max(least, ROUNDING * moved))
 
     def data_rank(self, record: RankRecord) -> int:
@@ -164,9 +174,12 @@ class Evidence:
     def rows(self, fixed: Mapping[str, int]) -> list[int]:
         """Return the rows of the data ranks with the given places on some axes."""
         chosen = []
-        for replica, shard in itertools.product(range(self.size("dp_replicate")), range(self.size("dp_shard"))):
-            if fixed.get("dp_replicate", replica) == replica and fixed.get("dp_shard", shard) == shard:
-                chosen += self.rows_of_rank(replica * self.size("dp_shard") + shard)
+        num_replicas = self.size("dp_replicate")
+        num_shards = self.size("dp_shard")
+        for replica, shard in itertools.product(range(num_replicas), range(num_shards)):
+            is_chosen = fixed.get("dp_replicate", replica) == replica and fixed.get("dp_shard", shard) == shard
+            if is_chosen:
+                chosen += self.rows_of_rank(replica * num_shards + shard)
         return chosen
 
     def rows_of_rank(self, data_rank: int) -> list[int]:
@@ -182,7 +195,9 @@ class Evidence:
         return rows
 
     def positions(self, fixed: Mapping[str, int]) -> list[int]:
-        """Return the positions that ranks with the given places on cp and tp hold outside of gathered modules."""
+        """Return the positions that ranks with the given places on cp and tp hold outside of
+        gathered modules.
+        """
         chosen: list[int] = []
         for part in range(self.size("cp")):
             if fixed.get("cp", part) != part:

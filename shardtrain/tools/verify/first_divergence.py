@@ -46,7 +46,9 @@ def first_difference(e: Evidence) -> str:
 
 
 def first_backward_difference(e: Evidence) -> str:
-    """Describe where the backward pass of the mesh first differs, from gradients of activations, or return ""."""
+    """Describe where the backward pass of the mesh first differs, from gradients of activations, or
+    return "".
+    """
     culprit = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
     if culprit is None:
         return ""
@@ -104,14 +106,19 @@ def _is_inside(path: str, outer: str) -> bool:
 def _moved_layer(e: Evidence) -> str | None:
     """Describe a layer whose input is that of another layer on one process, or return None."""
     expected_calls = e.expected.record.facts["calls"]
-    layers = [path for path in expected_calls if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1]
+    layers = []
+    for path in expected_calls:
+        if path.startswith(f"{e.layout.layers}.") and path.count(".") == 1:
+            layers.append(path)
     for record in e.records:
+        calls = record.facts["calls"]
         for path in layers:
-            if path not in record.facts["calls"]:
+            if path not in calls:
                 continue
-            mine = f"trace/{record.facts['calls'].index(path)}/in"
+            mine = f"trace/{calls.index(path)}/in"
             if _agree(e, record, mine, f"trace/{expected_calls.index(path)}/in") is not False:
                 continue
+            # The input of this layer differs. Look for a layer on one process that has the same input.
             for other in layers:
                 if other != path and _agree(e, record, mine, f"trace/{expected_calls.index(other)}/in") is True:
                     return f"layers in another order: {path} has the input that {other} has on one process"

@@ -51,7 +51,8 @@ def run(
     backend: str = "",
     limit_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Any]:
-    """Run ``function(rank, num_ranks, *arguments)`` in each process, and return the results in the order of ranks.
+    """Run ``function(rank, num_ranks, *arguments)`` in each process, and return the results in the
+    order of ranks.
 
     Results must be JSON values. With ``backend``, the processes have a process group with a file store in
     ``folder``, so no port is opened.
@@ -103,11 +104,11 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
                 timeout = min(timeout, heartbeat.timeout)
             events: Any = wait([*waiting, *receiver_by_sentinel], timeout=timeout)
             ready = {receiver_by_sentinel.get(event, event) for event in events}
-            if not ready and time.monotonic() < end:
+            if not ready:
+                if time.monotonic() >= end:
+                    break
                 heartbeat.tell()
                 continue
-            if not ready:
-                break
             for receiver in ready:
                 rank = waiting.pop(receiver)
                 answer = _receive(receiver, processes[rank])
@@ -120,7 +121,9 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
                 end = min(end, time.monotonic() + GRACE_SECONDS)
     if failures:
         _, rank, answer = min(failures, key=lambda failure: failure[:2])
-        sentence = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"
+        sentence = answer["sentence"]
+        if not answer["refused"]:
+            sentence = f"rank {rank}: {sentence}"
         raise RankFailed(sentence, answer["refused"])
     if waiting:
         silent = ", ".join(map(str, sorted(waiting.values())))

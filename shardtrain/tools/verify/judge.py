@@ -1,4 +1,6 @@
-"""Judge the records of one mesh: the largest errors, a description of the first difference, and its likely cause."""
+"""Judge the records of one mesh: the largest errors, a description of the first difference, and its
+likely cause.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ def judge(
             f"{most.loss:.1e} of the loss and {most.gradient:.1e} of a gradient"
         )
 
-    # Dropout is off in the comparison, so equal numbers do not reveal a dropout that makes ranks diverge in training.
+    # Dropout is off in the comparison, so equal numbers do not reveal a dropout that makes ranks
+    # diverge in training.
     if not first:
         first, cause = same_dropout_input(records) or ("", "")
     errors = {name: getattr(differences, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
@@ -136,8 +139,10 @@ def _describe(first: First, expected: Expected, losses: list[float], layers: str
     if first.names:
         name = first.names[0]
         top, _, rest = name.partition(".")
-        where = f"layer {rest.partition('.')[0]}" if top == layers else f"module {top}"
-        sentence = f"{when}: the first {kind} that differs is {name} in {where}"
+        place = f"module {top}"
+        if top == layers:
+            place = f"layer {rest.partition('.')[0]}"
+        sentence = f"{when}: the first {kind} that differs is {name} in {place}"
         if not is_initial and first.kind != "buffers":
             sentence += f", error {first.error:.2g}"
         if len(first.names) > 1:
@@ -145,5 +150,7 @@ def _describe(first: First, expected: Expected, losses: list[float], layers: str
     else:
         sentence = f"{when}: {kind} differs, error {first.error:.2g}"
     if not is_initial and first.loss_differs:
-        sentence += f"; loss {losses[first.step]:.6f} instead of {expected.record.losses[first.step]:.6f}"
+        mine = losses[first.step]
+        theirs = expected.record.losses[first.step]
+        sentence += f"; loss {mine:.6f} instead of {theirs:.6f}"
     return sentence

@@ -1,7 +1,8 @@
 """Convert mesh arguments such as "tp=2,pp=2" to plans: one configuration per mesh, or the reason
 why it is impossible.
 
-Plans are checked by the rules of the configuration before any process starts. This module does not import torch.
+Plans are checked by the rules of the configuration before any process starts. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ DEFAULT_OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("dp_shard=2", {RESHARD: "never", RECOMPUTE: "none"}),
     ("tp=2", {RECOMPUTE: "selective", SELECTIVE: "op"}),
 )
-"""Additional meshes of the default list, with options for other backward passes, resharding and recomputation."""
+"""Additional meshes of the default list, with options for other backward passes, resharding and
+recomputation.
+"""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def requested(
     """Return the plans of ``--mesh`` and ``--schedule``.
 
     Raises:
-        ConfigError: a plan is impossible, unless ``allow_impossible``. The message lists every problem of every plan.
+        ConfigError: a plan is impossible, unless ``allow_impossible``. The message lists every
+            problem of every plan.
     """
     plans = [plan for mesh in meshes for plan in _plans(loaded, mesh, schedules)]
     if schedules and not any(plan.schedule for plan in plans):
@@ -167,7 +171,9 @@ def requested(
 
 
 def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
-    """Return plans of small meshes for this model, starting with its configured axes. Some may be impossible."""
+    """Return plans of small meshes for this model, starting with its configured axes. Some may be
+    impossible.
+    """
     names = list(DEFAULT_MESHES)
     if "num_experts" not in (model_shape(loaded) or {}):
         names.remove("ep=2")
@@ -188,7 +194,9 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
 
 
 def own_axes(loaded: Loaded) -> str:
-    """Return the mesh with the configured axes, each of size 2, or "" without such axes or for more than 8 ranks."""
+    """Return the mesh with the configured axes, each of size 2, or "" without such axes or for more
+    than 8 ranks.
+    """
     parallelism = loaded.config.parallelism
     degrees = {axis: 2 for axis, option in OPTIONS.items() if getattr(parallelism, option) > 1}
     if not degrees or _num_ranks(degrees) > MAX_DEFAULT_RANKS:

@@ -26,8 +26,8 @@ class ModuleWatch:
     Attributes:
         layout: Layout of the model, once it is known.
         calls: Paths of the modules, in the order in which their first calls ended.
-        tensors: Local tensors by key: "trace/CALL/in/INDEX", "trace/CALL/out/INDEX", "back/..." for gradients, and
-            "dropped/INDEX" for inputs of disabled dropout.
+        tensors: Local tensors by key: "trace/CALL/in/INDEX", "trace/CALL/out/INDEX", "back/..." for
+            gradients, and "dropped/INDEX" for inputs of disabled dropout.
         drops: Module path and description of each disabled dropout that ran.
     """
 
@@ -125,15 +125,18 @@ class ModuleWatch:
 
         Two ranks with the same input would drop different elements of it.
         """
-        self.tensors[f"dropped/{len(self.drops)}"] = local_copy(dropped)
-        self.drops.append((self._stack[-1] if self._stack else "", name))
+        number = len(self.drops)
+        module = self._stack[-1] if self._stack else ""
+        self.tensors[f"dropped/{number}"] = local_copy(dropped)
+        self.drops.append((module, name))
 
     def _record(self, number: int, kind: str, leaves: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
         for index, (leaf, copied) in enumerate(zip(leaves, copies, strict=True)):
             key = f"{number}/{kind}/{index}"
             if copied is not None:
                 self.tensors[f"trace/{key}"] = copied
-            # Skip the gradient of a gathered sequence: it is a partial sum, or is accumulated outside of autograd.
+            # Skip the gradient of a gathered sequence: it is a partial sum, or is accumulated
+            # outside of autograd.
             if leaf.requires_grad and not hasattr(leaf, "for_local_products"):
                 leaf.register_hook(functools.partial(self._record_gradient, f"back/{key}"))
 

@@ -22,7 +22,9 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Return the states of the global generators of PyTorch, Python and NumPy, in a form that can be compared."""
+    """Return the states of the global generators of PyTorch, Python and NumPy, in a form that can
+    be compared.
+    """
     numpy_state: Any = np.random.get_state()
     return _torch_state(), random.getstate(), (numpy_state[1].tobytes(), numpy_state[2])
 
@@ -68,7 +70,8 @@ class DrawRecorder(LocatingMode):
         before = _torch_state()
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        # Compare generator states instead of names of operations, because attention kernels draw only with dropout.
+        # Compare generator states instead of names of operations, because attention kernels draw
+        # only with dropout.
         if before != _torch_state() or kwargs.get("generator") is not None:
             self.draws.append((self.path, before))
         return result
@@ -95,6 +98,8 @@ class ShortDtypeFinder(LocatingMode):
         for leaf in tree_leaves(result):
             if self.first is not None or not isinstance(leaf, Tensor):
                 continue
-            if leaf.is_floating_point() and leaf.element_size() < 4 and leaf.numel():
-                self.first = (self.path, str(leaf.dtype).removeprefix("torch."))
+            is_narrow = leaf.is_floating_point() and leaf.element_size() < 4
+            if is_narrow and leaf.numel():
+                dtype = str(leaf.dtype).removeprefix("torch.")
+                self.first = (self.path, dtype)
         return result

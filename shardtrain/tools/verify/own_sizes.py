@@ -1,4 +1,5 @@
-"""Shrink a user's model file, whose size fields have unknown names: choose smaller values and check that it runs.
+"""Shrink a user's model file, whose size fields have unknown names: choose smaller values and check
+that it runs.
 
 All widths are divided by one power of two, which preserves relations such as model width = heads x head
 width. Candidates are built and run from small to large, and the first one that runs is used.
@@ -74,7 +75,8 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
         shallow = full
     if _count(shallow) <= SMALL:
         error = failure(shallow, depth)
-        return answer(depth, f"it does not run on {TOKENS} tokens on one process: {error}" if error else "")
+        problem = f"it does not run on {TOKENS} tokens on one process: {error}" if error else ""
+        return answer(depth, problem)
 
     # Then try smaller widths, from the smallest. If none can be built and run, keep the widths.
     other_sizes = {name: value for name, value in sizes.items() if name not in depth}
@@ -94,7 +96,9 @@ def _shape(module: Any, config: Config, overrides: Mapping[str, Any]) -> Any:
 
 
 def _build(module: Any, config: Config, overrides: Mapping[str, Any]) -> nn.Module | None:
-    """Build the model with other sizes on the meta device, or return None if the model file raises an exception."""
+    """Build the model with other sizes on the meta device, or return None if the model file raises
+    an exception.
+    """
     try:
         return models.build(module, _shape(module, config, overrides))
     except Exception:  # a user's file may raise anything
@@ -118,11 +122,10 @@ def _kinds(module: Any, model: nn.Module) -> set[str]:
     for layer in _layers(module, model):
         parts = []
         for path, part in layer.named_modules():
-            flags = [
-                f"{name}={bool(value)}"
-                for name, value in sorted(vars(part).items())
-                if type(value) in (bool, int, float, type(None)) and name != "training"
-            ]
+            flags = []
+            for name, value in sorted(vars(part).items()):
+                if type(value) in (bool, int, float, type(None)) and name != "training":
+                    flags.append(f"{name}={bool(value)}")
             parts.append(f"{path}:{type(part).__name__}({','.join(flags)})")
         kinds.add(";".join(parts))
     return kinds
@@ -134,7 +137,8 @@ def _depth(
     """Find the field with the number of layers, and its smallest value of at least ``least`` with
     every kind of layer.
 
-    Return the field with this value and, if some kinds of layers are missing, their number as text, such as "1 of 3".
+    Return the field with this value and, if some kinds of layers are missing, their number as text,
+    such as "1 of 3".
     """
     depth = len(_layers(module, full))
     kinds = _kinds(module, full)
@@ -169,7 +173,11 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
     # Heads are divided among the ranks of tp, so their number must be divisible by tp.
     divisors = []
     for number in (1, 2, 4, 8, 16):
-        if all(value % number == 0 and value // number % min(tp, value) == 0 for value in heads.values()):
+        is_divisor = True
+        for value in heads.values():
+            if value % number or value // number % min(tp, value):
+                is_divisor = False
+        if is_divisor:
             divisors.append(number)
 
     seen: list[dict[str, int]] = []

@@ -34,8 +34,11 @@ def num_tokens(model: nn.Module, most: int) -> int:
     The token dimension of an activation can then be recognized by its size. Half of the length equals no
     dimension either.
     """
-    taken = {size for parameter in model.parameters() for size in parameter.shape} | {ROWS}
-    for length in range(most - most % 4, 7, -4):
+    taken = {ROWS}
+    for parameter in model.parameters():
+        taken.update(parameter.shape)
+    longest = most - most % 4
+    for length in range(longest, 7, -4):
         if length not in taken and length // 2 not in taken:
             return length
     return most
@@ -49,4 +52,5 @@ def tokens_of(count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens_BT = torch.randint(0, vocabulary, (ROWS, count), generator=generator)
     tokens_BT[0] = tokens_BT[0, 0]
-    return tokens_BT, torch.arange(count).expand(ROWS, count).contiguous()
+    positions_BT = torch.arange(count).expand(ROWS, count).contiguous()
+    return tokens_BT, positions_BT

@@ -29,12 +29,13 @@ def row_of_batch(row: int) -> Pick:
     def pick(batch: Tensor, single: Tensor) -> tuple[Tensor, Tensor] | None:
         if batch.shape == single.shape:
             return batch, single
-        if batch.ndim != single.ndim or batch.ndim == 0 or batch.size(0) != ROWS * single.size(0):
-            return None
-        if batch.shape[1:] != single.shape[1:]:
+        if batch.ndim != single.ndim or batch.ndim == 0:
             return None
         size = single.size(0)
-        return batch[row * size : (row + 1) * size], single
+        if batch.size(0) != ROWS * size or batch.shape[1:] != single.shape[1:]:
+            return None
+        start = row * size
+        return batch[start : start + size], single
 
     return pick
 
@@ -86,7 +87,10 @@ def first_with_other_inputs(one: Trace, other: Trace, paths: Sequence[str], pick
     for one_call, other_call in zip(ones, others, strict=True):
         for one_input, other_input in zip(one_call.inputs, other_call.inputs, strict=True):
             pair = pick(one_input, other_input)
-            if pair is not None and differs(pair[1], pair[0], tolerance):
+            if pair is None:
+                continue
+            picked, single = pair
+            if differs(single, picked, tolerance):
                 return one_call.path
     return None
 

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import json
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -120,7 +119,8 @@ def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
                 tensors[f"{number}/{index}"] = tensor.contiguous()
     except Exception as error:
         facts["error"] = _first_line(error)
-    save_file(tensors, Path(folder) / f"peer-{rank}.safetensors", metadata={"facts": json.dumps(facts)})
+    path = Path(folder) / f"peer-{rank}.safetensors"
+    save_file(tensors, path, metadata={"facts": json.dumps(facts)})
 
 
 def _read_peer(path: Path) -> tuple[dict[str, Any], Trace]:
@@ -129,8 +129,11 @@ def _read_peer(path: Path) -> tuple[dict[str, Any], Trace]:
         facts = json.loads(file.metadata()["facts"])
         calls = []
         for number, (module, num_inputs, num_outputs) in enumerate(facts["calls"]):
-            tensors = [file.get_tensor(f"{number}/{index}") for index in range(num_inputs + num_outputs)]
-            calls.append(Call(module, tensors[:num_inputs], tensors[num_inputs:]))
+            num_tensors = num_inputs + num_outputs
+            tensors = [file.get_tensor(f"{number}/{index}") for index in range(num_tensors)]
+            inputs = tensors[:num_inputs]
+            outputs = tensors[num_inputs:]
+            calls.append(Call(module, inputs, outputs))
     return facts, Trace(calls)
 
 
@@ -207,7 +210,9 @@ class Prober:
 
         Restore the Python state that the model's code changes, unless ``keep_state`` is set.
         """
-        with nullcontext() if keep_state else trial(self._model):
+        if keep_state:
+            return trace(self._model, tokens_BT, positions_BT, **options)
+        with trial(self._model):
             return trace(self._model, tokens_BT, positions_BT, **options)
 
     def _run_all(self, keep_state: bool = False) -> Trace:
@@ -215,7 +220,9 @@ class Prober:
         return self._run(self._tokens_BT, self._positions_BT, keep_state)
 
     def _with_other_tokens(self, tokens: slice) -> Tensor:
-        """Return the batch with each token in the slice ``tokens`` replaced by the next ID of the vocabulary."""
+        """Return the batch with each token in the slice ``tokens`` replaced by the next ID of the
+        vocabulary.
+        """
         changed_BT = self._tokens_BT.clone()
         changed_BT[:, tokens] = (changed_BT[:, tokens] + 1) % self._shape.vocab_size
         return changed_BT
@@ -308,6 +315,7 @@ class Prober:
         ``changed`` names the Python state that the passes have changed.
         """
         where = self._describe(path)
+        # Run the model twice with different seeds, then twice with the same seed.
         repeats_by_seeds = {}
         is_drawing = False
         for seeds in ((0, 1), (0, 0)):
@@ -338,7 +346,9 @@ class Prober:
         return self._break(rule, fix)
 
     def _check_seeds(self) -> None:
-        """Require that forward sets no seed. Otherwise dropout drops the same elements in every step and layer."""
+        """Require that forward sets no seed. Otherwise dropout drops the same elements in every
+        step and layer.
+        """
         runs = []
         for seed in (1, 2):
             seed_generators(seed)
@@ -350,7 +360,8 @@ class Prober:
             final_states = [("", state) for state in generator_states()]
             runs.append([*final_states, *recorder.draws])
 
-        # The two runs start from different seeds. A generator with the same state in both was seeded by the model.
+        # The two runs start from different seeds. A generator with the same state in both was
+        # seeded by the model.
         reseeded = [path for (path, one), (_, other) in zip(*runs, strict=False) if one == other]
         if not reseeded:
             return
@@ -361,6 +372,7 @@ class Prober:
 
     def _check_lengths(self) -> None:
         """Require that a batch returns the same output in a new model and after a batch of another shape."""
+        # In both orders: a state of one length may fit another one only in one direction.
         half = self._count // 2
         shapes = {
             f"{ROWS} rows of {self._count} tokens": (self._tokens_BT, self._positions_BT),
@@ -466,9 +478,12 @@ class Prober:
         return None
 
     def _peer_difference(self, path: Path, rank: int) -> str:
-        """Return the difference between a file of ``run_with_peers`` and one process, or "" if there is none."""
+        """Return the difference between a file of ``run_with_peers`` and one process, or "" if
+        there is none.
+        """
         facts, peer = _read_peer(path)
         on_rank = f"on rank {rank} of 2"
+        # The initial weights, then their shapes, then the outputs.
         for pattern, draw in _initial_draws(self._module, self._shape).items():
             peer_draw = facts["draws"].get(pattern)
             if peer_draw != draw:
@@ -556,7 +571,8 @@ class Prober:
     def _mixing_module(self, fixed: Sequence[str]) -> str | None:
         """Return a module in which changing half of the tokens affects the other half, or None.
 
-        The recorded outputs of the modules ``fixed`` are replayed, so mixing inside these modules has no effect.
+        The recorded outputs of the modules ``fixed`` are replayed, so mixing inside these modules
+        has no effect.
         """
         original = self._run_all()
         replay = outputs_of(original, fixed)
@@ -576,7 +592,9 @@ class Prober:
         return None
 
     def _check_positions(self) -> None:
-        """Require the same outputs for half of a sequence as in the full sequence, with replayed attention outputs."""
+        """Require the same outputs for half of a sequence as in the full sequence, with replayed
+        attention outputs.
+        """
         if self._is_foreign or "cp" in self.result.impossible or "tp" in self.result.impossible:
             return None
         fixed = self._outermost_cores()
@@ -607,7 +625,8 @@ class Prober:
         return self._break(f"{rule}: a cp rank has a part of the row", fix, "cp")
 
     def _run_half(self, full: Trace, fixed: Sequence[str], start: int, first_position: int) -> Trace:
-        """Run half of the sequence, starting at token ``start``, with positions that start at ``first_position``.
+        """Run half of the sequence, starting at token ``start``, with positions that start at
+        ``first_position``.
 
         The modules ``fixed`` return their outputs for these tokens from ``full``.
         """
@@ -620,7 +639,9 @@ class Prober:
         )
 
     def _ignores_positions(self, fixed: Sequence[str]) -> bool:
-        """True if the second half of a sequence returns the same output with the positions of the first half."""
+        """True if the second half of a sequence returns the same output with the positions of the
+        first half.
+        """
         full = self._run_all()
         start = self._count // 2
         own = self._run_half(full, fixed, start, start)
@@ -630,7 +651,9 @@ class Prober:
         return first_with_other_inputs(own, other, fixed, entire, CLOSE) is None
 
     def _difference_of_half(self, fixed: Sequence[str], start: int) -> str | None:
-        """Name the first module that differs between half of a sequence and the full sequence, or return None."""
+        """Name the first module that differs between half of a sequence and the full sequence, or
+        return None.
+        """
         full = self._run_all()
         half = self._run_half(full, fixed, start, start)
         pick = half_of_tokens(self._count, start)
@@ -638,15 +661,19 @@ class Prober:
         if differs(half.out, full.out[:, start : start + self._count // 2], CLOSE):
             path = blame(full, half, pick, CLOSE, skip=lambda path: _is_within(path, fixed))
             return f"first in {self._describe(path)}"
-        # Rotary embeddings of queries and keys change only the inputs of attention, because its outputs are replayed.
+        # Rotary embeddings of queries and keys change only the inputs of attention, because its
+        # outputs are replayed.
         affected = first_with_other_inputs(full, half, fixed, pick, CLOSE)
         return None if affected is None else f"where {affected} receives other queries, keys or values"
 
     def _check_shared_weights(self) -> None:
-        """Reject a weight that a layer shares with another module, because each layer is sharded separately."""
+        """Reject a weight that a layer shares with another module, because each layer is sharded
+        separately.
+        """
         layers = self._layout.layers
         for names in tied_names(self._model):
-            # FSDP and pipeline stages handle one unit at a time: a layer, or a module before or after the layers.
+            # FSDP and pipeline stages handle one unit at a time: a layer, or a module before or
+            # after the layers.
             name_by_unit = {}
             for name in names:
                 pieces = name.split(".")

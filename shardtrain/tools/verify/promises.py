@@ -1,4 +1,5 @@
-"""Test whether a small copy of the model keeps the promises of a model file, by running it in the pieces of a mesh.
+"""Test whether a small copy of the model keeps the promises of a model file, by running it in the
+pieces of a mesh.
 
 ``models.build`` checks the layout itself. Here the forward pass runs on parts of a batch, as a chain of
 pipeline stages, and with half of the weights as in tensor parallelism. Each message names the promise and the
@@ -46,7 +47,8 @@ def probe(
             notes or are not checked. None for all.
 
     Returns:
-        ``broken`` and ``notes``, lists of messages, and ``impossible``, a message for each unsupported mesh axis.
+        ``broken`` and ``notes``, lists of messages, and ``impossible``, a message for each
+        unsupported mesh axis.
 
     Raises:
         ConfigError: the model cannot be built, or its layout does not cover it.
@@ -125,7 +127,8 @@ class _PromiseChecker:
         return str(Problem("model.name", self._name, rule, fix))
 
     def _run(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, str, str]:
-        """Run a model. Return (output, "", ""), or (x, error, path of the innermost module that raised the error).
+        """Run a model. Return (output, "", ""), or (x, error, path of the innermost module that
+        raised the error).
 
         Raises:
             _NoTensor: the output is not a tensor.
@@ -146,7 +149,8 @@ class _PromiseChecker:
                 out = model(x, positions_BT)
         except Exception as error:
             lines = str(error).splitlines() or [""]
-            return x, f"{type(error).__name__}: {lines[0]}", stack[-1] if stack else "the model"
+            place = stack[-1] if stack else "the model"
+            return x, f"{type(error).__name__}: {lines[0]}", place
         finally:
             for handle in handles:
                 handle.remove()
@@ -171,7 +175,9 @@ class _PromiseChecker:
     def _check_shapes(self) -> list[str]:
         """Require that the model runs on one row with half of a sequence."""
         half = self._tokens_BT.size(1) // 2
-        out, error, place = self._run(self._model, self._tokens_BT[:1, :half], self._positions_BT[:1, :half])
+        tokens_BT = self._tokens_BT[:1, :half]
+        positions_BT = self._positions_BT[:1, :half]
+        out, error, place = self._run(self._model, tokens_BT, positions_BT)
         if not error and out.shape[:2] != (1, half):
             error = f"it returns {tuple(out.shape)} for tokens (1, {half})"
             place = "the model"
@@ -192,7 +198,8 @@ class _PromiseChecker:
         fix = "pass only x from one to the next, with no other path around them, or leave pp at 1"
         # Build one stage for each link of the chain, like the pipeline builds its stages.
         stages = [[*self._layout.first]]
-        stages += [[f"{self._layout.layers}.{name}"] for name in getattr(self._model, self._layout.layers)]
+        for name in getattr(self._model, self._layout.layers):
+            stages.append([f"{self._layout.layers}.{name}"])
         stages.append([*self._layout.last])
         x = self._tokens_BT
         for keep in stages:
@@ -205,15 +212,21 @@ class _PromiseChecker:
         return ""
 
     def _check_documents(self) -> list[str]:
-        """Require that tokens of one document do not affect logits of the next, if the model takes ``documents_BT``."""
+        """Require that tokens of one document do not affect logits of the next, if the model takes
+        ``documents_BT``.
+        """
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
             return []
-        # Put two documents in each row. Change every token of the first one and compare the logits of the second one.
-        half = self._tokens_BT.size(1) // 2
-        documents_BT = (torch.arange(self._tokens_BT.size(1)) >= half).long().expand_as(self._tokens_BT)
+        # Put two documents in each row. Change every token of the first one and compare the logits
+        # of the second one.
+        num_tokens = self._tokens_BT.size(1)
+        half = num_tokens // 2
+        documents_T = (torch.arange(num_tokens) >= half).long()
+        documents_BT = documents_T.expand_as(self._tokens_BT)
         with trial(self._model):
             before = self._model(self._tokens_BT, self._positions_BT, documents_BT=documents_BT)
-        changed_BT = torch.where(documents_BT == 0, (self._tokens_BT + 1) % before.size(-1), self._tokens_BT)
+        other_tokens_BT = (self._tokens_BT + 1) % before.size(-1)
+        changed_BT = torch.where(documents_BT == 0, other_tokens_BT, self._tokens_BT)
         with trial(self._model):
             after = self._model(changed_BT, self._positions_BT, documents_BT=documents_BT)
         if _error(after[:, half:], before[:, half:]) > CLOSE:
@@ -229,7 +242,9 @@ class _PromiseChecker:
             if heads:
                 return
             dim = 1 if getattr(core, "heads_first", False) else 2
-            heads.extend(value.size(dim) for value in inputs[:3] if isinstance(value, Tensor) and value.ndim == 4)
+            for value in inputs[:3]:
+                if isinstance(value, Tensor) and value.ndim == 4:
+                    heads.append(value.size(dim))
 
         handles = []
         for path, module in model.named_modules():
@@ -245,7 +260,9 @@ class _PromiseChecker:
         return [str(problem) for problem in tensor_parallel.misnamed(self._model, self._layout)[:1]]
 
     def _check_halved_weights(self) -> list[str]:
-        """Require that layers run with half of their columns and rows, as on one of two tensor-parallel ranks."""
+        """Require that layers run with half of their columns and rows, as on one of two
+        tensor-parallel ranks.
+        """
         heads = self._core_heads(self._model)
         if any(count % 2 for count in heads):
             return []  # not divisible between two ranks; the configuration check reports this
@@ -285,7 +302,9 @@ class _PromiseChecker:
             if style == "rowwise" and is_embedding:
                 return None  # a rank has the rows of some tokens, and outputs are summed
             if path.startswith(f"{self._layout.layers}.") and style in ("colwise", "rowwise", "per_head"):
-                dim = {"colwise": 1 if is_embedding else 0, "per_head": 0, "rowwise": 1}[style]
+                dim = 0
+                if style == "rowwise" or (style == "colwise" and is_embedding):
+                    dim = 1
                 if not _halve(module, dim):
                     return None
                 has_halved = True
@@ -384,11 +403,14 @@ class _NoTensor(Exception):
 
 
 def _take_half(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Keep the first half of the features if the input has twice as many features as the linear has columns."""
+    """Keep the first half of the features if the input has twice as many features as the linear has
+    columns.
+    """
     half = linear.get_parameter("weight").size(-1)
-    if inputs[0].size(-1) != 2 * half:
+    x = inputs[0]
+    if x.size(-1) != 2 * half:
         return inputs
-    return (inputs[0][..., :half], *inputs[1:])
+    return (x[..., :half], *inputs[1:])
 
 
 def _halve(module: nn.Module, dim: int) -> bool:

@@ -1,8 +1,9 @@
 """Gradients of parts of a batch on one process in plain PyTorch. A rank has such a gradient if a
 reduction is missing.
 
-The full batch runs forward and backward once. The inputs of each module with parameters and the gradients of its
-outputs then determine the gradient from any rows and positions. A part is exact up to rounding, and cheap to compute.
+The full batch runs forward and backward once. The inputs of each module with parameters and the
+gradients of its outputs then determine the gradient from any rows and positions. A part is exact up
+to rounding, and cheap to compute.
 """
 
 from __future__ import annotations
@@ -64,22 +65,31 @@ class Shares:
         return flat_losses.view_as(targets_BT)
 
     def gradient(self, name: str, rows: Sequence[int], positions: Sequence[int] | None = None) -> Tensor | None:
-        """Return the part of a parameter's gradient from its use at some rows and positions (default: all positions).
+        """Return the part of a parameter's gradient from its use at some rows and positions
+        (default: all positions).
 
         Return None if positions are given but the module mixes tokens.
         """
         parameter = self.model.get_parameter(name)
         uses = self._uses.get(id(parameter), [])
         batch_shape = self.batch.tokens_BT.shape
-        is_per_token = all(output.grad is not None and output.shape[:2] == batch_shape for _, _, output in uses)
-        if not uses or not is_per_token:
-            return self._gradient_of_rows(parameter, rows) if positions is None else None
+        is_per_token = bool(uses)
+        for _, _, output in uses:
+            is_per_token = is_per_token and output.grad is not None and output.shape[:2] == batch_shape
+        if not is_per_token:
+            if positions is not None:
+                return None
+            return self._gradient_of_rows(parameter, rows)
+        # Backpropagate only the gradient of the chosen tokens through each use.
         total = torch.zeros_like(parameter)
         for module, inputs, output in uses:
             assert output.grad is not None
-            chosen = torch.arange(output.size(1)) if positions is None else torch.as_tensor(list(positions))
+            chosen_T = torch.arange(output.size(1))
+            if positions is not None:
+                chosen_T = torch.as_tensor(list(positions))
+            chosen_B = torch.as_tensor(list(rows))
             mask_BT = torch.zeros(output.shape[:2], dtype=torch.bool)
-            mask_BT[torch.as_tensor(list(rows))[:, None], chosen[None]] = True
+            mask_BT[chosen_B[:, None], chosen_T[None]] = True
             mask = mask_BT.view(*mask_BT.shape, *[1] * (output.ndim - 2))
             with torch.enable_grad():
                 (part,) = torch.autograd.grad(module(*inputs), [parameter], output.grad * mask, allow_unused=True)
@@ -88,12 +98,17 @@ class Shares:
         return total
 
     def _gradient_of_rows(self, parameter: nn.Parameter, rows: Sequence[int]) -> Tensor:
-        """Return the gradient of the loss of some rows from a separate pass, for modules that mix tokens (experts)."""
+        """Return the gradient of the loss of some rows from a separate pass, for modules that mix
+        tokens (experts).
+        """
         chosen = torch.as_tensor(list(rows))
         logits_BTV = self.model(self.batch.tokens_BT[chosen], self.batch.positions_BT[chosen])
-        loss = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen]).sum() * self.factor / self.num_targets
-        (part,) = torch.autograd.grad(loss, [parameter], allow_unused=True)
-        return part if part is not None else torch.zeros_like(parameter)
+        losses_BT = self.losses_BT(logits_BTV, self.batch.targets_BT[chosen])
+        loss = losses_BT.sum() * self.factor / self.num_targets
+        (gradient,) = torch.autograd.grad(loss, [parameter], allow_unused=True)
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        return gradient
 
     @torch.no_grad()
     def loss(self, positions_BT: Tensor | None = None) -> float:

@@ -68,7 +68,8 @@ class VerifyTask:
 def prepare(
     plans: Sequence[MeshPlan], loaded: Loaded, steps: int, full: bool, own: Mapping[str, Any] | None = None
 ) -> VerifyTask:
-    """Choose sizes, batch and precision for all possible plans. A plan that becomes impossible gets a problem.
+    """Choose sizes, batch and precision for all possible plans. A plan that becomes impossible gets
+    a problem.
 
     Args:
         plans: The meshes.
@@ -88,7 +89,9 @@ def prepare(
     sequences = math.lcm(2, *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible))
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
-    fitted_plans = [plan if plan.problem else _fitted(plan, sections, sequences) for plan in plans]
+    fitted_plans = []
+    for plan in plans:
+        fitted_plans.append(plan if plan.problem else _fitted(plan, sections, sequences))
 
     # One process trains on the full batch without mesh, offload and recomputation.
     no_mesh: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
@@ -111,7 +114,8 @@ def _data_ranks(degrees: Mapping[str, int]) -> int:
 def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: int) -> MeshPlan:
     """Apply the sections to a plan and check it again, because the chosen sizes may not fit its mesh."""
     rows = sequences // _data_ranks(plan.degrees)
-    # A pipeline processes all micro-batches in one pass. Other meshes accumulate gradients over up to four passes.
+    # A pipeline processes all micro-batches in one pass. Other meshes accumulate gradients over up
+    # to four passes.
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     fitted = {**sections, "training": training}
@@ -146,6 +150,7 @@ def _small(
     model = loaded.config.model
     is_file = model.name.endswith(".py")
     overrides: dict[str, Any] = dict(model.overrides)
+    # Sizes of the small model: found by ``own_sizes`` for a user's file, else at most ``CAPS``.
     if own is not None:
         sizes = {**sizes, **own["sizes"]}
         overrides = overrides | own["given"]
@@ -156,7 +161,10 @@ def _small(
     is_deep = sizes.get("num_layers", 0) > layers or not is_file
     if own is None and "num_layers" in sizes and is_deep:
         overrides["num_layers"] = max(layers, overrides.get("num_dense_layers", 0) + 1)
-    changes = [f"{name} {sizes.get(name)} -> {value}" for name, value in overrides.items() if sizes.get(name) != value]
+    changes = []
+    for name, value in overrides.items():
+        if sizes.get(name) != value:
+            changes.append(f"{name} {sizes.get(name)} -> {value}")
     if changes:
         notes.append("model: " + ", ".join(changes))
 
@@ -180,12 +188,16 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Co
     """Return sizes of at most ``CAPS``, rounded up to multiples of the degrees of all plans."""
     tensor = math.lcm(1, *(plan.degrees.get("tp", 1) for plan in plans))
     experts = math.lcm(1, *(plan.degrees.get("ep", 1) for plan in plans))
-    small = {name: min(sizes[name], cap) for name, cap in CAPS.items() if isinstance(sizes.get(name), int)}
+    small = {}
+    for name, cap in CAPS.items():
+        if isinstance(sizes.get(name), int):
+            small[name] = min(sizes[name], cap)
     for name in ("vocab_size", "ffn_dim", "moe_ffn_dim"):
         if small.get(name):
             small[name] = -(-small[name] // tensor) * tensor
     if "num_experts" in small:
-        small["num_experts"] = min(sizes["num_experts"], -(-small["num_experts"] // experts) * experts)
+        num_experts = -(-small["num_experts"] // experts) * experts
+        small["num_experts"] = min(sizes["num_experts"], num_experts)
     if "num_heads" in sizes:
         # Ulysses also divides heads among the ranks of cp.
         is_ulysses = config.parallelism.context_parallel_method == "ulysses"
@@ -197,7 +209,8 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Co
         # Grouped-query attention keeps up to two query heads per key head.
         if "num_kv_heads" in sizes:
             small["num_kv_heads"] = heads
-            heads *= min(2, max(1, sizes["num_heads"] // sizes["num_kv_heads"]))
+            query_heads_per_kv_head = sizes["num_heads"] // sizes["num_kv_heads"]
+            heads *= min(2, max(1, query_heads_per_kv_head))
         small["num_heads"] = heads
     return small
 
@@ -211,7 +224,9 @@ def _sequence_parts(degrees: Mapping[str, int]) -> int:
 
 
 def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes: list[str], steps: int) -> None:
-    """Disable options that hide differences or amplify rounding in ``sections``, and add the changes to ``notes``."""
+    """Disable options that hide differences or amplify rounding in ``sections``, and add the
+    changes to ``notes``.
+    """
     sections["training"] |= {
         "dtype": "float32",
         "mixed_precision_param": "float32",
@@ -234,6 +249,7 @@ def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes:
     sections["model"] = {**sections.get("model", {}), "converters": []}
     clipped = "gradients clipped only in the last step" if steps > 1 else "no clipping"
     notes.append(f"float32; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
+    # Options that need compilation or change numbers, each with a note.
     if compute_dtype(config) != "float32":
         notes.append(f"precision: {compute_dtype(config)} -> float32")
     if config.optimizer.name != "AdamW":

@@ -1,4 +1,5 @@
-"""Record the inputs and outputs of every module in a forward pass, and find the first module that differs in another.
+"""Record the inputs and outputs of every module in a forward pass, and find the first module that
+differs in another.
 
 The culprit is the module whose inputs agree with the other pass but whose output differs. Calls are compared
 in the order in which they end, children before parents, so the innermost module is found. If the difference
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Pick = Callable[[Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""Function that selects the parts of two tensors that must be equal, or returns None if they are not comparable."""
+"""Function that selects the parts of two tensors that must be equal, or returns None if they are
+not comparable.
+"""
 
 
 @dataclass
@@ -79,8 +82,10 @@ def trace(
                 output = fit(replay[path][num_replayed[path]], output)
                 num_replayed[path] += 1
             # A tensor with NaN never equals its own copy, so it cannot show a change.
-            comparable = [pair for pair in zip(inputs, copies, strict=True) if not pair[0].isnan().any()]
-            changed = any(not torch.equal(tensor, copied) for tensor, copied in comparable)
+            changed = False
+            for tensor, copied in zip(inputs, copies, strict=True):
+                if not tensor.isnan().any() and not torch.equal(tensor, copied):
+                    changed = True
             recording.calls.append(Call(path, copies, tensors_of(output), changed))
             return output
 
@@ -98,7 +103,9 @@ def trace(
 
 
 def outputs_of(recording: Trace, paths: Sequence[str]) -> dict[str, list[list[Tensor]]]:
-    """Return the outputs of the modules at ``paths``, one list per call, for the argument ``replay`` of ``trace``."""
+    """Return the outputs of the modules at ``paths``, one list per call, for the argument
+    ``replay`` of ``trace``.
+    """
     outputs: dict[str, list[list[Tensor]]] = {path: [] for path in paths}
     for call in recording.calls:
         if call.path in outputs:
@@ -109,7 +116,8 @@ def outputs_of(recording: Trace, paths: Sequence[str]) -> dict[str, list[list[Te
 def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
     """True if any element differs by more than ``tolerance`` times the largest finite element of ``theirs``.
 
-    Tensors without floating-point numbers must be equal. Infinities and NaN at the same position count as equal.
+    Tensors without floating-point numbers must be equal. Infinities and NaN at the same position
+    count as equal.
     """
     if mine.shape != theirs.shape:
         return True
@@ -131,7 +139,8 @@ def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
 def blame(
     one: Trace, other: Trace, pick: Pick, tolerance: float, skip: Callable[[str], bool] = lambda _: False
 ) -> str | None:
-    """Return the path of the first module whose inputs agree in both passes but whose outputs differ, or None.
+    """Return the path of the first module whose inputs agree in both passes but whose outputs
+    differ, or None.
 
     Modules for which ``skip(path)`` is True are ignored.
     """

@@ -40,7 +40,9 @@ from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.utils.errors import ConfigError
 
 MAX_NORM = 0.1
-"""Norm to which gradients are clipped in the last step. At unit gain, the norm before clipping is far above it."""
+"""Norm to which gradients are clipped in the last step. At unit gain, the norm before clipping is
+far above it.
+"""
 
 
 def is_clipped(step: int, steps: int) -> bool:
@@ -196,7 +198,8 @@ def _run_steps(
         num_params=num_params,
         flops_per_token=0.0,
     )
-    # The trainer stops if norms differ between ranks. Here, the comparison of all tensors finds the cause instead.
+    # The trainer stops if norms differ between ranks. Here, the comparison of all tensors finds the
+    # cause instead.
     run.resilience.compares_norms = False
 
     recorder.keep("initial", runner.parameters())
@@ -223,7 +226,9 @@ def _run_steps(
 
 @torch.no_grad()
 def _shake(parameters: Mapping[str, Tensor], seed: int) -> None:
-    """Move each element randomly to the next representable number above or below. No rounding error is smaller."""
+    """Move each element randomly to the next representable number above or below. No rounding error
+    is smaller.
+    """
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters.values():
         local = local_tensor(parameter)
@@ -295,7 +300,9 @@ def read_record(folder: Path, rank: int) -> RankRecord:
     with safe_open(folder / f"rank-{rank}.safetensors", framework="pt") as file:
         record = json.loads(file.metadata()["record"])
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    slices = {key: tuple(slice(*pair) for pair in pairs) for key, pairs in record["slices"].items()}
+    slices = {}
+    for key, pairs in record["slices"].items():
+        slices[key] = tuple(slice(*pair) for pair in pairs)
     return RankRecord(
         record["rank"], record["place"], record["losses"], record["norms"], parts, slices, record["facts"]
     )

@@ -47,15 +47,19 @@ def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:
     that flag, at least one mesh must have been compared.
     """
     verdicts = {row.verdict for row in rows}
-    accepted = {"same"} if request.meshes and not request.allow_impossible else {"same", "not possible"}
+    accepted = {"same", "not possible"}
+    if request.meshes and not request.allow_impossible:
+        accepted = {"same"}
     is_compared = "same" in verdicts or request.allow_impossible
-    return 0 if is_compared and verdicts <= accepted else 4
+    if is_compared and verdicts <= accepted:
+        return 0
+    return 4
 
 
 def table(rows: Sequence[MeshResult]) -> str:
     """Format the rows as a table, followed by the reason for each mesh that differs."""
     cells = [HEADER, *(_cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for line in cells:
         padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
@@ -80,8 +84,12 @@ def _cells(row: MeshResult) -> tuple[str, ...]:
     initial = "-"
     if row.initial is not None:
         initial = "bitwise" if row.initial == 0 else f"{row.initial} differ"
-    errors = ("-" if value is None else f"{value:.1e}" for value in (row.loss, row.gradient, row.norm, row.weights))
-    seconds = f"{row.seconds:.1f}" if row.verdict != "not possible" else "-"
+    errors = []
+    for value in (row.loss, row.gradient, row.norm, row.weights):
+        errors.append("-" if value is None else f"{value:.1e}")
+    seconds = "-"
+    if row.verdict != "not possible":
+        seconds = f"{row.seconds:.1f}"
     return (row.mesh, _schedule_and_options(row) or "-", initial, *errors, row.verdict, seconds)
 
 

@@ -60,7 +60,8 @@ def read(words: Sequence[str]) -> VerifyOptions:
     taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"), USAGE)
     own = taken.own
     if "--memory" in own and "--real" not in own:
-        raise ConfigError(Problem("--memory", None, "has no effect without --real", "remove it", "command line"))
+        fix = "remove it"
+        raise ConfigError(Problem("--memory", None, "has no effect without --real", fix, "command line"))
     if "--real" in own:
         for option in sorted({"--mesh", "--schedule", "--steps", "--full", "--allow-impossible"} & own.keys()):
             rule = "has no effect with --real, whose meshes and sizes are fixed"

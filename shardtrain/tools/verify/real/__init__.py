@@ -1,4 +1,5 @@
-"""``shardtrain verify --real``: compare with float64 at sizes at which a small model would not reveal a fault.
+"""``shardtrain verify --real``: compare with float64 at sizes at which a small model would not
+reveal a fault.
 
 - ``sums``: gradient norms and losses on 1, 2 and 4 ranks.
 - ``beyond``: tensors of more than 2^31 numbers.
@@ -15,6 +16,7 @@ import itertools
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -77,7 +79,9 @@ class Check:
     needs: int
     limit: float
     measure: Callable[[Path], tuple[float, str]]
-    """Function that runs the check in the given folder. It returns the error and a note, which may be empty."""
+    """Function that runs the check in the given folder. It returns the error and a note, which may
+    be empty.
+    """
 
 
 @dataclass(frozen=True)
@@ -106,13 +110,17 @@ def main(request: Any, loaded: Loaded) -> int:
     for row in run(loaded, budget):
         rows.append(row)
         if not request.json:
-            print(_line(_cells(row)) + (f"  {row.note}" if row.note else ""), flush=True)
+            line = _line(_cells(row))
+            if row.note:
+                line += f"  {row.note}"
+            print(line, flush=True)
             not_silent()
     if request.json:
-        finite = [
-            asdict(replace(row, error=row.error if row.error is None or math.isfinite(row.error) else None))
-            for row in rows
-        ]
+        finite = []
+        for row in rows:
+            # JSON has no infinity and no NaN.
+            is_number = row.error is not None and math.isfinite(row.error)
+            finite.append(asdict(replace(row, error=row.error if is_number else None)))
         document = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
@@ -136,9 +144,11 @@ def exit_code(rows: Sequence[CheckResult]) -> int:
 
 def summary(rows: Sequence[CheckResult]) -> str:
     """Return one line with the numbers of checks that passed, failed, and were skipped."""
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "fail", "left out")}
-    text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['left out']} left out"
-    return f"{text}: checks that were left out have no result" if counts["left out"] else text
+    verdicts = Counter(row.verdict for row in rows)
+    text = f"{verdicts['pass']} passed, {verdicts['fail']} failed, {verdicts['left out']} left out"
+    if verdicts["left out"]:
+        text += ": checks that were left out have no result"
+    return text
 
 
 def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[CheckResult]:
@@ -193,9 +203,10 @@ def general(sizes: Sizes) -> Iterator[Check]:
             found = _on_ranks(folder, ranks, sums.gradient_norm, degrees, *shape, values, dtype)
             return sums.norm_error(found), sums.VALUES[values]
 
-        needs = numel * (2 if dtype == "bfloat16" else 4) * degrees.get("dp_replicate", 1)
+        bytes_per_number = 2 if dtype == "bfloat16" else 4
+        needed_bytes = numel * bytes_per_number * degrees.get("dp_replicate", 1)
         size = f"{numel + 4097:,} {dtype}"
-        return Check("gradient norm", size, name, ranks, needs, SUM_LIMIT, measure)
+        return Check("gradient norm", size, name, ranks, needed_bytes, SUM_LIMIT, measure)
 
     for mesh in (*MESHES, REPLICAS):
         yield norm(mesh, (rows, columns), "normal", "float32")
@@ -211,10 +222,13 @@ def general(sizes: Sizes) -> Iterator[Check]:
             found = _on_ranks(folder, ranks, sums.loss_sum, degrees, vocabulary, tokens, batches)
             return sums.loss_error(found), ""
 
-        one_batch = tokens // batches * vocabulary * 4 * 4  # logits, their gradient, and two chunks in float32
-        needs = ranks * (sums.PREFIXES * vocabulary * 12 + one_batch)
+        # Logits, their gradient, and two chunks in float32.
+        tokens_per_batch = tokens // batches
+        one_batch = tokens_per_batch * vocabulary * 4 * 4
+        table = sums.PREFIXES * vocabulary * 12
+        needed_bytes = ranks * (table + one_batch)
         size = f"{tokens:,} tokens x {vocabulary:,}"
-        return Check("loss sum", size, name, ranks, needs, SUM_LIMIT, measure)
+        return Check("loss sum", size, name, ranks, needed_bytes, SUM_LIMIT, measure)
 
     for mesh in MESHES:
         yield from (loss(mesh, vocabulary, sizes.tokens, 64) for vocabulary in sizes.vocabularies)
@@ -316,7 +330,8 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     def later(kind: str, _: Path) -> tuple[float, str]:
         if not step:
             raise _NotPossible("the step did not run, see above")
-        return step[kind], step["where"] if kind == "gradient" else ""
+        where = step["where"] if kind == "gradient" else ""
+        return step[kind], where
 
     for name, ranks, degrees in (*MESHES, WIDE):
         needs = piece.bytes_on(degrees, ranks)

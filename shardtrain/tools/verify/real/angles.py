@@ -51,15 +51,25 @@ def error(rank: int, num_ranks: int, config: Config, length: int) -> dict[str, A
     if getattr(module, "AS_IS", False):
         return {"error": None, "note": ""}
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    ropes = [one for one in models.build(module, shape).modules() if isinstance(one, RotaryAngles)]
+    model = models.build(module, shape)
+    ropes = [part for part in model.modules() if isinstance(part, RotaryAngles)]
+    if not ropes:
+        return {"error": None, "note": ""}
+    # The largest angles have the largest errors, so look at the last positions.
     positions = torch.arange(max(0, length - 64), length)[None]
-    worst = angle = 0.0
+    largest_error = 0.0
+    largest_angle = 0.0
     for rope in ropes:
-        found = rope(positions)
+        computed = rope(positions)
         with _Double():
             exact = rope(positions)
-            widest = float((positions.double()[..., None, None] * rope.inverse_frequencies()).abs().max())
-        worst = max(worst, *(float((a.double() - b).abs().max()) for a, b in zip(found, exact, strict=True)))
-        angle = max(angle, widest)
-    note = f"float32's own spacing at this angle is {2.0 ** (math.floor(math.log2(angle)) - 23):.1e}" if angle else ""
-    return {"error": worst if ropes else None, "note": note}
+            angles = positions.double()[..., None, None] * rope.inverse_frequencies()
+            widest = float(angles.abs().max())
+        errors = [float((a.double() - b).abs().max()) for a, b in zip(computed, exact, strict=True)]
+        largest_error = max(largest_error, *errors)
+        largest_angle = max(largest_angle, widest)
+    note = ""
+    if largest_angle:
+        spacing = 2.0 ** (math.floor(math.log2(largest_angle)) - 23)
+        note = f"float32's own spacing at this angle is {spacing:.1e}"
+    return {"error": largest_error, "note": note}

@@ -50,7 +50,10 @@ def scaled(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     before = {row: parameter[row].detach().clone() for row in _places(rows)}
     parameter.grad = parameter.detach()
     grad_clip.scale_gradients([parameter], 0.5)
-    wrong = sum(int((parameter[row].detach() != before[row] * 0.5).sum()) for row in before)
+    wrong = 0
+    for row, original in before.items():
+        scaled_row = parameter[row].detach()
+        wrong += int((scaled_row != original * 0.5).sum())
     return {"wrong": wrong}
 
 
@@ -75,7 +78,9 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
-    """Check embedding rows at the end and the gradient of their lookup. Only these rows of the table use memory."""
+    """Check embedding rows at the end and the gradient of their lookup. Only these rows of the
+    table use memory.
+    """
     table = torch.empty(rows, COLUMNS, dtype=torch.bfloat16)
     ids = torch.tensor(_places(rows))
     for row in ids.tolist():
@@ -83,20 +88,28 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     table.requires_grad_()
     found = F.embedding(ids, table)
     # Numbers up to 254 are exact in bfloat16.
-    expected = (ids % 251)[:, None] + torch.arange(COLUMNS)[None] % 4
-    wrong = int((found.detach() != expected.to(torch.bfloat16)).sum())
+    columns = torch.arange(COLUMNS)[None] % 4
+    expected = ((ids % 251)[:, None] + columns).to(torch.bfloat16)
+    wrong = int((found.detach() != expected).sum())
 
     # The gradient is 1, 2, 3 and so on in the rows that were looked up, and zero in all other rows.
-    found.backward(torch.ones_like(found) * torch.arange(1, len(ids) + 1, dtype=torch.bfloat16)[:, None])  # type: ignore[no-untyped-call]
+    numbers = torch.arange(1, len(ids) + 1, dtype=torch.bfloat16)
+    gradient_of_rows = torch.ones_like(found) * numbers[:, None]
+    found.backward(gradient_of_rows)  # type: ignore[no-untyped-call]
     gradient = table.grad
     assert gradient is not None
-    wrong += sum(int((gradient[row] != place).sum()) for place, row in enumerate(ids.tolist(), 1))
+    for place, row in enumerate(ids.tolist(), 1):
+        wrong += int((gradient[row] != place).sum())
     total = math.fsum(float(part.sum(dtype=torch.float64)) for part in gradient.split(1 << 14))
-    return {"wrong": wrong + int(total != COLUMNS * sum(range(1, len(ids) + 1)))}
+    expected_total = COLUMNS * sum(range(1, len(ids) + 1))
+    wrong += int(total != expected_total)
+    return {"wrong": wrong}
 
 
 def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """Check the loss of more than 2^31 logits. Only the last tokens have targets, both likely and unlikely ones."""
+    """Check the loss of more than 2^31 logits. Only the last tokens have targets, both likely and
+    unlikely ones.
+    """
     logits = torch.empty(1, tokens, vocabulary, dtype=torch.bfloat16)
     targets = torch.full((1, tokens), IGNORE)
     for place in (0, tokens // 2, tokens - 2, tokens - 1):
@@ -104,10 +117,12 @@ def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str,
     tile.fill_(logits[0], "scored")
     kept = (targets[0] != IGNORE).nonzero().flatten()
     rows = logits[0, kept].double()
-    expected = float((rows.logsumexp(1) - rows.gather(1, targets[0, kept, None]).squeeze(1)).sum())
+    log_sums = rows.logsumexp(1)
+    target_logits = rows.gather(1, targets[0, kept, None]).squeeze(1)
+    expected = float((log_sums - target_logits).sum())
     with torch.no_grad():
-        found = float(cross_entropy_sum(logits, targets))
-    return {"error": abs(found / expected - 1)}
+        computed = float(cross_entropy_sum(logits, targets))
+    return {"error": abs(computed / expected - 1)}
 
 
 def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
@@ -120,35 +135,48 @@ def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
         first = -(-rows // ranks) * (ranks - 1)
         local = torch.empty(rows - first, COLUMNS)
-        tensor = DTensor.from_local(
-            local, mesh, (Shard(0),), run_check=False, shape=torch.Size((rows, COLUMNS)), stride=(COLUMNS, 1)
-        )
+        shape = torch.Size((rows, COLUMNS))
+        stride = (COLUMNS, 1)
+        tensor = DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
         init_weights.draw_(tensor, "far", draw, seed=5)
     wrong = 0
+    # Draw the first and the last block of the shard again, and compare the rows that the shard has.
     for block in {first // rows_per_block, (rows - 1) // rows_per_block}:
-        seed = int.from_bytes(hashlib.blake2b(f"5/far/{block}".encode(), digest_size=7).digest(), "big")
+        digest = hashlib.blake2b(f"5/far/{block}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         start = block * rows_per_block
         size = min(rows_per_block, rows - start)
-        values = torch.empty(size, COLUMNS).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
+        values = torch.empty(size, COLUMNS).normal_(0.0, 0.02, generator=generator)
         low = max(start, first)
-        wrong += int((local[low - first : start + size - first] != values[low - start :]).sum())
+        rows_of_shard = local[low - first : start + size - first]
+        wrong += int((rows_of_shard != values[low - start :]).sum())
     return {"wrong": wrong}
 
 
 def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
-    """Check the order of more than 2^32 samples at large positions, against the same network in Python integers."""
+    """Check the order of more than 2^32 samples at large positions, against the same network in
+    Python integers.
+    """
     positions = [0, 1, 2**31 - 1, 2**31, 2**32 + 1, samples - 1, samples, 3 * samples + 2**31]
     found = sample_at(positions, samples, seed=3).tolist()
-    near = sample_at(range(samples - 4096, samples), samples, seed=3)
-    wrong = sum(a != _sample(position, samples, 3) for a, position in zip(found, positions, strict=True))
+    expected = [_sample(position, samples, 3) for position in positions]
+    num_wrong = sum(a != b for a, b in zip(found, expected, strict=True))
     # A permutation has no duplicates and no values out of range.
-    return {"wrong": wrong + 4096 - len(set(near.tolist())) + int((near >= samples).sum())}
+    near = sample_at(range(samples - 4096, samples), samples, seed=3)
+    num_duplicates = 4096 - len(set(near.tolist()))
+    num_outside = int((near >= samples).sum())
+    return {"wrong": num_wrong + num_duplicates + num_outside}
 
 
 def _sample(position: int, samples: int, seed: int) -> int:
-    """Return the sample at a position, computed by the Feistel network of ``data/order.py`` in Python integers."""
+    """Return the sample at a position, computed by the Feistel network of ``data/order.py`` in
+    Python integers.
+    """
     epoch, value = divmod(position, samples)
-    pool = b"".join(hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
+    pool = b""
+    for part in range(2):
+        text = f"shardtrain order {seed} {epoch} {part}"
+        pool += hashlib.sha256(text.encode()).digest()
     keys = [int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(8)]
     half = (max(6, (samples - 1).bit_length()) + 1) // 2
     mask = 2**half - 1
@@ -157,7 +185,8 @@ def _sample(position: int, samples: int, seed: int) -> int:
         right = value & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
-        # The network permutes a power of two. A value beyond the samples goes through it again (cycle walking).
+        # The network permutes a power of two. A value beyond the samples goes through it again
+        # (cycle walking).
         value = left << half | right
         if value < samples:
             return value
@@ -176,12 +205,15 @@ def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, A
     """
     path = Path(folder) / "rank-00000.bin"
     row_bytes = COLUMNS * 2
-    expected = torch.arange(TAIL * COLUMNS).view(TAIL, COLUMNS).remainder(251).to(torch.bfloat16)
+    numbers = torch.arange(TAIL * COLUMNS).view(TAIL, COLUMNS)
+    expected = numbers.remainder(251).to(torch.bfloat16)
     with open(path, "wb") as file:
         file.seek((rows - TAIL) * row_bytes)
         file.write(bytes(tensors.bytes_of(expected)))
-    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Grid((0, 0), (rows, COLUMNS), 0, 0),))
-    manifest = Manifest(0, 1, "", "", (TensorFile(path.name, rows * row_bytes, "0" * 64),), {"weight": whole})
+    shape = (rows, COLUMNS)
+    stored = StoredTensor("bfloat16", shape, (Grid((0, 0), shape, 0, 0),))
+    stored_file = TensorFile(path.name, rows * row_bytes, "0" * 64)
+    manifest = Manifest(0, 1, "", "", (stored_file,), {"weight": stored})
     wanted = (slice(rows - TAIL, rows), slice(0, COLUMNS))
     found = tensors.read_part(manifest, path.parent, "weight", wanted)
     path.unlink()
@@ -195,13 +227,16 @@ def written(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]
     path = Path(folder) / "written"
     path.mkdir()
     file = tensors.write_blocks([tensors.bytes_of(tensor)], 0, 1, path)
-    wrong = int(file.bytes != rows * COLUMNS * 2) + int(os.path.getsize(path / file.name) != file.bytes)
-    whole = StoredTensor("bfloat16", (rows, COLUMNS), (Grid((0, 0), (rows, COLUMNS), 0, 0),))
-    manifest = Manifest(0, 1, "", "", (file,), {"weight": whole})
+    wrong = int(file.bytes != rows * COLUMNS * 2)
+    wrong += int(os.path.getsize(path / file.name) != file.bytes)
+    shape = (rows, COLUMNS)
+    stored = StoredTensor("bfloat16", shape, (Grid((0, 0), shape, 0, 0),))
+    manifest = Manifest(0, 1, "", "", (file,), {"weight": stored})
     step = 1 << 15
     for start in range(0, rows, step):
         stop = min(rows, start + step)
-        found = tensors.read_part(manifest, path, "weight", (slice(start, stop), slice(0, COLUMNS)))
+        block = (slice(start, stop), slice(0, COLUMNS))
+        found = tensors.read_part(manifest, path, "weight", block)
         wrong += int((found != tensor[start:stop]).sum())
     (path / file.name).unlink()
     return {"wrong": wrong}

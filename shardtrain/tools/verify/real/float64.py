@@ -38,7 +38,9 @@ class Use:
 
 @dataclass
 class Gradients:
-    """Gradients of one backward pass in float64: factors for large matrices, full gradients for other parameters."""
+    """Gradients of one backward pass in float64: factors for large matrices, full gradients for
+    other parameters.
+    """
 
     factors: dict[str, list[Use]] = field(default_factory=dict)
     whole: dict[str, Tensor] = field(default_factory=dict)
@@ -77,14 +79,16 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        left = gradients[0].reshape(-1, gradients[0].shape[-1])
+        flat = gradients[0]
+        left = flat.reshape(-1, flat.shape[-1])
         ctx.note(left, ctx.flat)
         dx = torch.zeros_like(ctx.flat)
         first = 0
         for block in _blocks(ctx.weight):
-            dx.addmm_(left[:, first : first + len(block)], block.double())
-            first += len(block)
-        return dx.view(*gradients[0].shape[:-1], ctx.weight.size(1)), None, None
+            stop = first + len(block)
+            dx.addmm_(left[:, first:stop], block.double())
+            first = stop
+        return dx.view(*flat.shape[:-1], ctx.weight.size(1)), None, None
 
 
 class _WideEmbedding(torch.autograd.Function):
@@ -119,31 +123,40 @@ class _Wide(TorchFunctionMode):
             name, first = found
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             uses = self._gradients.factors.setdefault(name, [])
-            out = _WideLinear.apply(args[0], args[1], lambda left, right: uses.append(Use(first, left, right)))
+
+            def note_factors(left: Tensor, right: Tensor) -> None:
+                uses.append(Use(first, left, right))
+
+            out = _WideLinear.apply(args[0], args[1], note_factors)
             return out if bias is None else out + bias
         if function is F.embedding and (found := self._find(args[1])):
             name, _ = found
             ids = args[0]
             uses = self._gradients.factors.setdefault(name, [])
+
+            def note_rows(left: Tensor) -> None:
+                uses.append(Use(0, left, ids=ids.reshape(-1)))
+
             anchor = torch.zeros((), dtype=torch.float64, requires_grad=True)
-            return _WideEmbedding.apply(
-                anchor, ids, args[1].detach(), lambda left: uses.append(Use(0, left, ids=ids.reshape(-1)))
-            )
+            return _WideEmbedding.apply(anchor, ids, args[1].detach(), note_rows)
         # Code that computes in at least float32 must not convert float64 to float32.
-        narrows = function is torch.Tensor.float or (
-            function is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
-        )
+        narrows = function is torch.Tensor.float
+        if function is torch.Tensor.to:
+            narrows = torch.float32 in (*args[1:], *kwargs.values())
         if narrows and args[0].dtype == torch.float64:
             return args[0]
         return function(*args, **kwargs)
 
     def _find(self, weight: Any) -> tuple[str, int] | None:
-        """Return the large parameter that contains a matrix, and the matrix's first row in that parameter, or None."""
+        """Return the large parameter that contains a matrix, and the matrix's first row in that
+        parameter, or None.
+        """
         if not isinstance(weight, Tensor) or weight.dtype != torch.float32 or weight.ndim != 2:
             return None
         for start, numel, name in self._starts:
             offset, rest = divmod(weight.data_ptr() - start, weight.element_size())
-            if 0 <= offset < numel and not rest and weight.is_contiguous():
+            is_inside = 0 <= offset < numel
+            if is_inside and not rest and weight.is_contiguous():
                 return name, offset // weight.size(1)
         return None
 
@@ -156,7 +169,8 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
     Raises:
         RuntimeError: a large matrix is used by another operation than ``linear`` and ``embedding``.
     """
-    # Large matrices are not changed and get no gradient from autograd. Convert everything else to float64 in place.
+    # Large matrices are not changed and get no gradient from autograd. Convert everything else to
+    # float64 in place.
     gradients = Gradients()
     large: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -191,14 +205,18 @@ def write(gradients: Gradients, path: str) -> None:
     """Write gradients to a safetensors file."""
     from safetensors.torch import save_file
 
-    parts: dict[str, Tensor] = {f"whole/{name}": tensor.contiguous() for name, tensor in gradients.whole.items()}
+    parts: dict[str, Tensor] = {}
+    for name, tensor in gradients.whole.items():
+        parts[f"whole/{name}"] = tensor.contiguous()
     for name, uses in gradients.factors.items():
         for number, use in enumerate(uses):
             key = f"{name}/{number}/{use.first}"
             parts[f"left/{key}"] = use.left.contiguous().clone()
-            other = use.ids if use.ids is not None else use.right
-            assert other is not None
-            parts[f"{'ids' if use.ids is not None else 'right'}/{key}"] = other.contiguous().clone()
+            if use.ids is not None:
+                parts[f"ids/{key}"] = use.ids.contiguous().clone()
+                continue
+            assert use.right is not None
+            parts[f"right/{key}"] = use.right.contiguous().clone()
     save_file(parts, path)
 
 

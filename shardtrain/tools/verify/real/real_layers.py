@@ -1,4 +1,5 @@
-"""Compare a training step with float64 on one layer and the vocabulary of the configured model, at their real width.
+"""Compare a training step with float64 on one layer and the vocabulary of the configured model, at
+their real width.
 
 A model that does not fit into memory is split into pieces: the layer with a small vocabulary, and the
 vocabulary with a small layer. The row of a piece lists the reduced sizes.
@@ -109,7 +110,8 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
         yield whole
         return
 
-    # The layer with a small vocabulary. A model with both dense layers and layers of experts has a piece for each.
+    # The layer with a small vocabulary. A model with both dense layers and layers of experts has a
+    # piece for each.
     few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
     said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
@@ -122,13 +124,18 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
     # The vocabulary with a small layer. The output has its real size, and so does a tied embedding.
     small = {**shallow, **_inner(sizes, tuple(INNER))}
     tied = bool(sizes.get("tied_embeddings"))
-    said = f"{layers}, a small layer" + ("" if tied else f", embedding of {FEW_ROWS} rows")
+    said = f"{layers}, a small layer"
+    if not tied:
+        said += f", embedding of {FEW_ROWS} rows"
     yield count(_piece("vocabulary", loaded, small, said, not tied))
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Return reduced sizes of a layer for some fields."""
-    reduced = {name: min(sizes[name], INNER[name]) for name in names if isinstance(sizes.get(name), int)}
+    reduced = {}
+    for name in names:
+        if isinstance(sizes.get(name), int):
+            reduced[name] = min(sizes[name], INNER[name])
     if "num_heads" in reduced and "num_kv_heads" in reduced:
         reduced["num_kv_heads"] = min(reduced["num_kv_heads"], reduced["num_heads"])
     return reduced
@@ -223,12 +230,15 @@ def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
     """
     module, shape = models.configured(config.model)
     model = models.build(module, shape)
-    for path, one in list(model.named_modules()):
-        if isinstance(one, nn.Dropout):
-            one.p = 0.0
-        if cut_embedding and isinstance(one, nn.Embedding) and path.partition(".")[0] in module.LAYOUT.first:
+    for path, part in list(model.named_modules()):
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if not cut_embedding or not isinstance(part, nn.Embedding):
+            continue
+        if path.partition(".")[0] in module.LAYOUT.first:
+            num_rows = min(FEW_ROWS, part.num_embeddings)
             with torch.device("meta"):
-                model.set_submodule(path, nn.Embedding(min(FEW_ROWS, one.num_embeddings), one.embedding_dim))
+                model.set_submodule(path, nn.Embedding(num_rows, part.embedding_dim))
     return module, shape, model
 
 
@@ -239,13 +249,16 @@ def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> lis
     def numel(part: nn.Module) -> int:
         return sum(p.numel() for p in part.parameters())
 
-    # FSDP gathers each layer and each first or last module separately. Modules with tied weights form one unit.
+    # FSDP gathers each layer and each first or last module separately. Modules with tied weights
+    # form one unit.
     layers = [numel(layer) for layer in getattr(model, module.LAYOUT.layers).values()]
-    ends = [numel(getattr(model, name)) for name in (*module.LAYOUT.first, *module.LAYOUT.last)]
+    names_of_ends = (*module.LAYOUT.first, *module.LAYOUT.last)
+    ends = [numel(getattr(model, name)) for name in names_of_ends]
     if tied_names(model):
         ends = [numel(model) - sum(layers)]
-    widest = max(size for p in model.parameters() for size in p.shape)
-    return [numel(model), max([*layers, *ends]), widest]
+    largest_unit = max([*layers, *ends])
+    widest = max(max(parameter.shape, default=0) for parameter in model.parameters())
+    return [numel(model), largest_unit, widest]
 
 
 def gradient_limit(widest: int) -> float:
@@ -265,7 +278,8 @@ def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: 
             tile.fill_(parameter, name, parameter.shape[-1] ** -0.5)
             continue
         # Vectors are near zero, and weights of norms near one.
-        init_weights.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
+        normal = replace(draws[name], distribution="normal", std=0.05, depth="none")
+        init_weights.draw_(parameter, name, normal, 0)
         if draws[name].distribution == "ones":
             local_tensor(parameter).detach().add_(1.0)
 
@@ -302,7 +316,8 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     whole = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
     tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
 
-    # The trainer divides in float32. Gradients have the rounding error of that divisor, but the loss sum does not.
+    # The trainer divides in float32. Gradients have the rounding error of that divisor, but the
+    # loss sum does not.
     weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
     expert_parallel.before_step([model], weight)
 
@@ -348,36 +363,44 @@ class _Compared(torch.optim.Optimizer):
 
 
 def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple[float, float]:
-    """Return the squared difference of this rank's part of a gradient from float64, and its squared norm in float64."""
+    """Return the squared difference of this rank's part of a gradient from float64, and its squared
+    norm in float64.
+    """
     local = local_tensor(gradient).detach()
     slices = local_slices(gradient)
     if local.numel() == 0:
         return 0.0, 0.0
     if local.ndim < 2:
         wanted = expected.whole[name][slices]
-        return float((local.double() - wanted).square().sum()), float(wanted.square().sum())
+        difference = float((local.double() - wanted).square().sum())
+        return difference, float(wanted.square().sum())
 
-    # Compute the reference only for one block of rows at a time. Matrices of experts are stacked in one
-    # tensor, and the reference numbers their rows consecutively.
-    difference = []
-    size = []
-    step = max(1, (1 << 22) // local.shape[-1])
+    # Compute the reference only for one block of rows at a time. Matrices of experts are stacked in
+    # one tensor, and the reference numbers their rows consecutively.
+    differences = []
+    sizes = []
+    rows_per_block = max(1, (1 << 22) // local.shape[-1])
     matrices = [local] if local.ndim == 2 else local.flatten(0, -3).unbind()
     for number, matrix in enumerate(matrices):
-        above = 0 if local.ndim == 2 else (slices[0].start + number) * gradient.shape[-2]
-        for start in range(0, len(matrix), step):
-            part = matrix[start : start + step]
-            first = above + slices[-2].start + start
+        rows_above = 0
+        if local.ndim != 2:
+            rows_above = (slices[0].start + number) * gradient.shape[-2]
+        for start in range(0, len(matrix), rows_per_block):
+            part = matrix[start : start + rows_per_block]
+            first = rows_above + slices[-2].start + start
             wanted = expected.rows(name, first, first + len(part), slices[-1])
-            size.append(float(wanted.square().sum()))
-            difference.append(float(wanted.sub_(part).square_().sum()))
-    return math.fsum(difference), math.fsum(size)
+            sizes.append(float(wanted.square().sum()))
+            differences.append(float(wanted.sub_(part).square_().sum()))
+    return math.fsum(differences), math.fsum(sizes)
 
 
 def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: PartialModel, path: str) -> dict[str, Any]:
-    """Run one training step as one rank. Return its loss and norm, and the errors of its gradients. Collective."""
+    """Run one training step as one rank. Return its loss and norm, and the errors of its gradients.
+    Collective.
+    """
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
+    # Build the trainer's runner, and fill its weights as the reference does.
     mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
     module, shape, model = build(config, piece.cut_embedding)
     num_layers = len(getattr(model, module.LAYOUT.layers))
@@ -396,6 +419,7 @@ def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Partial
         mesh.rank(*BATCH_AXES),
         mesh.size(*BATCH_AXES),
     )
+    # One step of the trainer, with an optimizer that compares the gradients instead of applying them.
     run = trainer.Run(
         config=config,
         mesh=mesh,
@@ -414,7 +438,8 @@ def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Partial
 
 
 def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:
-    """Return the relative errors of the loss, of the norm and of the worst gradient, from the results of all ranks.
+    """Return the relative errors of the loss, of the norm and of the worst gradient, from the
+    results of all ranks.
 
     The norm is compared with that of the same gradients in float64. The error of an almost zero gradient,
     such as that of a key bias, is relative to a thousandth of the norm of all gradients.

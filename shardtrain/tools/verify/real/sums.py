@@ -1,4 +1,5 @@
-"""Compare sums of real size with float64: the gradient norm over millions of numbers, the loss over a vocabulary.
+"""Compare sums of real size with float64: the gradient norm over millions of numbers, the loss over
+a vocabulary.
 
 The functions run on the ranks of a mesh. Separate code computes the float64 reference.
 """
@@ -72,7 +73,8 @@ def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dt
     local_shape = list(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            # Shard like PyTorch: chunks have the same size, rounded up, and the last chunk may be shorter or empty.
+            # Shard like PyTorch: chunks have the same size, rounded up, and the last chunk may be
+            # shorter or empty.
             size = device_mesh.size(axis)
             place = device_mesh.get_local_rank(axis)
             chunk = -(-local_shape[placement.dim] // size)
@@ -91,7 +93,8 @@ def gradient_norm(
 ) -> dict[str, Any]:
     """Compute the trainer's gradient norm of a sharded matrix (rows, columns) and a replicated vector.
 
-    Return the norm, and this rank's part of the sum of squares in float64. The parts of all ranks add up to the sum.
+    Return the norm, and this rank's part of the sum of squares in float64. The parts of all ranks
+    add up to the sum.
     """
     mesh, _ = mesh_of(rank, num_ranks, degrees)
     names = mesh.device_mesh.mesh_dim_names or ()
@@ -110,12 +113,12 @@ def gradient_norm(
         if mine.stop == rows and mine.start < rows:
             local_tensor(matrix.grad)[-1:].fill_(100.0)  # type: ignore[arg-type]
     norm = grad_clip.gradient_norm([matrix, vector], mesh)
-    gradients = [parameter.grad for parameter in (matrix, vector)]
-    share = math.fsum(
-        float64_squares(local_tensor(one)) / copies_of(one, num_ranks)  # type: ignore[arg-type]
-        for one in gradients
-    )
-    return {"norm": float(norm), "squares": share}
+    shares = []
+    for parameter in (matrix, vector):
+        gradient_of_rank = parameter.grad
+        squares = float64_squares(local_tensor(gradient_of_rank))  # type: ignore[arg-type]
+        shares.append(squares / copies_of(gradient_of_rank, num_ranks))  # type: ignore[arg-type]
+    return {"norm": float(norm), "squares": math.fsum(shares)}
 
 
 def norm_error(answers: list[dict[str, Any]]) -> float:
@@ -140,7 +143,9 @@ PREFIXES = 64
 
 
 class _Batches:
-    """Micro-batches of random tokens and targets, generated on access, and the float64 sum of their losses."""
+    """Micro-batches of random tokens and targets, generated on access, and the float64 sum of their
+    losses.
+    """
 
     def __init__(self, count: int, size: int, table_PV: Tensor, seed: int) -> None:
         self._count = count
@@ -160,16 +165,19 @@ class _Batches:
         prefixes, vocabulary = self._table.shape
         tokens_BT = torch.randint(0, prefixes, shape, generator=self._generator)
         targets_BT = torch.randint(0, vocabulary, shape, generator=self._generator)
-        chosen_N = self._table.view(-1).index_select(0, (tokens_BT * vocabulary + targets_BT).view(-1))
+        places_N = (tokens_BT * vocabulary + targets_BT).view(-1)
+        chosen_N = self._table.view(-1).index_select(0, places_N)
         log_sums_N = self._log_sums_P.index_select(0, tokens_BT.view(-1))
         self.sums.append(float((log_sums_N - chosen_N).sum()))
-        return Batch(tokens_BT, targets_BT, torch.arange(self._size)[None], torch.arange(1))
+        positions_BT = torch.arange(self._size)[None]
+        return Batch(tokens_BT, targets_BT, positions_BT, torch.arange(1))
 
 
 def loss_sum(
     rank: int, num_ranks: int, degrees: dict[str, int], vocabulary: int, tokens: int, batches: int
 ) -> dict[str, Any]:
-    """Compute the runner's loss over ``batches`` micro-batches with ``tokens`` targets in total, over all data ranks.
+    """Compute the runner's loss over ``batches`` micro-batches with ``tokens`` targets in total,
+    over all data ranks.
 
     Ranks of dp divide the tokens, and ranks of tp divide the vocabulary. Return the loss sum over all ranks,
     and this rank's part of it in float64.
@@ -184,12 +192,13 @@ def loss_sum(
         own_Pv = whole_PV[:, part.offset : part.offset + part.columns].contiguous()
     runner = PlainRunner(ModelParts([_Bigrams(own_Pv)], mesh, config, None, part))
     ranks = mesh.size(*BATCH_AXES)
-    size = tokens // batches
-    made = _Batches(batches // ranks, size, whole_PV, seed=mesh.rank(*BATCH_AXES))
-    weight = torch.tensor(1.0 / (size * (batches // ranks) * ranks))
-    loss = runner.forward_backward(made, weight)  # type: ignore[arg-type]
+    tokens_per_batch = tokens // batches
+    batches_per_rank = batches // ranks
+    inputs = _Batches(batches_per_rank, tokens_per_batch, whole_PV, seed=mesh.rank(*BATCH_AXES))
+    weight = torch.tensor(1.0 / (tokens_per_batch * batches_per_rank * ranks))
+    loss = runner.forward_backward(inputs, weight)  # type: ignore[arg-type]
     total = grad_clip.Agreement(loss, torch.ones(()), mesh).read().loss
-    return {"loss": total / float(weight), "sum": math.fsum(made.sums) / mesh.size("tp")}
+    return {"loss": total / float(weight), "sum": math.fsum(inputs.sums) / mesh.size("tp")}
 
 
 def loss_error(answers: list[dict[str, Any]]) -> float:

@@ -31,8 +31,8 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
     if local.numel() == 0:
         return
     columns = slices[-1]
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-    generator = torch.Generator().manual_seed(seed)
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     table = torch.empty(_ROWS * _STEP + tensor.shape[-1]).normal_(generator=generator)
     # The windows overlap: row r begins _STEP numbers after row r - 1. They are not copied.
     windows = table.as_strided((_ROWS, columns.stop - columns.start), (_STEP, 1), columns.start)
@@ -42,7 +42,8 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
             run, window = divmod(first + start, _ROWS)
             part = rows[start : start + _ROWS - window]
             part.copy_(windows[window : window + len(part)])
-            part.mul_(std * (0.95 + 0.001 * (run * 37 % 101)))
+            scale = 0.95 + 0.001 * (run * 37 % 101)
+            part.mul_(std * scale)
             if mean:
                 part.add_(mean)
             start += len(part)
@@ -53,5 +54,7 @@ def _row_blocks(local: Tensor, slices: tuple[slice, ...], shape: torch.Size) -> 
     if local.ndim == 2:
         yield local, slices[0].start
         return
+    first_matrix = slices[0].start
+    first_row = slices[1].start
     for number, matrix in enumerate(local):
-        yield matrix, (slices[0].start + number) * shape[1] + slices[1].start
+        yield matrix, (first_matrix + number) * shape[1] + first_row
