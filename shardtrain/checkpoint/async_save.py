@@ -1,9 +1,10 @@
-"""Save in the background of training: one thread per rank writes its file, and rank 0's thread commits the checkpoint.
+"""Save in the background of training: one thread per rank writes its file, and rank 0's thread
+commits the checkpoint.
 
-The threads use no collectives, because these would interleave with the trainer's in a different order on each rank. A
-rank that has written its file adds a marker, ``rank-00001.done``. Rank 0's thread waits for all markers. The ranks
-exchange the outcome in the all-reduce at the start of every step (``Saving.pack_flags``), so all learn it at the same
-step.
+The threads use no collectives, because these would interleave with the trainer's in a different
+order on each rank. A rank that has written its file adds a marker, ``rank-00001.done``. Rank 0's
+thread waits for all markers. The ranks exchange the outcome in the all-reduce at the start of every
+step (``Saving.pack_flags``), so all learn it at the same step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Cancelled(Exception):
 
 
 class Writing:
-    """A save in progress. ``action`` runs in a thread. Its argument is a function that raises if the save is cancelled.
+    """A save in progress. ``action`` runs in a thread. Its argument is a function that raises if
+    the save is cancelled.
 
     ``seconds`` is the duration of the action, once it has ended.
     """
@@ -97,12 +99,16 @@ class Writing:
 def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
     """Wait until the threads of all ranks have ended (a collective).
 
-    If one fails, the others are cancelled and awaited without a limit. Return False on all ranks if the limit passes.
+    If one fails, the others are cancelled and awaited without a limit. Return False on all ranks if
+    the limit passes.
     """
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     while True:
         # Wait in short turns, because another rank may write for longer than the timeout of a collective.
-        writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
+        seconds = 1.0
+        if deadline is not None:
+            seconds = min(seconds, deadline - time.monotonic())
+        writing.wait(seconds)
         late = deadline is not None and time.monotonic() >= deadline
         # Read ``failed`` before ``ended``: the thread may end between the two.
         failed = writing.failed
@@ -118,7 +124,8 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
 
 
 class Saving:
-    """State of saves that ranks exchange in the all-reduce at the start of a step: three flags, added over ranks.
+    """State of saves that ranks exchange in the all-reduce at the start of a step: three flags,
+    added over ranks.
 
     Attributes:
         by_clock: Saves are due by the clock of rank 0 instead of the number of the step.
@@ -160,7 +167,9 @@ class Saving:
 
 
 class Staging:
-    """Host buffer with a copy of the data that a rank writes. It is reused, and replaced when it is too small."""
+    """Host buffer with a copy of the data that a rank writes. It is reused, and replaced when it is
+    too small.
+    """
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -196,21 +205,25 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
 
 
 def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None:
-    """Write the marker that tells rank 0's thread that this rank's file is on disk. ``token`` identifies the save."""
+    """Write the marker that tells rank 0's thread that this rank's file is on disk. ``token``
+    identifies the save.
+    """
     path = _marker(folder, rank)
     text = json.dumps([token, file.name, file.bytes, file.sha256])
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
-    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a network filesystem, this
-    # node may not see it yet.
+    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a
+    # network filesystem, this node may not see it yet.
     part = path.with_suffix(".part")
     files.write_hashed(part, [memoryview(text.encode())], files.SEEN_SECONDS)
     files.rename(part, path)
 
 
 def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> TensorFile:
-    """Wait for a rank's marker and return the file that the rank has written. ``check_cancelled`` may raise."""
+    """Wait for a rank's marker and return the file that the rank has written. ``check_cancelled``
+    may raise.
+    """
     path = _marker(folder, rank)
     pause = 0.005
     while True:

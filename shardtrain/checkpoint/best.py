@@ -93,7 +93,9 @@ class Best:
         self.kept = complete[0] if complete else -1
 
     def point(self, folder: Place, saved: Mapping[str, Any] | None) -> None:
-        """Write the best checkpoint's name to ``best.json``, from the state in the latest checkpoint (rank 0)."""
+        """Write the best checkpoint's name to ``best.json``, from the state in the latest
+        checkpoint (rank 0).
+        """
         step = saved["step"] if saved else -1
         if not saved or not self._keeps or step < 0:
             return
@@ -111,7 +113,9 @@ class Best:
 
 
 def read_pointer(folder: Place) -> dict[str, Any]:
-    """Return the content of ``best.json``, or {} if it is missing or invalid. Resuming does not depend on it."""
+    """Return the content of ``best.json``, or {} if it is missing or invalid. Resuming does not
+    depend on it.
+    """
     try:
         pointer = json.loads(files.read_small(folder / POINTER))
     except (OSError, ValueError, RecursionError):
@@ -130,12 +134,14 @@ def describe(pointer: Mapping[str, Any]) -> str:
 
 
 def _is_state(state: Any) -> bool:
-    counts = ("step", "kept", "without_improvement")
-    return (
-        isinstance(state, dict)
-        and all(isinstance(state.get(name), int) and not isinstance(state[name], bool) for name in counts)
-        and isinstance(state.get("metric"), str)
-        and isinstance(state.get("mode"), str)
-        and (state["step"] < 0 or isinstance(state.get("value"), int | float))
-        and state["without_improvement"] >= 0
-    )
+    if not isinstance(state, dict):
+        return False
+    for name in ("step", "kept", "without_improvement"):
+        count = state.get(name)
+        if not isinstance(count, int) or isinstance(count, bool):
+            return False
+    if not isinstance(state.get("metric"), str) or not isinstance(state.get("mode"), str):
+        return False
+    # Without a best step there is no value.
+    has_value = state["step"] < 0 or isinstance(state.get("value"), int | float)
+    return has_value and state["without_improvement"] >= 0

@@ -42,7 +42,8 @@ def step_name(word: str | int) -> str:
     """Return ``word`` as a str if it is a step name; raises ConfigError."""
     if is_step_name(str(word)):
         return str(word)
-    raise ConfigError(Problem("--step", word, "must be latest, best or a number", "write it like --step=best"))
+    fix = "write it like --step=best"
+    raise ConfigError(Problem("--step", word, "must be latest, best or a number", fix))
 
 
 def reject_step(step: str | None, path: Place) -> None:
@@ -58,8 +59,8 @@ def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Mani
     Args:
         folder: holds ``step-N`` folders.
         step: "latest", "best" or a number. None is the best, or the latest if the run keeps no best one.
-        verify: ``verification.verify``. Damaged checkpoints are skipped with a warning, unless ``step`` is "best" or a
-            number.
+        verify: ``verification.verify``. Damaged checkpoints are skipped with a warning, unless
+            ``step`` is "best" or a number.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -69,6 +70,8 @@ def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Mani
     # Rank 0 reads the folder for all: on a shared folder that lags, ranks would open different steps.
     steps, pointer = broadcast_json([retention.step_folders(folder), best.read_pointer(folder)])
     best_step = pointer.get("step") if pointer.get("step") in steps else None
+
+    # The candidates, the best first.
     if step == LATEST:
         candidates = steps[::-1]
     elif step is None:
@@ -76,11 +79,16 @@ def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Mani
     else:
         wanted = best_step if step == BEST else int(step)
         if wanted not in steps:
-            known = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
-            fix = "use --step=latest; checkpoint.keep_best in training keeps a best one" if step == BEST else known
+            if step == BEST:
+                fix = "use --step=latest; checkpoint.keep_best in training keeps a best one"
+            elif steps:
+                fix = f"it has the steps {', '.join(map(str, steps))}"
+            else:
+                fix = "it has no checkpoint"
             raise CheckpointError(f"--step={step} does not exist in {folder}; {fix}")
         candidates = [wanted]
 
+    # Use the first candidate that is not damaged.
     damages: list[str] = []
     for candidate in candidates:
         path = folder / f"step-{candidate}"
@@ -90,9 +98,8 @@ def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Mani
                 logger.warning(f"{skipped}: skipped, using step-{candidate}")
             return ChosenCheckpoint(path, stored, _reason(candidate, steps[-1], best_step, pointer))
         damages.append(damage)
-    raise CheckpointError(
-        f"no checkpoint in {folder} can be used for --step={step or LATEST}: {'; '.join(damages[:3]) or 'it has none'}"
-    )
+    reasons = "; ".join(damages[:3]) or "it has none"
+    raise CheckpointError(f"no checkpoint in {folder} can be used for --step={step or LATEST}: {reasons}")
 
 
 def _reason(chosen: int, latest: int, best_step: int | None, pointer: dict[str, object]) -> str:

@@ -37,7 +37,9 @@ _KINDS: dict[str, type[ShardtrainError]] = {
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """Gather a JSON value of every rank, in order of rank (a collective). One process needs no process group."""
+    """Gather a JSON value of every rank, in order of rank (a collective). One process needs no
+    process group.
+    """
     if _is_alone():
         return [json.loads(json.dumps(value))]
     # Do not reduce sizes with an all-reduce. A rank in another all-reduce would contribute a number that is
@@ -55,11 +57,15 @@ def gather_json(value: Any) -> list[Any]:
     longest = torch.tensor([len(data)])
     host_collectives.all_reduce(longest, dist.ReduceOp.MAX)
     texts = _padded_texts(data, int(longest))
-    return [json.loads(text) for text in texts] if _own_rank() == 0 else []
+    if _own_rank() != 0:
+        return []
+    return [json.loads(text) for text in texts]
 
 
 def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
-    """Gather the JSON text of every rank, padded with blanks to the length of the longest one (a collective)."""
+    """Gather the JSON text of every rank, padded with blanks to the length of the longest one (a
+    collective).
+    """
     # JSON may end with spaces.
     own = torch.full((longest,), ord(" "), dtype=torch.uint8)
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
@@ -71,9 +77,9 @@ def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
 def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     """Gather the distinct JSON values of all ranks, and the index of each rank's value (a collective).
 
-    Values are in the order of their first rank. Ranks of a pipeline stage have consecutive numbers and equal values, so
-    a stage costs one broadcast and one reduction. With more than ``_MOST_RUNS`` runs of equal neighbours, ranks
-    exchange hashes instead.
+    Values are in the order of their first rank. Ranks of a pipeline stage have consecutive numbers
+    and equal values, so a stage costs one broadcast and one reduction. With more than
+    ``_MOST_RUNS`` runs of equal neighbours, ranks exchange hashes instead.
     """
     if _is_alone():
         return [json.loads(json.dumps(value))], [0]
@@ -86,7 +92,8 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
         # A run of ranks starts at ``source`` and ends before the next rank with another value.
         source = len(numbers)
         text = _broadcast(own, source)
-        end = torch.tensor([size if own == text or rank <= source else rank])
+        is_in_run = own == text or rank <= source
+        end = torch.tensor([size if is_in_run else rank])
         host_collectives.all_reduce(end, dist.ReduceOp.MIN)
         if text not in texts:
             texts.append(text)
@@ -98,18 +105,33 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
 
 def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
     """Like ``gather_distinct_json``: gather hashes, then broadcast each value from its first rank."""
-    own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
+    text = json.dumps(value).encode()
+    own_digest = bytearray(hashlib.sha256(text).digest())
+    own = torch.frombuffer(own_digest, dtype=torch.uint8)
     digests = host_collectives.all_gather(own)
-    firsts: dict[bytes, int] = {}
-    first_of = [firsts.setdefault(digest.tobytes(), rank) for rank, digest in enumerate(digests.numpy())]
-    number_of = {rank: number for number, rank in enumerate(firsts.values())}
-    values = [_said(value, rank if dist.get_rank() == rank else _NOBODY) for rank in firsts.values()]
-    return values, [number_of[rank] for rank in first_of]
+
+    # The number of each distinct digest, and the first rank that has it.
+    number_of: dict[bytes, int] = {}
+    first_ranks = []
+    numbers = []
+    for rank, row in enumerate(digests.numpy()):
+        digest = row.tobytes()
+        if digest not in number_of:
+            number_of[digest] = len(number_of)
+            first_ranks.append(rank)
+        numbers.append(number_of[digest])
+
+    values = []
+    for rank in first_ranks:
+        source = rank if dist.get_rank() == rank else _NOBODY
+        values.append(_said(value, source))
+    return values, numbers
 
 
 def broadcast_json(value: Any) -> Any:
     """Return the JSON value of rank 0 (a collective); the values of other ranks are ignored."""
-    return _said(value, 0 if _is_alone() or dist.get_rank() == 0 else _NOBODY)
+    is_source = _is_alone() or dist.get_rank() == 0
+    return _said(value, 0 if is_source else _NOBODY)
 
 
 def any_rank(flag: bool) -> bool:
@@ -135,8 +157,8 @@ def all_ranks(action: Callable[[], Any]) -> Any:
     """Run an action on every rank and return the JSON result of rank 0 (a collective).
 
     Raises:
-        ShardtrainError: the same on all ranks, if the action raised one on any rank. An OSError becomes a StorageError
-            with the path, the reason and the rank.
+        ShardtrainError: the same on all ranks, if the action raised one on any rank. An OSError
+            becomes a StorageError with the path, the reason and the rank.
     """
     answer = None
     failure = None
@@ -155,7 +177,9 @@ def first_rank(action: Callable[[], Any]) -> Any:
 
     Raises like ``all_ranks``.
     """
-    return all_ranks(action if _own_rank() == 0 else lambda: None)
+    if _own_rank() == 0:
+        return all_ranks(action)
+    return all_ranks(lambda: None)
 
 
 def all_ranks_gather(action: Callable[[], Any]) -> list[Any]:
@@ -204,15 +228,23 @@ def _said(value: Any, urgency: int) -> Any:
     if int(first) == _NOBODY:
         return None
     source = int(first) % dist.get_world_size()
-    return json.loads(_broadcast(json.dumps(value) if dist.get_rank() == source else "", source))
+    text = ""
+    if dist.get_rank() == source:
+        text = json.dumps(value)
+    return json.loads(_broadcast(text, source))
 
 
 def _broadcast(text: str, source: int) -> str:
     """Broadcast a text, compressed, from rank ``source``."""
-    data = bytearray(zlib.compress(text.encode())) if dist.get_rank() == source else bytearray()
+    is_source = dist.get_rank() == source
+    data = bytearray()
+    if is_source:
+        data = bytearray(zlib.compress(text.encode()))
     size = torch.tensor([len(data)])
     dist.broadcast(size, source)
-    packed = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    packed = torch.empty(int(size), dtype=torch.uint8)
+    if is_source:
+        packed = torch.frombuffer(data, dtype=torch.uint8)
     dist.broadcast(packed, source)
     return zlib.decompress(bytes(packed.numpy())).decode()
 
@@ -224,7 +256,9 @@ def _raise_alike(failure: Exception | None, description: list[str] | None) -> No
     size = 1 if _is_alone() else dist.get_world_size()
     number = _NOBODY
     if description is not None:
-        number = _own_rank() + (size if is_bug else 0)
+        number = _own_rank()
+        if is_bug:
+            number += size
     chosen = _said(description, number)
     if chosen is None:
         return
@@ -237,13 +271,16 @@ def _raise_alike(failure: Exception | None, description: list[str] | None) -> No
 
 def _tell(error: Exception) -> list[str]:
     rank = dist.get_rank()
+    has_peers = dist.get_world_size() > 1
     if isinstance(error, OSError):
-        where = f"rank {rank} on {socket.gethostname()}: " if dist.get_world_size() > 1 else ""
-        otherwise = "set job.dump_folder to another folder"
-        if isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:
-            otherwise = "set job.dump_folder to a folder that all nodes see"
-        found = storage_errors.cannot("write checkpoint", "", error, otherwise)
-        return [type(found).__name__, f"{where}{found}"]
+        where = ""
+        if has_peers:
+            where = f"rank {rank} on {socket.gethostname()}: "
+        fix = "set job.dump_folder to another folder"
+        if isinstance(error, FileNotFoundError) and has_peers:
+            fix = "set job.dump_folder to a folder that all nodes see"
+        explained = storage_errors.cannot("write checkpoint", "", error, fix)
+        return [type(explained).__name__, f"{where}{explained}"]
     if type(error).__name__ in _KINDS:
         return [type(error).__name__, str(error)]
     return ["PeerError", f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]]

@@ -1,6 +1,7 @@
 """Export a saved checkpoint to another format, next to it, in background threads during training.
 
-As in ``async_save``, each rank adds a marker when it has written its share, and rank 0's thread publishes the draft.
+As in ``async_save``, each rank adds a marker when it has written its share, and rank 0's thread
+publishes the draft.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
 
     def write(check_cancelled: Callable[[], None]) -> None:
         if rank < size:
-            # Other nodes have just written the checkpoint. A network filesystem may not show it on this node yet.
+            # Other nodes have just written the checkpoint. A network filesystem may not show it on
+            # this node yet.
             files.wait_for_sizes(checkpoint, {MANIFEST: manifest_bytes})
             files.wait_for_sizes(checkpoint, {file.name: file.bytes for file in manifest.read(checkpoint).files})
             exporter.write_share(checkpoint, draft, rank, size, check_cancelled)

@@ -1,7 +1,8 @@
 """Durable file operations of checkpoints: when a function returns, its result is on disk.
 
-All bytes of a checkpoint in a folder are written by ``atomic_io``, ``os.write``, ``os.fsync`` and ``os.rename`` here.
-Their OSErrors are raised unchanged, with the path. ``objects.py`` writes to object stores.
+All bytes of a checkpoint in a folder are written by ``atomic_io``, ``os.write``, ``os.fsync`` and
+``os.rename`` here. Their OSErrors are raised unchanged, with the path. ``objects.py`` writes to
+object stores.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ MOST_VIEWS = 512
 def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
     """Return the sizes of files of a folder in bytes, or -1 for a file that does not exist. Raises OSError.
 
-    Requests run in threads: over a network each takes about a millisecond, and a large run has thousands of files.
+    Requests run in threads: over a network each takes about a millisecond, and a large run has
+    thousands of files.
     """
     if isinstance(folder, ObjectPath):
         sizes = folder.sizes_below()
@@ -62,14 +64,18 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
 
     if len(names) <= _FEW:
         return few(0)
+    all_sizes: list[int] = []
     with ThreadPoolExecutor(_AT_A_TIME, "checkpoint-stat") as pool:
-        return [size for part in pool.map(few, range(0, len(names), _FEW)) for size in part]
+        for part in pool.map(few, range(0, len(names), _FEW)):
+            all_sizes += part
+    return all_sizes
 
 
 def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple[dict[str, int], float]:
     """Wait up to ``SEEN_SECONDS`` until this node sees files of other nodes at their full ``sizes``.
 
-    Return the current sizes of the files that are still wrong (-1 for a missing file), and the seconds waited.
+    Return the current sizes of the files that are still wrong (-1 for a missing file), and the
+    seconds waited.
     """
     begun = time.monotonic()
     while True:
@@ -94,8 +100,8 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
     """
     if isinstance(path, ObjectPath):
         return TensorFile(path.name, *path.write_hashed(blocks))
-    # SHA-256 and write release the GIL, so another thread hashes a piece while this one writes the next. Only one
-    # thread can hash, because the order of the pieces matters.
+    # SHA-256 and write release the GIL, so another thread hashes a piece while this one writes the
+    # next. Only one thread can hash, because the order of the pieces matters.
     digest = hashlib.sha256()
     size = 0
     with storage_errors.naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
@@ -121,7 +127,9 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
 
 
 def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
-    """Write a new file that the caller reads back and compares. It is durable after ``sync``. Raises OSError."""
+    """Write a new file that the caller reads back and compares. It is durable after ``sync``.
+    Raises OSError.
+    """
     with storage_errors.naming(path):
         descriptor = _create(path, 0.0)
         try:
@@ -188,7 +196,9 @@ def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable. A new file or a rename is durable only after this. Raises OSError."""
+    """Make the names in a folder durable. A new file or a rename is durable only after this. Raises
+    OSError.
+    """
     with storage_errors.naming(path), atomic_io.folder(path) as descriptor:
         os.fsync(descriptor)
 
@@ -242,7 +252,9 @@ class StoredFileReader(Protocol):
     size: int
 
     def read_into(self, view: memoryview, position: int) -> int:
-        """Fill a view with the bytes from ``position`` on. Return the number of bytes read. Raises OSError."""
+        """Fill a view with the bytes from ``position`` on. Return the number of bytes read. Raises
+        OSError.
+        """
 
     def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
         """Fill up to ``MOST_VIEWS`` views with consecutive bytes of the file, in one request."""

@@ -41,9 +41,10 @@ class Checkpoints(Saver):
     def take_run_folder(self) -> None:
         """Make this run the only one that writes ``job.dump_folder``, until ``close`` (a collective).
 
-        A run that saves into a checkpoint folder inside ``job.dump_folder`` only takes the lease of that folder, unless
-        the run folder has a lease file. All other runs take the lease of the run folder. If their checkpoint folder is
-        inside, they also check that no live run of this host holds its lease, without waiting for it.
+        A run that saves into a checkpoint folder inside ``job.dump_folder`` only takes the lease of
+        that folder, unless the run folder has a lease file. All other runs take the lease of the
+        run folder. If their checkpoint folder is inside, they also check that no live run of this
+        host holds its lease, without waiting for it.
 
         Raises:
             FolderTaken: another run writes the folder.
@@ -69,7 +70,8 @@ class Checkpoints(Saver):
     def to_continue(self) -> Place | None:
         """Return the verified checkpoint to resume from, or None to start from scratch.
 
-        Without ``checkpoint.load_step`` it is the newest undamaged one. Damaged ones are skipped with a warning.
+        Without ``checkpoint.load_step`` it is the newest undamaged one. Damaged ones are skipped
+        with a warning.
 
         Raises:
             CheckpointError: the requested step is missing or damaged, or all checkpoints are damaged.
@@ -105,8 +107,9 @@ class Checkpoints(Saver):
                 return self._continued(path)
             damages.append(damage)
         if damages:
+            reasons = "; ".join(damages[:3])
             raise CheckpointError(
-                f"no checkpoint in {self._folder} can be used: {'; '.join(damages[:3])}; fix it, or move the folder "
+                f"no checkpoint in {self._folder} can be used: {reasons}; fix it, or move the folder "
                 "away to start from scratch"
             )
         return None
@@ -120,7 +123,8 @@ class Checkpoints(Saver):
     def choose(self, step: str | None) -> choice.ChosenCheckpoint:
         """Return the checkpoint that ``--step`` names; see ``choice.choose``."""
         self._check_writers(self._folder)
-        chosen = choice.choose(self._folder, step, partial(verify, reader=0 if self._relays else None))
+        reader = 0 if self._relays else None
+        chosen = choice.choose(self._folder, step, partial(verify, reader=reader))
         self._verified = chosen.path, chosen.stored
         return chosen
 
@@ -128,7 +132,8 @@ class Checkpoints(Saver):
         """Load weights and the other tensors in place, and return the facts.
 
         Raises:
-            CheckpointError: on all ranks, before a tensor is changed, if the checkpoint is damaged or does not fit.
+            CheckpointError: on all ranks, before a tensor is changed, if the checkpoint is damaged
+                or does not fit.
         """
         stored = self._verified_manifest(path)
         if stored.facts.get("weights_only") and rest:
@@ -167,7 +172,8 @@ class Checkpoints(Saver):
     def newest_good(self, last: int, started_at: int) -> Place | None:
         """Return the newest undamaged checkpoint of this run up to step ``last``, verified, or None.
 
-        Checkpoints of this run are those that this process has saved, and those up to the step at which it started.
+        Checkpoints of this run are those that this process has saved, and those up to the step at
+        which it started.
         """
         self.finish()
         holders, _, _ = self._survey()
@@ -196,7 +202,8 @@ class Checkpoints(Saver):
 
         first_rank(discard)
         if self._relays:
-            # Discard on all nodes: otherwise the next start finds these checkpoints on a node that saved earlier.
+            # Discard on all nodes: otherwise the next start finds these checkpoints on a node that
+            # saved earlier.
             all_ranks(lambda: discard() if node_disks.speaks_for_its_node() else None)
             node_disks.note(self._run_folder, self._survey()[0])
 
@@ -204,7 +211,8 @@ class Checkpoints(Saver):
         """Reject a folder that every user can write: hashes detect damage, not a planted checkpoint."""
         # An object store has its own access control.
         can_check = isinstance(folder, Path) and (self._is_first or self._relays)
-        writable = first_word(retention.open_to_all(Path(str(folder))) if can_check else "")
+        exposed = retention.open_to_all(Path(str(folder))) if can_check else ""
+        writable = first_word(exposed)
         if writable and not self._options.allow_shared_writable:
             raise ConfigError(
                 f"checkpoint.folder: {writable} is writable for every user, who could replace the weights; run "
@@ -236,12 +244,14 @@ class Checkpoints(Saver):
     def _verify(self, path: Place, holders: Sequence[int] = (0,)) -> str:
         """Return a description of the damage to a checkpoint, or "" and remember its manifest (a collective).
 
-        ``holders`` are ranks whose nodes have a copy. The first one with a good copy will read it for all ranks.
+        ``holders`` are ranks whose nodes have a copy. The first one with a good copy will read it
+        for all ranks.
         """
         damages = []
         for holder in holders:
             host = node_disks.host_of(holder) if holder else ""
-            stored, damage = verify(path, holder if self._relays else None)
+            reader = holder if self._relays else None
+            stored, damage = verify(path, reader)
             if stored is not None:
                 self._verified = path, stored
                 self._holder = holder

@@ -1,8 +1,9 @@
 """Grids: compact descriptions of the equally sized boxes of a sharded tensor.
 
-FSDP over 2,048 ranks splits a tensor into 2,048 boxes of equal size, each in the next rank's file at the same offset. A
-``Grid`` stores the first box and the axes along which it repeats: a dimension, a count, and the step between files.
-Axes are nested, innermost first. Each axis repeats the area that the axes before it cover, so a grid also covers a box.
+FSDP over 2,048 ranks splits a tensor into 2,048 boxes of equal size, each in the next rank's file
+at the same offset. A ``Grid`` stores the first box and the axes along which it repeats: a
+dimension, a count, and the step between files. Axes are nested, innermost first. Each axis repeats
+the area that the axes before it cover, so a grid also covers a box.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from shardtrain.checkpoint.resharding import Box, Ints, overlap
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor and the offset of its bytes in a file. Its elements are contiguous and little-endian."""
+    """A box of a tensor and the offset of its bytes in a file. Its elements are contiguous and
+    little-endian.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -32,7 +35,9 @@ class Chunk(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """Repeats along a dimension without gaps. ``file_step`` is the distance between the files of two repeats."""
+    """Repeats along a dimension without gaps. ``file_step`` is the distance between the files of
+    two repeats.
+    """
 
     repeats: int
     dim: int
@@ -94,8 +99,9 @@ class Grid:
         wanted = overlap(self.box, box)
         if wanted is None:
             return None
-        # Start with the entire grid and divide it, outermost axis first. Keep only repeats that reach into ``wanted``.
-        # ``files`` and ``offsets`` describe the areas kept so far, and ``extent`` is the size of each of them.
+        # Start with the entire grid and divide it, outermost axis first. Keep only repeats that
+        # reach into ``wanted``. ``files`` and ``offsets`` describe the areas kept so far, and
+        # ``extent`` is the size of each of them.
         low = np.array(wanted[0], np.int64)
         high = low + wanted[1]
         files = np.array([self.file])
@@ -104,31 +110,41 @@ class Grid:
         for repeats, dim, file_step in reversed(self.axes):
             step = extent[dim] // repeats
             start = offsets[:, dim]
-            first = (np.maximum(low[dim], start) - start) // step
-            number, which = ranges(first, -((start - np.minimum(high[dim], start + extent[dim])) // step))
-            offsets = offsets[which]
-            files = files[which] + number * file_step
-            offsets[:, dim] += number * step
+            stop = start + extent[dim]
+            first_repeat = (np.maximum(low[dim], start) - start) // step
+            # Rounded up, by a division of the negative number.
+            stop_repeat = -((start - np.minimum(high[dim], stop)) // step)
+            repeat, area = ranges(first_repeat, stop_repeat)
+            offsets = offsets[area]
+            files = files[area] + repeat * file_step
+            offsets[:, dim] += repeat * step
             extent[dim] = step
-        shared = np.maximum(offsets, low)
-        return Overlaps(files, offsets, shared, np.minimum(offsets + self.sizes, high) - shared)
+        shared_starts = np.maximum(offsets, low)
+        shared_stops = np.minimum(offsets + self.sizes, high)
+        return Overlaps(files, offsets, shared_starts, shared_stops - shared_starts)
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """Yield each box that overlaps ``box``, with the overlap as (offsets, sizes)."""
         overlaps = self.overlaps(box)
-        for file, *rows in zip(*(field.tolist() for field in overlaps), strict=True) if overlaps else ():
-            offsets, starts, sizes = map(tuple, rows)
-            yield Chunk(offsets, self.sizes, file, self.begin), (starts, sizes)
+        if overlaps is None:
+            return
+        # Lists of Python integers are much faster to iterate than arrays.
+        columns = [column.tolist() for column in overlaps]
+        for file, offsets, starts, sizes in zip(*columns, strict=True):
+            chunk = Chunk(tuple(offsets), self.sizes, file, self.begin)
+            yield chunk, (tuple(starts), tuple(sizes))
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield all boxes."""
+        # The offsets of two neighbouring repeats of an axis differ by the extent of all axes inside of it.
         steps = []
         extent = list(self.sizes)
         for repeats, dim, _ in self.axes:
             steps.append(extent[dim])
             extent[dim] *= repeats
         outermost_first = [*zip(self.axes, steps, strict=True)][::-1]
-        for numbers in itertools.product(*(range(axis.repeats) for axis, _ in outermost_first)):
+        repeats_of_axes = [range(axis.repeats) for axis, _ in outermost_first]
+        for numbers in itertools.product(*repeats_of_axes):
             offsets = list(self.offsets)
             file = self.file
             for number, (axis, step) in zip(numbers, outermost_first, strict=True):
@@ -148,14 +164,21 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
     counts = stops - starts
     which = np.repeat(np.arange(len(counts)), counts)
-    return np.arange(len(which)) + (starts + counts - np.cumsum(counts))[which], which
+    # The numbers of a range are its start plus their position in it.
+    first_positions = np.cumsum(counts) - counts
+    numbers = np.arange(len(which)) + (starts - first_positions)[which]
+    return numbers, which
 
 
 def file_numbers(first: int, axes: tuple[Axis, ...]) -> list[int]:
     """Return the file of each box of a grid whose first box is in file ``first``."""
     numbers = [first]
     for axis in axes:
-        numbers = [number * axis.file_step + file for number in range(axis.repeats) for file in numbers]
+        repeated = []
+        for repeat in range(axis.repeats):
+            file_offset = repeat * axis.file_step
+            repeated += [file_offset + file for file in numbers]
+        numbers = repeated
     return numbers
 
 

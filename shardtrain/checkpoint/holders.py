@@ -1,9 +1,10 @@
 """Compute which ranks hold which shard of each tensor, with little communication.
 
-The location of a rank's shard follows from the tensor's shape and the rank's number. The coordinates of a rank in the
-mesh are digits of its number, and each sharded axis splits one dimension. A rank describes these splits once for all
-tensors of a kind. Equal descriptions are exchanged once, so there is one text per pipeline stage for any number of
-ranks. A shard that such splits cannot describe is sent as an explicit box.
+The location of a rank's shard follows from the tensor's shape and the rank's number. The
+coordinates of a rank in the mesh are digits of its number, and each sharded axis splits one
+dimension. A rank describes these splits once for all tensors of a kind. Equal descriptions are
+exchanged once, so there is one text per pipeline stage for any number of ranks. A shard that such
+splits cannot describe is sent as an explicit box.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
         key = _kind(tensor)
         if key not in known:
             known[key] = _rule(tensor, digits)
-        table[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), known[key]]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        table[name] = [dtype, list(tensor.shape), known[key]]
     return table
 
 
@@ -92,9 +94,11 @@ def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
     """Return the holders of all ranks' tensors (a collective). The result is equal on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if two ranks have tensors of the same name with different dtypes or shapes.
+        CheckpointError: on all ranks, if two ranks have tensors of the same name with different
+            dtypes or shapes.
     """
-    return held_by_all(*tables_of_ranks(table_of(tensors)))
+    tables, table_of_rank = tables_of_ranks(table_of(tensors))
+    return held_by_all(tables, table_of_rank)
 
 
 def tables_of_ranks(own: Table) -> tuple[list[Table], list[int]]:
@@ -111,13 +115,20 @@ def fold(table: Table) -> list[list[Any]]:
     """
     lines: dict[tuple[str, str, str], list[Any]] = {}
     for name, value in table.items():
+        before, number, after = name, "", ""
         match = _LAYER.fullmatch(name)
-        before, number, after = match.groups() if match else (name, "", "")
-        runs = lines.setdefault((before, after, repr(value)), [before, after, value, []])[3]
-        if number and runs and runs[-1][1] == int(number):
+        if match:
+            before, number, after = match.groups()
+        line = lines.setdefault((before, after, repr(value)), [before, after, value, []])
+        if not number:
+            continue
+        # A run of consecutive layer numbers is [first, stop].
+        layer = int(number)
+        runs = line[3]
+        if runs and runs[-1][1] == layer:
             runs[-1][1] += 1
-        elif number:
-            runs.append([int(number), int(number) + 1])
+        else:
+            runs.append([layer, layer + 1])
     return list(lines.values())
 
 
@@ -140,7 +151,8 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
         CheckpointError: as ``find_holders``.
     """
     # Collect the tables that contain each tensor, with their splits. They must agree on its dtype and shape.
-    ranks_of = [np.flatnonzero(np.asarray(table_of_rank) == number) for number in range(len(tables))]
+    number_of_rank = np.asarray(table_of_rank)
+    ranks_of = [np.flatnonzero(number_of_rank == number) for number in range(len(tables))]
     rules: dict[str, list[tuple[int, Any]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for number, table in enumerate(tables):
@@ -149,9 +161,8 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
             if dtype not in ITEM_BYTES:
                 raise CheckpointError(f"{name} cannot be saved: its type {dtype} is not one of {', '.join(ITEM_BYTES)}")
             if kinds.setdefault(name, kind) != kind:
-                raise CheckpointError(
-                    f"{name} cannot be saved: it is {kind} on rank {ranks_of[number][0]}, and {kinds[name]} before"
-                )
+                rank = ranks_of[number][0]
+                raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
             rules.setdefault(name, []).append((number, rule))
 
     # Compute the boxes once per shape and splits, because a model has few of them.
@@ -160,24 +171,30 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
     for name, (dtype, shape) in kinds.items():
         key = (shape, repr(rules[name]))
         if key not in known:
-            known[key] = _parts(shape, [(ranks_of[number], rule) for number, rule in rules[name]])
+            rules_of_ranks = [(ranks_of[number], rule) for number, rule in rules[name]]
+            known[key] = _parts(shape, rules_of_ranks)
         held[name] = Held(dtype, shape, known[key])
     return held
 
 
 def num_replicated(held: Mapping[str, Held]) -> int:
     """Return the number of boxes that more than one rank holds."""
-    return sum(len(part.ranks) for one in held.values() for part in one.parts if part.holders > 1)
+    count = 0
+    for tensor in held.values():
+        count += sum(len(part.ranks) for part in tensor.parts if part.holders > 1)
+    return count
 
 
 def box_of(tensor: Tensor) -> Box:
     """Return offsets and sizes of this rank's shard in the full tensor. A size is 0 if the shard is empty."""
     slices = local_slices(tensor)
-    box = tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices)
-    own = tuple(local_tensor(tensor).shape)
-    if own != box[1] and not (0 in own and 0 in box[1]):
-        raise CheckpointError(f"a shard has shape {own} instead of {box[1]}: this sharding is not supported")
-    return box
+    offsets = tuple(s.start for s in slices)
+    sizes = tuple(s.stop - s.start for s in slices)
+    own_shape = tuple(local_tensor(tensor).shape)
+    are_both_empty = 0 in own_shape and 0 in sizes
+    if own_shape != sizes and not are_both_empty:
+        raise CheckpointError(f"a shard has shape {own_shape} instead of {sizes}: this sharding is not supported")
+    return offsets, sizes
 
 
 def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
@@ -191,12 +208,17 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
         starts[:] = rule["offsets"]
         sizes = rule["sizes"]
         return starts, np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
-    # Each split divides the result of the previous ones like torch.chunk: the last chunks may be smaller or empty.
+    # Each split divides the result of the previous ones like torch.chunk: the last chunks may be
+    # smaller or empty.
     for size, stride, dim in rule:
-        at = ranks // stride % size
-        chunk = -(-(stops[:, dim] - starts[:, dim]) // size)
-        starts[:, dim] = np.minimum(starts[:, dim] + chunk * at, stops[:, dim])
-        stops[:, dim] = np.minimum(starts[:, dim] + chunk, stops[:, dim])
+        coordinate = ranks // stride % size
+        start = starts[:, dim]
+        stop = stops[:, dim]
+        chunk = -(-(stop - start) // size)
+        chunk_start = np.minimum(start + chunk * coordinate, stop)
+        chunk_stop = np.minimum(chunk_start + chunk, stop)
+        starts[:, dim] = chunk_start
+        stops[:, dim] = chunk_stop
     return starts, stops - starts
 
 
@@ -208,7 +230,9 @@ def _kind(tensor: Tensor) -> Any:
 
 
 def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:
-    """Return the splits that map a rank's number to its shard, as (size, stride, dim) in their order, or a box."""
+    """Return the splits that map a rank's number to its shard, as (size, stride, dim) in their
+    order, or a box.
+    """
     offsets, sizes = box_of(tensor)
     if not is_distributed(tensor):
         return []
@@ -217,22 +241,33 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
         digits[id(mesh)] = _digits(mesh.mesh.numpy())
     # The order of ops.dtensor.local_slices: strided splits (FSDP over tensor parallelism) come last.
     order = sorted(enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard")
-    splits = [(digits[id(mesh)][axis], sharded_dim(placement)) for axis, placement in order if mesh.size(axis) > 1]
-    rule = [[*digit, dim] for digit, dim in splits if digit is not None and dim is not None]
+    rule = []
+    for axis, placement in order:
+        if mesh.size(axis) <= 1:
+            continue
+        digit = digits[id(mesh)][axis]
+        dim = sharded_dim(placement)
+        if digit is not None and dim is not None:
+            rule.append([*digit, dim])
     # Use the splits only if they describe this rank's shard exactly. Otherwise return its box.
-    by_rule = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
-    if (tuple(by_rule[0][0].tolist()), tuple(by_rule[1][0].tolist())) == (offsets, sizes):
+    split_offsets, split_sizes = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
+    split_box = (tuple(split_offsets[0].tolist()), tuple(split_sizes[0].tolist()))
+    if split_box == (offsets, sizes):
         return rule
     return {"offsets": offsets, "sizes": sizes}
 
 
 def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
-    """Return size and stride of each mesh axis, or None for an axis whose coordinates are not digits of the rank."""
+    """Return size and stride of each mesh axis, or None for an axis whose coordinates are not
+    digits of the rank.
+    """
     digits: list[tuple[int, int] | None] = []
     for axis, size in enumerate(mesh.shape):
+        # The ranks along the axis must be equally far apart, in ascending order.
         line = np.moveaxis(mesh, axis, 0).reshape(size, -1)[:, 0]
         steps = np.unique(np.diff(line)).tolist()
-        digits.append((size, steps[0]) if len(steps) == 1 and steps[0] > 0 else None)
+        is_digit = len(steps) == 1 and steps[0] > 0
+        digits.append((size, steps[0]) if is_digit else None)
     return digits
 
 
@@ -243,7 +278,8 @@ def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) 
     """
     ranks = np.concatenate([ranks for ranks, _ in splits_of_ranks])
     boxes = [boxes_of(shape, rule, ranks) for ranks, rule in splits_of_ranks]
-    offsets, sizes = (np.concatenate([box[i] for box in boxes]) for i in range(2))
+    offsets = np.concatenate([box_offsets for box_offsets, _ in boxes])
+    sizes = np.concatenate([box_sizes for _, box_sizes in boxes])
     full = (sizes > 0).all(1)
     is_even = bool(full.all() and (sizes == sizes[0]).all())
     ranks = ranks[full]
@@ -257,7 +293,8 @@ def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) 
     order = np.lexsort((ranks, *both.T[::-1]))
     ranks = ranks[order]
     both = both[order]
-    firsts = np.concatenate([[0], 1 + (both[1:] != both[:-1]).any(1).nonzero()[0]])
+    is_other_box = (both[1:] != both[:-1]).any(1)
+    firsts = np.concatenate([[0], 1 + is_other_box.nonzero()[0]])
     counts = np.diff([*firsts, len(ranks)])
 
     # Create one part for each number of holders, so the ranks of a part form a matrix.
@@ -266,6 +303,8 @@ def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) 
     for count in np.unique(counts):
         boxes_at = firsts[counts == count]
         ranks_of_boxes = ranks[boxes_at[:, None] + np.arange(count)]
-        all_alike = is_even and len(boxes_at) == len(firsts)
-        parts.append(HeldBoxes(both[boxes_at, :dims], both[boxes_at, dims:], ranks_of_boxes, all_alike))
+        is_only_part = len(boxes_at) == len(firsts)
+        offsets_of_part = both[boxes_at, :dims]
+        sizes_of_part = both[boxes_at, dims:]
+        parts.append(HeldBoxes(offsets_of_part, sizes_of_part, ranks_of_boxes, is_even and is_only_part))
     return tuple(parts)

@@ -33,13 +33,15 @@ def best_seconds(stall_seconds: float, mttf_seconds: float) -> float:
 
 
 def useful_share(interval_seconds: float, stall_seconds: float, mttf_seconds: float, restart_seconds: float) -> float:
-    """Return the expected fraction of the time spent on training. A failure costs a restart and half an interval.
+    """Return the expected fraction of the time spent on training. A failure costs a restart and
+    half an interval.
 
     >>> round(useful_share(238.5, 1.0, 7.9 * 3600, 240.0), 3)
     0.983
     """
-    lost = (restart_seconds + interval_seconds / 2) / mttf_seconds
-    return max(0.0, (1 - lost) / (1 + stall_seconds / interval_seconds))
+    lost_share = (restart_seconds + interval_seconds / 2) / mttf_seconds
+    stall_share = stall_seconds / interval_seconds
+    return max(0.0, (1 - lost_share) / (1 + stall_share))
 
 
 class Interval:
@@ -83,8 +85,8 @@ class Interval:
     def _plan(self) -> None:
         if self._kind != "automatic" or not self._stalls:
             return
-        # Use the median, so one slow save does not change the plan. The interval must be long enough for a save to be
-        # complete before the next one.
+        # Use the median, so one slow save does not change the plan. The interval must be long
+        # enough for a save to be complete before the next one.
         stall = statistics.median(self._stalls)
         least = max(SHORTEST_SECONDS, stall / LARGEST_SHARE, 1.5 * max(self._writes, default=0.0))
         self._seconds = max(least, min(best_seconds(stall, self._mttf_seconds), LONGEST_SECONDS))

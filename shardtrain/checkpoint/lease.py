@@ -1,10 +1,10 @@
 """A lease on a folder: one run at a time may write there, and holds ``lease.json``.
 
-The holder touches the file every ten seconds. On the same host, a lease is free if its process is dead. On another
-host, it is free if nobody touches it for a minute by the watcher's monotonic clock. Half a minute of watching is enough
-if the file is also a minute old by the filesystem's clock. A wall clock that jumps therefore never takes a lease from a
-live run. A lease that the holder cannot read is not lost: the holder tries again, and writes the file again if it is
-gone.
+The holder touches the file every ten seconds. On the same host, a lease is free if its process is
+dead. On another host, it is free if nobody touches it for a minute by the watcher's monotonic
+clock. Half a minute of watching is enough if the file is also a minute old by the filesystem's
+clock. A wall clock that jumps therefore never takes a lease from a live run. A lease that the
+holder cannot read is not lost: the holder tries again, and writes the file again if it is gone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Lease:
         # Write a separate file, then link it to the lease's name. Readers never see a partial lease, and of
         # two concurrent runs only one can create the link.
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
-        files.write_durable(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
+        content = json.dumps(own_fields(self.nonce)) + "\n"
+        files.write_durable(own, content.encode())
         try:
             while not self._take(own):
                 self._free_or_refuse(own)
@@ -74,7 +75,8 @@ class Lease:
     def _hold(self) -> None:
         self._held = True
         self._pid = os.getpid()
-        # atexit also runs after an error. A killed process does not release its lease; others see that it is dead.
+        # atexit also runs after an error. A killed process does not release its lease; others see
+        # that it is dead.
         atexit.register(self.release)
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
 
@@ -92,13 +94,12 @@ class Lease:
                 if holder.get("nonce") == self.nonce and self._held:
                     return
                 if holder or not self._held:
-                    raise ConfigError(
-                        fix_first(
-                            f"the lease {self._path} of this run was taken over by {describe(holder)}",
-                            "give each run its own job.dump_folder",
-                            "two runs must not write one folder, and this one writes nothing more",
-                        )
+                    text = fix_first(
+                        f"the lease {self._path} of this run was taken over by {describe(holder)}",
+                        "give each run its own job.dump_folder",
+                        "two runs must not write one folder, and this one writes nothing more",
                     )
+                    raise ConfigError(text)
                 error = OSError(errno.EIO, "the file is not a lease", str(self._path))
             except OSError as found:
                 error = found
@@ -107,7 +108,8 @@ class Lease:
             time.sleep(PATIENCE_SECONDS / 100)
 
     def _find_own(self, with_folder: bool = False) -> dict[str, Any]:
-        """Return the fields of the lease. If the file is gone, write it again, and with ``with_folder`` its folder too.
+        """Return the fields of the lease. If the file is gone, write it again, and with
+        ``with_folder`` its folder too.
 
         Raises:
             OSError: it cannot be read or written.
@@ -125,7 +127,8 @@ class Lease:
     def _put_back(self) -> None:
         """Write the lease again unless another run has taken it meanwhile. Does not create the folder."""
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
-        files.write_durable(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
+        content = json.dumps(own_fields(self.nonce)) + "\n"
+        files.write_durable(own, content.encode())
         try:
             if self._take(own):
                 logger.warning(f"the lease {self._path} was gone and is written again: what removes files there?")
@@ -137,7 +140,8 @@ class Lease:
         atexit.unregister(self.release)
         self._ended.set()
         # A forked child inherits the atexit handler and this object, but must not remove its parent's lease.
-        if self._held and self._pid == os.getpid() and read(self._path).get("nonce") == self.nonce:
+        is_own_process = self._pid == os.getpid()
+        if self._held and is_own_process and read(self._path).get("nonce") == self.nonce:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self._held = False
@@ -170,8 +174,8 @@ class Lease:
         level = logging.INFO if holder.get("pid") == os.getpid() else logging.WARNING
         logger.log(level, f"took over {self._path} of {describe(holder)}: {reason}")
 
-        # A third run may have taken the lease since it was read. Rename the file instead of removing it, and put it
-        # back if it belongs to that run.
+        # A third run may have taken the lease since it was read. Rename the file instead of
+        # removing it, and put it back if it belongs to that run.
         away = own.with_name(f"{own.name}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, away)
@@ -209,19 +213,24 @@ class Lease:
             # Half the time is enough if the file is also a minute old by the filesystem's clock.
             silent = time.monotonic() - start
             age = _age_seconds(self._path, own) or 0.0
-            if silent >= STALE_SECONDS or (silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS):
+            is_silent = silent >= STALE_SECONDS
+            is_old_and_silent = silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS
+            if is_silent or is_old_and_silent:
                 return f"no sign of life for {max(age, silent):.0f} s, {silent:.0f} s of them watched"
             time.sleep(min(1.0, BEAT_SECONDS))
             now = _modified(self._path)
+            if now is None:
+                return None
             if now != seen:
-                return None if now is None else ""
+                return ""
         return None
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
             # An unreadable lease may still belong to this run.
             with contextlib.suppress(OSError):
-                if self._find_own().get("nonce", self.nonce) != self.nonce:
+                nonce = self._find_own().get("nonce", self.nonce)
+                if nonce != self.nonce:
                     # Another run has the lease. The next save reports it.
                     return
                 os.utime(self._path)
@@ -242,12 +251,16 @@ def own_fields(nonce: str) -> dict[str, Any]:
 
 def why_free(holder: dict[str, Any]) -> str:
     """Return the reason why a lease is free, or "" if it is held or must be watched."""
-    if is_seen_from_here(holder):
-        pid = holder.get("pid")
-        if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
-            return DEAD
-        if pid == os.getpid():
-            return "an earlier run of this process did not give it back"
+    if not is_seen_from_here(holder):
+        return ""
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or not _is_alive(pid):
+        return DEAD
+    if _process_start(pid) != holder.get("process_start"):
+        # Another process has the PID now.
+        return DEAD
+    if pid == os.getpid():
+        return "an earlier run of this process did not give it back"
     return ""
 
 
@@ -256,7 +269,9 @@ def must_be_watched(holder: dict[str, Any]) -> bool:
 
     This is the case if its process is not visible, or if its process ID may have been reused.
     """
-    return not is_seen_from_here(holder) or not holder.get("process_start")
+    if not is_seen_from_here(holder):
+        return True
+    return not holder.get("process_start")
 
 
 def is_seen_from_here(holder: dict[str, Any]) -> bool:
@@ -266,7 +281,10 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
     have the same number.
     """
     own = {"pid_namespace": process_identity.pid_namespace(), "boot": process_identity.boot_id()}
-    return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
+    if holder.get("host") != socket.gethostname():
+        return False
+    # A field that is missing does not count as different.
+    return all(holder.get(key, value) == value for key, value in own.items())
 
 
 def is_held(folder: Path) -> bool:
@@ -299,7 +317,9 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def describe(holder: dict[str, Any]) -> str:
-    """Return a short description of a lease's holder. It is safe to print, even if the file was tampered with."""
+    """Return a short description of a lease's holder. It is safe to print, even if the file was
+    tampered with.
+    """
     if not holder:
         return "an unknown run"
     text = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('started')}"
@@ -326,7 +346,8 @@ def _process_start(pid: int) -> int:
 def _modified(path: Path) -> int | None:
     """Return a file's modification time in ns by the filesystem's clock, or None if the file is gone."""
     try:
-        # Open the file, because that makes an NFS client ask its server. A plain stat may come from the client's cache.
+        # Open the file, because that makes an NFS client ask its server. A plain stat may come from
+        # the client's cache.
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:

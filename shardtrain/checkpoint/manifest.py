@@ -1,8 +1,10 @@
-"""The manifest of a checkpoint: the location of each tensor's bytes, as JSON that is checked before it is used.
+"""The manifest of a checkpoint: the location of each tensor's bytes, as JSON that is checked before
+it is used.
 
-``manifest.json`` is one JSON object. Its first line contains the SHA-256 of all bytes after that line. The body has the
-size and SHA-256 of every file, and the location of every piece of every tensor. Any changed bit of a checkpoint,
-including the manifest, is therefore detected. The manifest contains no paths, and all numbers are checked.
+``manifest.json`` is one JSON object. Its first line contains the SHA-256 of all bytes after that
+line. The body has the size and SHA-256 of every file, and the location of every piece of every
+tensor. Any changed bit of a checkpoint, including the manifest, is therefore detected. The manifest
+contains no paths, and all numbers are checked.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Manifest:
 
     Attributes:
         run: ID of the process that saved the checkpoint: the nonce of its lease.
-        origin: ID of the run: the lease nonce of its first process. It stays the same when the run is resumed.
+        origin: ID of the run: the lease nonce of its first process. It stays the same when the run
+            is resumed.
         Empty in checkpoints of earlier versions, and in runs that continue from such a checkpoint.
         facts: Counters of the run, written by ``resume.py``.
     """
@@ -100,36 +103,51 @@ class Manifest:
         return sum(file.bytes for file in self.files)
 
     def to_bytes(self) -> bytes:
-        """Return the content of ``manifest.json``. Raises CheckpointError if it is too large to be read again."""
+        """Return the content of ``manifest.json``. Raises CheckpointError if it is too large to be
+        read again.
+        """
+        # Write the oldest version that can represent the content: version 1 has no grids of several boxes.
+        version = 1
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            tensors[name] = [tensor.dtype, tensor.shape, [_fields(grid) for grid in tensor.grids]]
+            if any(grid.axes for grid in tensor.grids):
+                version = 2
         body = {
             "format": FORMAT,
-            # Write the oldest version that can represent the content: version 1 has no grids of several boxes.
-            "version": 2 if any(grid.axes for t in self.tensors.values() for grid in t.grids) else 1,
+            "version": version,
             "created_by": self.created_by,
             "run": self.run,
             "origin": self.origin,
             "step": self.step,
             "world_size": self.world_size,
             "files": [[file.name, file.bytes, file.sha256] for file in self.files],
-            "tensors": {
-                name: [
-                    t.dtype,
-                    t.shape,
-                    [[g.offsets, g.sizes, g.file, g.begin, *([g.axes] if g.axes else [])] for g in t.grids],
-                ]
-                for name, t in self.tensors.items()
-            },
+            "tensors": tensors,
             "facts": dict(self.facts),
         }
         rest = ("\n" + json.dumps(body, allow_nan=False)[1:] + "\n").encode()
         if len(rest) > MAX_BYTES - 100:
             raise CheckpointError(too_large(len(rest)))
-        return b'{"sha256": "%s",' % hashlib.sha256(rest).hexdigest().encode() + rest
+        digest = hashlib.sha256(rest).hexdigest().encode()
+        return b'{"sha256": "%s",' % digest + rest
+
+
+def _fields(grid: Grid) -> list[Any]:
+    """Return the entry of a grid, as ``_grid`` reads it."""
+    fields: list[Any] = [grid.offsets, grid.sizes, grid.file, grid.begin]
+    if grid.axes:
+        fields.append(grid.axes)
+    return fields
 
 
 def least_bytes(tensors: Mapping[str, StoredTensor]) -> int:
     """Return a lower bound of the manifest's size: brackets, commas and one digit per number."""
-    return sum(len(name) + sum(10 + 6 * len(grid.sizes) for grid in t.grids) for name, t in tensors.items())
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        num_bytes += len(name)
+        for grid in tensor.grids:
+            num_bytes += 10 + 6 * len(grid.sizes)
+    return num_bytes
 
 
 def too_large(num_bytes: int) -> str:
@@ -142,7 +160,9 @@ def too_large(num_bytes: int) -> str:
 
 
 def read(path: Path | ObjectPath) -> Manifest:
-    """Read and check the manifest of the checkpoint in the folder ``path``. Raises CheckpointError if it is invalid."""
+    """Read and check the manifest of the checkpoint in the folder ``path``. Raises CheckpointError
+    if it is invalid.
+    """
     return parse(read_bytes(path), path)
 
 
@@ -175,11 +195,15 @@ def why_not_one(path: Path) -> str:
     if not path.is_dir():
         return "is not a folder"
     way = way_from_dcp(path)
-    return f"has no {MANIFEST}{f': {way}' if way else ''}"
+    if way:
+        return f"has no {MANIFEST}: {way}"
+    return f"has no {MANIFEST}"
 
 
 def way_from_dcp(path: Path | ObjectPath) -> str:
-    """Return how to convert a folder of torch.distributed.checkpoint, as torchtitan writes it. "" for other folders."""
+    """Return how to convert a folder of torch.distributed.checkpoint, as torchtitan writes it. ""
+    for other folders.
+    """
     if not isinstance(path, Path) or not (path / ".metadata").is_file():
         return ""
     return (
@@ -207,7 +231,10 @@ def _refuse(reason: str) -> NoReturn:
 def _parse(data: bytes) -> Manifest:
     # Check the hash and the version.
     first_line = _FIRST_LINE.match(data)
-    if not first_line or hashlib.sha256(data[first_line.end() :]).hexdigest().encode() != first_line.group(1):
+    if not first_line:
+        _refuse("is damaged: its bytes are not those that were written")
+    digest = hashlib.sha256(data[first_line.end() :]).hexdigest()
+    if digest.encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
     try:
         body = checked_json.parse(data, unique_keys=True)
@@ -261,7 +288,8 @@ def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor
     whole = _counts(shape, name)
     if math.prod(whole) * ITEM_BYTES[dtype] > MAX_SIZE:
         _refuse(f"has a too large shape of {name}")
-    checked = tuple(_grid(name, entry, version, len(whole), num_files) for entry in _list(grids, name))
+    dims = len(whole)
+    checked = tuple(_grid(name, grid, version, dims, num_files) for grid in _list(grids, name))
     problem = check_tiling(whole, [grid.box for grid in checked])
     if problem:
         _refuse(f"has pieces of {name} that {problem}")
@@ -274,13 +302,16 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
         _refuse(f"has an entry of {name} that is not a list of the right length")
     offsets, sizes, file, begin, *rest = fields
     axes = []
-    for axis in _list(rest[0], name) if rest else []:
+    axis_entries = _list(rest[0], name) if rest else []
+    for axis in axis_entries:
         repeats, dim, step = _list(axis, name, 3)
-        if not isinstance(step, int) or isinstance(step, bool) or abs(step) > num_files or _count(dim, name) >= dims:
+        is_int = isinstance(step, int) and not isinstance(step, bool)
+        if not is_int or abs(step) > num_files or _count(dim, name) >= dims:
             _refuse(f"has pieces of {name} with an invalid repetition")
         axes.append(Axis(_count(repeats, name), dim, step))
     grid = Grid(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name), tuple(axes))
-    if len(grid.sizes) != dims or len(axes) > MAX_DIMS or not 1 <= grid.count <= max(1, num_files):
+    has_right_dims = len(grid.sizes) == dims and len(axes) <= MAX_DIMS
+    if not has_right_dims or not 1 <= grid.count <= max(1, num_files):
         _refuse(f"has pieces of {name} with a wrong number of dimensions, or more pieces than files")
     return grid
 
@@ -288,30 +319,34 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
 def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
     """Check that every piece is inside its file, and that no two pieces share a byte.
 
-    Files that contain boxes of the same grids are of one kind, and only one file of each kind is checked. The files of
-    ranks with equal shards of all tensors are of one kind, so this is fast for many ranks.
+    Files that contain boxes of the same grids are of one kind, and only one file of each kind is
+    checked. The files of ranks with equal shards of all tensors are of one kind, so this is fast
+    for many ranks.
     """
     spans: dict[tuple[int, tuple[Axis, ...]], list[tuple[int, int, str]]] = {}
     for name, tensor in tensors.items():
         for grid in tensor.grids:
             end = grid.begin + grid.numel * ITEM_BYTES[tensor.dtype]
             spans.setdefault((grid.file, grid.axes), []).append((grid.begin, end, name))
-    if sum(math.prod(axis.repeats for axis in axes) for _, axes in spans) > _MAX_PLACES:
+    num_places = sum(math.prod(axis.repeats for axis in axes) for _, axes in spans)
+    if num_places > _MAX_PLACES:
         _refuse("has pieces that are too many to check")
 
-    # The kind of a file identifies the grids that it contains boxes of. It is the exclusive or of a random number per
-    # grid, so an attacker cannot construct two kinds that look equal.
+    # The kind of a file identifies the grids that it contains boxes of. It is the exclusive or of a
+    # random number per grid, so an attacker cannot construct two kinds that look equal.
     reached: list[list[int]] = []
     kinds = [0] * len(files)
     for (file, axes), pieces in spans.items():
         numbers = file_numbers(file, axes)
         reached.append(numbers)
+        name = pieces[0][2]
         furthest = max(end for _, end, _ in pieces)
         token = secrets.randbits(128)
-        if min(numbers) < 0 or max(numbers) >= len(files) or any(furthest > files[one].bytes for one in numbers):
-            _refuse(f"has a piece of {pieces[0][2]} outside its file")
+        has_no_file = min(numbers) < 0 or max(numbers) >= len(files)
+        if has_no_file or any(furthest > files[number].bytes for number in numbers):
+            _refuse(f"has a piece of {name} outside its file")
         if len(set(numbers)) != len(numbers):
-            _refuse(f"has pieces of {pieces[0][2]} that share bytes")
+            _refuse(f"has pieces of {name} that share bytes")
         for number in numbers:
             kinds[number] ^= token
 
@@ -332,7 +367,9 @@ def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTen
 
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
-    return value if isinstance(value, dict) else _refuse(f"has {what} that are not a table")
+    if not isinstance(value, dict):
+        _refuse(f"has {what} that are not a table")
+    return value
 
 
 def _list(value: Any, what: str, length: int | None = None) -> list[Any]:

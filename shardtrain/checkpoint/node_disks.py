@@ -1,8 +1,9 @@
 """Find the checkpoints of a run on the disks of its nodes.
 
-With ``checkpoint.storage = "first_node"`` only the node of rank 0 writes checkpoints. At the next start rank 0 may be
-on another node, so every node reports its checkpoints. Each other node also keeps a note with the newest step and the
-host that saved it. The note distinguishes a run that has lost its checkpoints from a new run.
+With ``checkpoint.storage = "first_node"`` only the node of rank 0 writes checkpoints. At the next
+start rank 0 may be on another node, so every node reports its checkpoints. Each other node also
+keeps a note with the newest step and the host that saved it. The note distinguishes a run that has
+lost its checkpoints from a new run.
 """
 
 from __future__ import annotations
@@ -39,18 +40,31 @@ def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, 
         incomplete = []
         if isinstance(folder, Path):  # an object store has no folders
             for step in sorted({*retention.step_folders(folder)} - {*complete}):
-                incomplete.append([step, f"step-{step} {manifest.why_not_one(folder / f'step-{step}')}"])
-        seen.extend([complete, incomplete, _read_note(run_folder / NOTE) if each_node else None])
+                name = f"step-{step}"
+                incomplete.append([step, f"{name} {manifest.why_not_one(folder / name)}"])
+        note = _read_note(run_folder / NOTE) if each_node else None
+        seen.extend([complete, incomplete, note])
 
     all_ranks(look)
-    # Without ``each_node``, rank 0 decides for all ranks: they might see different steps in a shared folder.
-    values, numbers = gather_distinct_json(seen) if each_node else ([broadcast_json(seen)], [0])
+    if each_node:
+        values, numbers = gather_distinct_json(seen)
+    else:
+        # Rank 0 decides for all ranks: they might see different steps in a shared folder.
+        values = [broadcast_json(seen)]
+        numbers = [0]
     holders: dict[int, list[int]] = {}
     for number, (complete, _, _) in enumerate(values):
+        first_rank = numbers.index(number)
         for step in complete:
-            holders.setdefault(step, []).append(numbers.index(number))
-    incomplete = {step: text for _, pairs, _ in values for step, text in pairs if step not in holders}
-    return holders, incomplete, [note for _, _, note in values if note]
+            holders.setdefault(step, []).append(first_rank)
+    # A checkpoint that is complete on one node counts as complete.
+    reasons = {}
+    for _, incomplete, _ in values:
+        for step, reason in incomplete:
+            if step not in holders:
+                reasons[step] = reason
+    notes = [note for _, _, note in values if note]
+    return holders, reasons, notes
 
 
 def refuse_lost(newest: int, notes: Sequence[Any], run_folder: Path) -> None:
@@ -79,7 +93,8 @@ def speaks_for_its_node() -> bool:
 
 def host_of(rank: int) -> str:
     """Return the host name of a rank, on all ranks (a collective)."""
-    return first_word(os.uname().nodename if rank_and_size()[0] == rank else "")
+    is_named_rank = rank_and_size()[0] == rank
+    return first_word(os.uname().nodename if is_named_rank else "")
 
 
 def note(run_folder: Path, steps: Iterable[int]) -> None:
@@ -104,6 +119,7 @@ def _read_note(path: Path) -> list[Any] | None:
     """Return [step, host], or None if there is no readable note."""
     try:
         step, host = json.loads(files.read_small(path))
-        return [int(step), "".join(char for char in str(host)[:80] if char.isprintable())]
+        shown_host = "".join(char for char in str(host)[:80] if char.isprintable())
+        return [int(step), shown_host]
     except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return None

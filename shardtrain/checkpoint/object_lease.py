@@ -54,7 +54,9 @@ class ObjectLease(Lease):
         self._hold()
 
     def check(self) -> None:
-        """Check the lease before a write. Raises ConfigError if it is lost, OSError if the store does not answer."""
+        """Check the lease before a write. Raises ConfigError if it is lost, OSError if the store
+        does not answer.
+        """
         holder = self._find_own()
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
@@ -79,7 +81,9 @@ class ObjectLease(Lease):
             return {}
 
     def _wait_until_free(self, holder: dict[str, Any]) -> None:
-        """Return if the lease is free. Watch it for a beat if its process cannot be seen. Raises FolderTaken."""
+        """Return if the lease is free. Watch it for a beat if its process cannot be seen. Raises
+        FolderTaken.
+        """
         reason = why_free(holder)
         if not reason and is_seen_from_here(holder):
             self._refuse(holder)

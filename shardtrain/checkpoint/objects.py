@@ -1,7 +1,7 @@
 """Paths in object stores, through fsspec, with the operations that checkpoints need.
 
-Object stores have no atomic rename, so there is none here. An object appears completely or not at all when its write
-ends. Every exception of a store's library becomes an OSError with the address.
+Object stores have no atomic rename, so there is none here. An object appears completely or not at
+all when its write ends. Every exception of a store's library becomes an OSError with the address.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def _store_errors(address: str) -> Iterator[None]:
     except Exception as error:
         number = getattr(error, "errno", None) or _NUMBERS.get(type(error), errno.EIO)
         text = getattr(error, "strerror", None) or str(error) or os.strerror(number)
-        reason = os.strerror(number) if number == errno.ENOENT else f"{type(error).__name__}: {text}".splitlines()[0]
+        reason = f"{type(error).__name__}: {text}".splitlines()[0]
+        if number == errno.ENOENT:
+            reason = os.strerror(number)
         raise OSError(number, reason[:300], address) from error
 
 
@@ -49,8 +51,8 @@ _NUMBERS: dict[type, int] = {
 class ObjectPath:
     """An address in an object store, with a part of the interface of ``pathlib.Path``.
 
-    ``suffix`` is inserted before the extension of files below this path. The files of an unpublished save therefore
-    never replace those of an earlier save of the same step.
+    ``suffix`` is inserted before the extension of files below this path. The files of an
+    unpublished save therefore never replace those of an earlier save of the same step.
     """
 
     store: Any = field(repr=False, compare=False)
@@ -96,7 +98,12 @@ class ObjectPath:
                 entries = self.store.ls(self._key, detail=True)
         except FileNotFoundError:
             return {}
-        return {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in entries if one["type"] == "file"}
+        sizes = {}
+        for entry in entries:
+            if entry["type"] == "file":
+                name = str(entry["name"]).rpartition("/")[2]
+                sizes[name] = int(entry["size"] or 0)
+        return sizes
 
     def glob(self, pattern: str) -> list[ObjectPath]:
         """Return the objects and folders directly below whose names match."""
@@ -135,7 +142,9 @@ class ObjectPath:
             return bytes(self.store.cat_file(self._key, start=begin, end=end))
 
     def write_hashed(self, blocks: Iterable[memoryview]) -> tuple[int, str]:
-        """Stream a new object. Return its size and SHA-256. A failed write leaves nothing that a reader opens."""
+        """Stream a new object. Return its size and SHA-256. A failed write leaves nothing that a
+        reader opens.
+        """
         digest = hashlib.sha256()
         size = 0
         with _store_errors(self.address):
@@ -156,7 +165,8 @@ class ObjectPath:
         With ``new``, fail if it exists. Return False if the store cannot check that.
         """
         with _store_errors(self.address):
-            # A store without conditional writes rejects ``mode``, with various errors. Write unconditionally then.
+            # A store without conditional writes rejects ``mode``, with various errors. Write
+            # unconditionally then.
             if new:
                 try:
                     self.store.pipe_file(self._key, data, mode="create")
@@ -200,7 +210,8 @@ def unlink_all(paths: Sequence[ObjectPath]) -> None:
 
 
 def open_address(address: str) -> ObjectPath:
-    """Open an address such as ``s3://bucket/run``. The store's library reads credentials from the environment.
+    """Open an address such as ``s3://bucket/run``. The store's library reads credentials from the
+    environment.
 
     Raises:
         ConfigError: fsspec or the library of this store is not installed, or the store is unknown.
@@ -213,7 +224,9 @@ def open_address(address: str) -> ObjectPath:
 
 
 def refuse_unknown_store(address: str) -> None:
-    """Raise the ConfigError of ``open_address`` for a missing library or an unknown store, without opening anything."""
+    """Raise the ConfigError of ``open_address`` for a missing library or an unknown store, without
+    opening anything.
+    """
     with _naming_option(address):
         import fsspec
 
@@ -222,13 +235,16 @@ def refuse_unknown_store(address: str) -> None:
 
 @contextlib.contextmanager
 def _naming_option(address: str) -> Iterator[None]:
-    """Re-raise fsspec errors as ConfigError of checkpoint.folder, also if fsspec or its backend is not installed."""
+    """Re-raise fsspec errors as ConfigError of checkpoint.folder, also if fsspec or its backend is
+    not installed.
+    """
     try:
         yield
     except ImportError as error:
         missing = "fsspec" if error.name == "fsspec" else f"{address.partition(MARK)[0]} ({error})"
         fix = f'pip install "shardtrain[{EXTRA}]"'
-        raise ConfigError(Problem("checkpoint.folder", address, f"needs {missing}, not installed", fix)) from error
+        rule = f"needs {missing}, not installed"
+        raise ConfigError(Problem("checkpoint.folder", address, rule, fix)) from error
     except ValueError as error:
         rule = f"names a store that fsspec does not know: {error}"
         fix = "use for example s3:// or gs://, or a folder"

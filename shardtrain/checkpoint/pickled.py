@@ -1,9 +1,9 @@
 """Read pickles as data, without importing, calling or looking up anything that they name.
 
-A pickle is a program for a stack machine. ``pickletools`` lists its opcodes without executing them. This module
-interprets the opcodes that build numbers, strings, tuples, lists and dicts. A class or function becomes a ``Name``,
-which must be in the caller's list. A call becomes a ``Made``, with the name, the arguments and the state
-that unpickling would set.
+A pickle is a program for a stack machine. ``pickletools`` lists its opcodes without executing them.
+This module interprets the opcodes that build numbers, strings, tuples, lists and dicts. A class or
+function becomes a ``Name``, which must be in the caller's list. A call becomes a ``Made``, with the
+name, the arguments and the state that unpickling would set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Name:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """An object that unpickling would create: ``name(*arguments)`` with ``state`` set on it and ``items`` added."""
+    """An object that unpickling would create: ``name(*arguments)`` with ``state`` set on it and
+    ``items`` added.
+    """
 
     name: Name
     arguments: tuple[Any, ...]
@@ -61,17 +63,19 @@ def parse(
 ) -> Any:
     """Return the value of a pickle without executing anything in it.
 
-    A file object is left just after the pickle. The value may contain the same object many times, so code that walks
-    through it needs a limit as well.
+    A file object is left just after the pickle. The value may contain the same object many times,
+    so code that walks through it needs a limit as well.
 
     Args:
         names: allowed classes and functions, as "module.name".
         where: the file, which error messages begin with.
         persistent: returns the value of a persistent id. Without it, persistent ids are rejected.
-        max_steps: maximum number of opcodes, which limits time (1 us each) and memory (some hundred bytes each).
+        max_steps: maximum number of opcodes, which limits time (1 us each) and memory (some hundred
+            bytes each).
 
     Raises:
-        CheckpointError: another name, an opcode that plain data does not need, or bytes that are not a pickle.
+        CheckpointError: another name, an opcode that plain data does not need, or bytes that are
+            not a pickle.
     """
     machine = _Machine(names, persistent)
     try:
@@ -109,6 +113,7 @@ class _Machine:
 
     def step(self, name: str, argument: Any) -> None:
         push = self._stack.append
+        # Constants and empty containers.
         if name in _VALUES:
             push(argument)
         elif name in _CONSTANTS:
@@ -119,6 +124,7 @@ class _Machine:
             push([])
         elif name == "EMPTY_DICT":
             push({})
+        # Containers made of the values on top of the stack.
         elif name in _TUPLES:
             push(tuple(reversed([self.pop() for _ in range(_TUPLES[name])])))
         elif name == "TUPLE":
@@ -127,21 +133,30 @@ class _Machine:
             push(self._since_mark())
         elif name == "DICT":
             push(_table(self._since_mark()))
+        # Additions to a container below the values.
         elif name in ("APPEND", "APPENDS"):
             values = [self.pop()] if name == "APPEND" else self._since_mark()
             self._container(list).extend(values)
         elif name in ("SETITEM", "SETITEMS"):
-            values = [*reversed([self.pop(), self.pop()])] if name == "SETITEM" else self._since_mark()
+            if name == "SETITEM":
+                value = self.pop()
+                key = self.pop()
+                values = [key, value]
+            else:
+                values = self._since_mark()
             # An OrderedDict is created before its items are added.
             into = self._stack[-1]
             if isinstance(into, Made):
                 into.items.extend(values)
             else:
                 self._container(dict).update(_table(values))
+        # Values that occur more than once.
         elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"):
-            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = self._stack[-1]
+            number = len(self._memo) if name == "MEMOIZE" else argument
+            self._memo[number] = self._stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             push(self._memo[argument])
+        # Objects: a name, the arguments of its call, and its state. Nothing is called or imported.
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             self._push_name(name, argument)
         elif name in ("REDUCE", "NEWOBJ"):
@@ -156,6 +171,7 @@ class _Machine:
             if not isinstance(made, Made):
                 raise _Refused("sets the state of plain data")
             made.state = state
+        # A storage of a tensor, by its persistent ID.
         elif name == "BINPERSID" and self._persistent is not None:
             push(self._persistent(self.pop()))
         elif name == "POP":
@@ -191,7 +207,8 @@ class _Machine:
 def _table(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
         raise ValueError("a table has a key without a value")
-    # A Made is hashed by identity. Tuples are not allowed, because hashing nested shared ones may take forever.
+    # A Made is hashed by identity. Tuples are not allowed, because hashing nested shared ones may
+    # take forever.
     if not all(isinstance(key, str | int | Made) for key in values[::2]):
         raise _Refused("has a table whose keys are not names")
     return dict(zip(values[::2], values[1::2], strict=True))

@@ -1,7 +1,8 @@
-"""Checkpoints in a folder that only rank 0's node can access. The process group transfers the bytes in pieces.
+"""Checkpoints in a folder that only rank 0's node can access. The process group transfers the bytes
+in pieces.
 
-No rank stores more than one piece of another rank's data. Rank 0 writes and reads everything, so one disk and one
-network link limit the speed. A folder that all nodes can access has no such limit.
+No rank stores more than one piece of another rank's data. Rank 0 writes and reads everything, so
+one disk and one network link limit the speed. A folder that all nodes can access has no such limit.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from shardtrain.utils.log import logger
 def check_seen_by_all(folder: Place, nonce: str) -> None:
     """Reject a folder that is not the same on all nodes (a collective).
 
-    Rank 0 writes a file there. One rank of each node waits up to ``files.SEEN_SECONDS`` for it, because network
-    filesystems may show it late.
+    Rank 0 writes a file there. One rank of each node waits up to ``files.SEEN_SECONDS`` for it,
+    because network filesystems may show it late.
 
     Raises:
         StorageError: on all ranks; names the hosts that do not see it.
@@ -49,9 +50,12 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         sign.unlink(missing_ok=True)
     blind = sorted({host for _, host, is_blind in looked if is_blind})
     if blind:
-        named = ", ".join(blind[:5]) + (f" and {len(blind) - 5} more" if len(blind) > 5 else "")
+        named = ", ".join(blind[:5])
+        if len(blind) > 5:
+            named += f" and {len(blind) - 5} more"
+        verb = "do" if len(blind) > 1 else "does"
         raise StorageError(
-            f"checkpoint.folder: {named} {'do' if len(blind) > 1 else 'does'} not see a file that rank 0 wrote into "
+            f"checkpoint.folder: {named} {verb} not see a file that rank 0 wrote into "
             f"{folder} within {files.SEEN_SECONDS:g} s; set job.dump_folder to a folder that all nodes see, use an "
             'object store, or set checkpoint.storage = "first_node"'
         )
@@ -90,7 +94,9 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list
 
 
 def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -> list[TensorFile]:
-    """Write a file and return it. After a failure, drop the blocks: their sender waits until they are received."""
+    """Write a file and return it. After a failure, drop the blocks: their sender waits until they
+    are received.
+    """
     written = []
     if not failures:
         try:
@@ -106,7 +112,8 @@ def _received(shares: SavePlan, rank: int) -> Iterator[memoryview]:
     """Yield the blocks that a rank sends, in order."""
     for _, size in shares.pieces_of(rank):
         for start in range(0, size, files.PIECE_BYTES):
-            piece = torch.empty(min(files.PIECE_BYTES, size - start), dtype=torch.uint8)
+            piece_bytes = min(files.PIECE_BYTES, size - start)
+            piece = torch.empty(piece_bytes, dtype=torch.uint8)
             dist.recv(piece, rank)
             yield memoryview(piece.numpy().data)
 
@@ -117,7 +124,8 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
     Raises:
         OSError: on ``holder``, after the last broadcast.
     """
-    # Every rank expects all broadcasts. After an error the holder sends zeros, and raises the error at the end.
+    # Every rank expects all broadcasts. After an error the holder sends zeros, and raises the error
+    # at the end.
     failure: Exception | None = None
     for name in sorted({name for names in gather_distinct_json(sorted(tensors))[0] for name in names}):
         stored = manifest.tensors[name]
@@ -140,15 +148,19 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
 
 
 def _rows(chunk: Chunk, item_bytes: int) -> Iterator[Box]:
-    """Divide a chunk into boxes of complete rows, each of about PIECE_BYTES, or of one row if it is larger."""
+    """Divide a chunk into boxes of complete rows, each of about PIECE_BYTES, or of one row if it is
+    larger.
+    """
     if not chunk.sizes:
         yield chunk.offsets, chunk.sizes
         return
-    row_bytes = max(1, chunk.numel // chunk.sizes[0] * item_bytes)
-    at_once = max(1, files.PIECE_BYTES // row_bytes)
-    for start in range(0, chunk.sizes[0], at_once):
-        count = min(at_once, chunk.sizes[0] - start)
-        yield (chunk.offsets[0] + start, *chunk.offsets[1:]), (count, *chunk.sizes[1:])
+    first_row, *other_offsets = chunk.offsets
+    num_rows, *row_sizes = chunk.sizes
+    row_bytes = max(1, chunk.numel // num_rows * item_bytes)
+    rows_per_box = max(1, files.PIECE_BYTES // row_bytes)
+    for start in range(0, num_rows, rows_per_box):
+        count = min(rows_per_box, num_rows - start)
+        yield (first_row + start, *other_offsets), (count, *row_sizes)
 
 
 def _take(tensor: Tensor | None, piece: Tensor, box: Box) -> None:

@@ -31,10 +31,11 @@ _MASK = 2**64 - 1
 def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: Mapping[str, int]) -> str:
     """Return the first tensors or counters that differ, and the odd ranks, or "" (a collective).
 
-    The result is equal on all ranks. Ranks exchange two numbers per tensor, for any number of ranks. All holders of a
-    box add its checksum to a sum, and one of them subtracts its own checksum once per other holder. The sum modulo 2^64
-    is 0 if all checksums are equal. The last holder subtracts in one number and the first in the other, so a single
-    rank that differs always changes one of them. Checksums are mixed first, so differences of two boxes do not cancel.
+    The result is equal on all ranks. Ranks exchange two numbers per tensor, for any number of
+    ranks. All holders of a box add its checksum to a sum, and one of them subtracts its own
+    checksum once per other holder. The sum modulo 2^64 is 0 if all checksums are equal. The last
+    holder subtracts in one number and the first in the other, so a single rank that differs always
+    changes one of them. Checksums are mixed first, so differences of two boxes do not cancel.
 
     Args:
         held: The holders of each tensor, equal on all ranks.
@@ -46,15 +47,23 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
     # This rank's values: the step's counters, and the checksum of each box that has other holders.
     everybody = np.arange(size)
     own: dict[str, tuple[Ints, int]] = {f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS}
-    names = [*own, *(name for name, one in held.items() if any(part.holders > 1 for part in one.parts))]
+    replicated = []
+    for name, tensor in held.items():
+        if any(part.holders > 1 for part in tensor.parts):
+            replicated.append(name)
+    names = [*own, *replicated]
     checked = []
-    for name in names[len(COUNTERS) :]:
+    for name in replicated:
         for part in held[name].parts:
-            row = part.row_of(rank) if part.holders > 1 else None
+            if part.holders <= 1:
+                continue
+            row = part.row_of(rank)
             if row is not None:
                 checked.append((name, part.ranks[row]))
-    sums = torch.stack([checksum(tensors[name]) for name, _ in checked]).tolist() if checked else []
-    own |= {name: (ranks, value) for (name, ranks), value in zip(checked, sums, strict=True)}
+    if checked:
+        sums = torch.stack([checksum(tensors[name]) for name, _ in checked]).tolist()
+        for (name, ranks), value in zip(checked, sums, strict=True):
+            own[name] = (ranks, value)
 
     # Two numbers for each name, in one all-reduce. int64 wraps around, so the sums are modulo 2^64.
     numbers = []
@@ -72,22 +81,29 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
     if not odd:
         return ""
 
-    # Who differs: all holders of the first odd one say their checksums, by boxes, of which one is not of equals.
+    # All ranks exchange their checksum of the first odd name, with the first holder of their box.
+    # The odd ranks are among the holders of a box whose checksums differ.
     first = names[odd[0]]
-    holds = first in own
-    values = all_gather_json([[int(own[first][0][0]), own[first][1] & _MASK] if holds else None])
-    boxes: dict[int, dict[int, int]] = {}  # by the first holder of each: the sum of each
+    answer = None
+    if first in own:
+        ranks, value = own[first]
+        answer = [int(ranks[0]), value & _MASK]
+    values = all_gather_json([answer])
+    boxes: dict[int, dict[int, int]] = {}  # first holder of a box -> checksum of each holder
     for holder, (part,) in enumerate(values):
         if part:
-            boxes.setdefault(part[0], {})[holder] = part[1]
+            first_holder, box_sum = part
+            boxes.setdefault(first_holder, {})[holder] = box_sum
     unlike = next(sums for sums in boxes.values() if len({*sums.values()}) > 1)
     listed = ", ".join(names[place].removeprefix("model.") for place in odd[:3])
-    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-    return f"{listed}{more}: {_who(unlike)}"
+    if len(odd) > 3:
+        listed += f" and {len(odd) - 3} more"
+    return f"{listed}: {_who(unlike)}"
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A sum of a local tensor's bits, 8 bytes at a time and weighted by their place, modulo 2^64: an int64 scalar.
+    """A sum of a local tensor's bits, 8 bytes at a time and weighted by their place, modulo 2^64:
+    an int64 scalar.
 
     Exact, changed by every flip of a single bit, and by any two numbers that change places within 8 KiB.
     """
@@ -127,6 +143,7 @@ def _signed(value: int) -> int:
 def _who(sums: Mapping[int, int]) -> str:
     most, count = Counter(sums.values()).most_common(1)[0]
     if 2 * count > len(sums):
-        odd = [rank for rank, value in sums.items() if value != most]
-        return f"rank {', '.join(map(str, odd[:8]))} differs from the other {count} that hold it"
-    return f"ranks {', '.join(map(str, [*sums][:8]))} differ, and no majority says which is right"
+        odd = [str(rank) for rank, value in sums.items() if value != most]
+        return f"rank {', '.join(odd[:8])} differs from the other {count} that hold it"
+    ranks = [str(rank) for rank in sums]
+    return f"ranks {', '.join(ranks[:8])} differ, and no majority says which is right"

@@ -47,8 +47,9 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return "have a wrong number of dimensions"
-        if any(o + n > whole or n == 0 for o, n, whole in zip(offsets, sizes, shape, strict=True)):
-            return "are outside of it or empty"
+        for offset, size, full_size in zip(offsets, sizes, shape, strict=True):
+            if offset + size > full_size or size == 0:
+                return "are outside of it or empty"
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return "do not cover it exactly"
     if len(boxes) < 2:
@@ -56,13 +57,15 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     if not shape:
         return "overlap"
 
-    # The boxes have as many elements as the tensor, so they cover it if they do not overlap. Sweep along the dimension
-    # with most cuts, and compare each box only with those that reach beyond its start.
+    # The boxes have as many elements as the tensor, so they cover it if they do not overlap. Sweep
+    # along the dimension with most cuts, and compare each box only with those that reach beyond its
+    # start.
     along = max(range(len(shape)), key=lambda dim: len({box[0][dim] for box in boxes}))
     open_boxes: list[Box] = []
     comparisons = 0
     for box in sorted(boxes, key=lambda box: box[0][along]):
-        open_boxes = [o for o in open_boxes if o[0][along] + o[1][along] > box[0][along]]
+        start = box[0][along]
+        open_boxes = [other for other in open_boxes if other[0][along] + other[1][along] > start]
         comparisons += len(open_boxes)
         if comparisons > _MAX_COMPARISONS:
             return "are too many to check"

@@ -1,4 +1,6 @@
-"""Retention: choose the checkpoints to keep, and delete the others. A rename first makes a deletion atomic."""
+"""Retention: choose the checkpoints to keep, and delete the others. A rename first makes a deletion
+atomic.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from shardtrain.utils.log import logger
 
 _STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 HUB = "-hf"
-"""Suffix of the folder with the export of a checkpoint to the Hugging Face format. Both are deleted together."""
+"""Suffix of the folder with the export of a checkpoint to the Hugging Face format. Both are deleted
+together.
+"""
 _LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
 _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
@@ -38,7 +42,9 @@ def step_of(path: Path | ObjectPath) -> int | None:
 
 
 def step_folders(folder: Path | ObjectPath) -> list[int]:
-    """Return the steps that have an entry ``step-N`` of any kind, oldest first. For object stores see ``steps``."""
+    """Return the steps that have an entry ``step-N`` of any kind, oldest first. For object stores
+    see ``steps``.
+    """
     if isinstance(folder, ObjectPath):
         return steps(folder)
     return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None)
@@ -47,7 +53,11 @@ def step_folders(folder: Path | ObjectPath) -> list[int]:
 def steps(folder: Path | ObjectPath) -> list[int]:
     """Return the steps with a manifest, in ascending order."""
     if isinstance(folder, ObjectPath):
-        folders = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+        folders = {}
+        for path in folder.glob("step-*"):
+            step = step_of(path)
+            if step is not None:
+                folders[path] = step
         return sorted(step for path, step in folders.items() if (path / MANIFEST).is_file())
     return [step for step in step_folders(folder) if (folder / f"step-{step}" / MANIFEST).is_file()]
 
@@ -94,7 +104,9 @@ def _content(path: Path | ObjectPath) -> tuple[list[str], list[int], str]:
     key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))
     if key not in _contents:
         stored = read(path)
-        _contents[key] = [file.name for file in stored.files], [file.bytes for file in stored.files], stored.origin
+        names = [file.name for file in stored.files]
+        sizes = [file.bytes for file in stored.files]
+        _contents[key] = (names, sizes, stored.origin)
         for old in list(_contents)[:-_MOST_REMEMBERED]:
             del _contents[old]
     return _contents[key]
@@ -105,15 +117,16 @@ def forget(path: Path | ObjectPath) -> None:
 
     Object stores report no modification time, so a new manifest of equal size would be taken for the old one.
     """
-    for key in [key for key in _contents if key[0] == str(path)]:
+    keys = [key for key in _contents if key[0] == str(path)]
+    for key in keys:
         del _contents[key]
 
 
 def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[int]:
     """Return the steps to delete: those older than the ``keep`` newest complete ones.
 
-    ``own`` are the steps of the run, in ascending order. A damaged checkpoint does not count as one of the newest, but
-    is not deleted earlier than others, so a user can examine it.
+    ``own`` are the steps of the run, in ascending order. A damaged checkpoint does not count as one
+    of the newest, but is not deleted earlier than others, so a user can examine it.
 
     >>> to_delete([1, 2, 3, 4], keep=2, complete={1, 2, 3})
     [1]
@@ -128,16 +141,16 @@ def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[
 def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str) -> None:
     """Delete old checkpoints after the checkpoint of step ``saved`` was written; see ``to_delete``.
 
-    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs than ``origin`` are
-    neither counted nor deleted.
+    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs than
+    ``origin`` are neither counted nor deleted.
     """
     if not keep:
         return
     # Ignore later steps: the user has resumed from an older step, and they belong to the abandoned history.
     all_steps = (step_of(path) for path in folder.glob("step-*"))
     own = sorted(step for step in all_steps if step is not None and step <= saved)
-    # Start with the newest and stop at ``keep`` complete ones. Checking one costs a request to an object store, and
-    # there may be thousands that are kept forever.
+    # Start with the newest and stop at ``keep`` complete ones. Checking one costs a request to an
+    # object store, and there may be thousands that are kept forever.
     complete: list[int] = []
     for step in reversed(own):
         if len(complete) < keep and is_complete(folder / f"step-{step}", origin):
@@ -153,11 +166,13 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
 
 
 def discard(path: Path | ObjectPath) -> None:
-    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first. Raises OSError if that fails."""
+    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first. Raises
+    OSError if that fails.
+    """
     if isinstance(path, ObjectPath):
         (path / MANIFEST).unlink()
-        # Delete the files with few requests, because ranks wait for it and each of thousands may have a file. The next
-        # start removes the rest.
+        # Delete the files with few requests, because ranks wait for it and each of thousands may
+        # have a file. The next start removes the rest.
         with contextlib.suppress(OSError):
             unlink_all(path.list_below())
         return
@@ -220,7 +235,8 @@ def open_to_all(folder: Path) -> str:
 
 
 def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) -> list[Path]:
-    """Remove trash, and leftovers of interrupted saves that are at least an hour old. Return the removed paths.
+    """Remove trash, and leftovers of interrupted saves that are at least an hour old. Return the
+    removed paths.
 
     Only the holder of the lease may call this.
 

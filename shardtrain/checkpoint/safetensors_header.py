@@ -1,4 +1,6 @@
-"""Create the header of a safetensors file, so a caller can stream the tensors after it. Does not import torch."""
+"""Create the header of a safetensors file, so a caller can stream the tensors after it. Does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from shardtrain.facts.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 
 
 def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> memoryview:
-    """Return the bytes of the header. ``tensors`` maps names to (dtype, shape), in the order of their bytes."""
+    """Return the bytes of the header. ``tensors`` maps names to (dtype, shape), in the order of
+    their bytes.
+    """
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, (dtype, shape) in tensors.items():
@@ -20,4 +24,5 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> memoryview:
         begin = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    return memoryview(len(text).to_bytes(8, "little") + text)
+    length = len(text).to_bytes(8, "little")
+    return memoryview(length + text)

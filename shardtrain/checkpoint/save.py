@@ -1,7 +1,8 @@
 """Atomic writing of checkpoints: while all ranks wait, or in the background while training continues.
 
-All ranks write into a draft folder. When every rank has written, rank 0 publishes it as ``step-N``, which never changes
-after that. See ``storage.py`` for how it is published, and ``manifest.py`` for what it contains.
+All ranks write into a draft folder. When every rank has written, rank 0 publishes it as ``step-N``,
+which never changes after that. See ``storage.py`` for how it is published, and ``manifest.py`` for
+what it contains.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ FAILURES_IN_A_ROW = 2
 CRASH_SECONDS = 3.0
 """Time that a rank that ends with an error waits for the save in progress."""
 CANCEL_SECONDS = 1.0
-"""Further time that it waits for the writing thread, which checks for a cancellation between blocks of a file."""
+"""Further time that it waits for the writing thread, which checks for a cancellation between blocks
+of a file.
+"""
 
 COMPARED = "replicas_compared"
-"""Key of the checkpoint's facts: number of replicated boxes that were compared between ranks before saving."""
+"""Key of the checkpoint's facts: number of replicated boxes that were compared between ranks before
+saving.
+"""
 
 
 class Saver:
@@ -113,9 +118,10 @@ class Saver:
     ) -> None:
         """Save a checkpoint, and delete old ones that retention does not keep.
 
-        With ``checkpoint.async_mode`` it returns once the tensors are copied, and ``poll`` completes the save later. It
-        returns only after the save if it is the ``last`` one or ``wait`` is set. While an earlier save is in progress,
-        it waits for up to ``checkpoint.max_stall_seconds`` and then skips this save. A new best checkpoint is never
+        With ``checkpoint.async_mode`` it returns once the tensors are copied, and ``poll``
+        completes the save later. It returns only after the save if it is the ``last`` one or
+        ``wait`` is set. While an earlier save is in progress, it waits for up to
+        ``checkpoint.max_stall_seconds`` and then skips this save. A new best checkpoint is never
         skipped.
 
         Args:
@@ -124,19 +130,23 @@ class Saver:
             facts: Counters of the run, as JSON values.
 
         Raises:
-            StorageError: on all ranks, if one could not write. Older checkpoints are unchanged. Not raised if
-                ``checkpoint.on_save_error`` is "continue", except for the last save, with ``wait``, or for the third
-                failure in a row.
+            StorageError: on all ranks, if one could not write. Older checkpoints are unchanged. Not
+                raised if ``checkpoint.on_save_error`` is "continue", except for the last save, with
+                ``wait``, or for the third failure in a row.
             ConfigError: another run has taken over the folder.
-            NumericalError: on all ranks, before anything is written, if replicas of a tensor differ. The message has
-                the tensor, the odd ranks, and the last checkpoint with equal replicas.
+            NumericalError: on all ranks, before anything is written, if replicas of a tensor
+                differ. The message has the tensor, the odd ranks, and the last checkpoint with
+                equal replicas.
         """
         begun = time.monotonic()
         # The last save is neither skipped nor written in the background: the process ends after it.
         must_succeed = last or wait
 
         # Only one save at a time: wait for the one in progress, or skip this one.
-        if not self.finish(None if must_succeed or self.best.is_new(step) else self._options.max_stall_seconds):
+        limit: float | None = self._options.max_stall_seconds
+        if must_succeed or self.best.is_new(step):
+            limit = None
+        if not self.finish(limit):
             self.skipped += 1
             self.saving.clear_flags()
             self.interval.restart()
@@ -166,8 +176,8 @@ class Saver:
                 self.refuse(step, odd)
             facts[COMPARED] = holders.num_replicated(shares.held)
 
-        # Write now, or copy the tensors and write in the background. Errors are equal on all ranks, so all ranks make
-        # the same decision to tolerate one.
+        # Write now, or copy the tensors and write in the background. Errors are equal on all ranks,
+        # so all ranks make the same decision to tolerate one.
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
@@ -199,7 +209,8 @@ class Saver:
             self._finish_one()
 
     def finish(self, limit_seconds: float | None = None) -> bool:
-        """Wait for saves and exports in progress. Return False on all ranks if one does not end within the limit.
+        """Wait for saves and exports in progress. Return False on all ranks if one does not end
+        within the limit.
 
         Raises:
             StorageError: as ``save`` does.
@@ -213,7 +224,9 @@ class Saver:
         return True
 
     def _finish_one(self, limit_seconds: float | None = None) -> bool:
-        """Wait for the save or export in progress and handle its result (a collective). False if the limit passes."""
+        """Wait for the save or export in progress and handle its result (a collective). False if
+        the limit passes.
+        """
         writing = self.saving.writing
         assert writing is not None
         if not async_save.ended_everywhere(writing, limit_seconds):
@@ -256,9 +269,11 @@ class Saver:
             self.finish()
 
     def close(self) -> None:
-        """Release the lease of the folder. If the run ends with an error, wait a few seconds for a save in progress."""
-        # Not a collective, because other ranks may have ended. Rank 0's thread commits once all have written, so only
-        # rank 0 knows if there is a checkpoint.
+        """Release the lease of the folder. If the run ends with an error, wait a few seconds for a
+        save in progress.
+        """
+        # Not a collective, because other ranks may have ended. Rank 0's thread commits once all
+        # have written, so only rank 0 knows if there is a checkpoint.
         writing = self.saving.writing
         if writing is not None:
             if not writing.wait(CRASH_SECONDS):
@@ -321,8 +336,8 @@ class Saver:
         draft = self._draft(step, nonce)
         others = [r for r in range(1, size) if shares.bytes_of[r]]
 
-        # This runs in a thread. It must not use collectives: their order relative to the trainer's would differ between
-        # ranks.
+        # This runs in a thread. It must not use collectives: their order relative to the trainer's
+        # would differ between ranks.
         def write(check_cancelled: Callable[[], None]) -> None:
             stored_files = []
             if shares.bytes_of[rank]:
@@ -365,11 +380,9 @@ class Saver:
             for step in reversed(retention.steps(self._folder)):
                 with contextlib.suppress(CheckpointError):
                     path = self._folder / f"step-{step}"
-                    if (
-                        step <= self.saved_step
-                        and COMPARED in manifest.read(path).facts
-                        and retention.is_complete(path)
-                    ):
+                    if step > self.saved_step or COMPARED not in manifest.read(path).facts:
+                        continue
+                    if retention.is_complete(path):
                         return step
         return None
 
@@ -405,7 +418,8 @@ class Saver:
             self.export_seconds = time.monotonic() - begun
 
     def _name(self, writing: Writing) -> Place:
-        return self._folder / f"step-{writing.step}{retention.HUB if writing.is_export else ''}"
+        suffix = retention.HUB if writing.is_export else ""
+        return self._folder / f"step-{writing.step}{suffix}"
 
     def _saved(self, step: int) -> None:
         self.saved_step = step
@@ -425,7 +439,9 @@ class Saver:
         )
 
     def _prepare(self, step: int, planned: int) -> list[str]:
-        """Create the draft of a save. Return the nonce of the lease, which ends its name, and a token of the save."""
+        """Create the draft of a save. Return the nonce of the lease, which ends its name, and a
+        token of the save.
+        """
         self._lease.acquire()
         self._lease.check()
         self._storage.prepare(self._draft(step, self._lease.nonce), planned)
@@ -438,8 +454,14 @@ class Saver:
         """Update ``best.json`` after a commit, and delete checkpoints that retention does not keep."""
         self.best.point(self._folder, facts.get("best"))
         options = self._options
-        keep = options.keep_latest_k
-        retention.delete_old(self._folder, saved, keep, options.keep_every_n_steps, self.best.kept, self._origin)
+        retention.delete_old(
+            self._folder,
+            saved,
+            options.keep_latest_k,
+            options.keep_every_n_steps,
+            self.best.kept,
+            self._origin,
+        )
 
 
 def _fields(file: TensorFile | None) -> list[Any] | None:

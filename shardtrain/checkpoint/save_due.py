@@ -8,7 +8,9 @@ from shardtrain.config.schema import Checkpoint
 
 
 class IsDue:
-    """Decide if a save is due after a step: by its number, by rank 0's clock, or because it is the best so far."""
+    """Decide if a save is due after a step: by its number, by rank 0's clock, or because it is the
+    best so far.
+    """
 
     def __init__(self, options: Checkpoint, saving: Saving, best: Best) -> None:
         self._options = options
@@ -16,13 +18,16 @@ class IsDue:
         self._best = best
 
     def __call__(self, step: int, total_steps: int) -> bool:
-        """True if a save is due. Equal on all ranks, because they exchange clock and best result in each step."""
+        """True if a save is due. Equal on all ranks, because they exchange clock and best result in
+        each step.
+        """
         options = self._options
         if not options.enable or options.load_only:
             return False
-        first = options.enable_first_step_checkpoint and step == 1
+        is_first = options.enable_first_step_checkpoint and step == 1
+        is_last = step == total_steps
         by_number = options.interval_type == "steps" and step % options.interval == 0
         by_number |= options.hf_interval > 0 and step % options.hf_interval == 0
         by_clock = self._saving.by_clock and self._saving.due
         is_best = bool(options.keep_best) and self._best.is_new(step)
-        return first or step == total_steps or by_number or by_clock or is_best
+        return is_first or is_last or by_number or by_clock or is_best

@@ -1,7 +1,8 @@
 """Plan of a save: the rank that writes each piece of each tensor, and its offset in the rank's file.
 
-All ranks compute the same plan, once. A replicated piece is written once, by the holder with the least to write. The
-size of the plan grows with the number of kinds of tensors, not of ranks: an evenly sharded tensor is one ``Grid``.
+All ranks compute the same plan, once. A replicated piece is written once, by the holder with the
+least to write. The size of the plan grows with the number of kinds of tensors, not of ranks: an
+evenly sharded tensor is one ``Grid``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class SavePlan:
         tensors: The stored tensors, by name.
         bytes_of: Number of bytes that each rank writes.
         held: Holders of each tensor.
-        own: This rank's description of its tensors (``holders.table_of``). The plan is reused until one rank's changes.
+        own: This rank's description of its tensors (``holders.table_of``). The plan is reused until
+            one rank's changes.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -50,8 +52,10 @@ class SavePlan:
         for name, stored in self.tensors.items():
             for grid in stored.grids:
                 if grid.is_in(number):
-                    pieces.append((grid.begin, name, grid.numel * ITEM_BYTES[stored.dtype]))
-        return [(name, num_bytes) for _, name, num_bytes in sorted(pieces)]
+                    num_bytes = grid.numel * ITEM_BYTES[stored.dtype]
+                    pieces.append((grid.begin, name, num_bytes))
+        pieces.sort()
+        return [(name, num_bytes) for _, name, num_bytes in pieces]
 
     def names_of(self, rank: int) -> list[str]:
         """Return the names of the tensors of which a rank writes a piece, in the order of its file."""
@@ -67,8 +71,8 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
     """Plan a save of all ranks' tensors (a collective). Return ``earlier`` if no rank's tensors have changed.
 
     Raises:
-        CheckpointError: on all ranks, if tensors of the same name differ between ranks, or if the manifest would be
-            too large to be read again.
+        CheckpointError: on all ranks, if tensors of the same name differ between ranks, or if the
+            manifest would be too large to be read again.
     """
     # Exchange one flag instead of all tables, because tensors rarely change between saves.
     own = holders.table_of(tensors)
@@ -85,19 +89,23 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
 def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, StoredTensor], list[int]]:
     """Assign the boxes to ranks. Return the stored tensors, and the number of bytes that each rank writes.
 
-    A box with one holder is written by it. Then each replicated box goes to the holder with the least to write so far.
-    Boxes of one tensor have different holders, so they are assigned together. Evenly sharded tensors come first in
-    the files. They then begin at the same offset of each file, and are one grid.
+    A box with one holder is written by it. Then each replicated box goes to the holder with the
+    least to write so far. Boxes of one tensor have different holders, so they are assigned
+    together. Evenly sharded tensors come first in the files. They then begin at the same offset of
+    each file, and are one grid.
     """
     # The order determines the assignment, so it must be equal on all ranks: by holders, evenness and name.
-    order = sorted(
-        ((part.holders, not part.is_even, name, part) for name, one in held.items() for part in one.parts),
-        key=lambda item: item[:3],
-    )
+    order: list[tuple[int, bool, str, HeldBoxes]] = []
+    for name, tensor in held.items():
+        for part in tensor.parts:
+            order.append((part.holders, not part.is_even, name, part))
+    order.sort(key=lambda item: item[:3])
     item_bytes = {name: ITEM_BYTES[one.dtype] for name, one in held.items()}
 
     def place(load: Ints) -> Iterator[tuple[str, HeldBoxes, Ints, Ints]]:
-        """Assign the boxes of each part. Yield the writer of each box, and its offset in the writer's file."""
+        """Assign the boxes of each part. Yield the writer of each box, and its offset in the
+        writer's file.
+        """
         for _, _, name, part in order:
             writers = part.ranks[:, 0]
             if part.holders > 1:
@@ -106,10 +114,11 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
             load[writers] = begins + part.numels * item_bytes[name]
             yield name, part, writers, begins
 
-    # Only ranks that write something have a file. A rank that is the only holder of a box writes it. If that does not
-    # apply to all ranks, assign everything once to find the ranks that write.
+    # Only ranks that write something have a file. A rank that is the only holder of a box writes
+    # it. If that does not apply to all ranks, assign everything once to find the ranks that write.
     load = np.zeros(num_ranks, np.int64)
-    for part in {id(part): part for *_, part in order if part.holders == 1}.values():
+    parts_of_one_holder = {id(part): part for *_, part in order if part.holders == 1}
+    for part in parts_of_one_holder.values():
         load[part.ranks] = 1
     if not load.all():
         load[:] = 0
@@ -117,53 +126,66 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
             pass
     numbers = _file_numbers(load)
 
-    # Many tensors are sharded equally but have other offsets in their files. Grids depend on which boxes have equal
-    # offsets, not on the offsets themselves. So compute the grids once per kind, with indices instead of offsets.
+    # Many tensors are sharded equally but have other offsets in their files. Grids depend on which
+    # boxes have equal offsets, not on the offsets themselves. So compute the grids once per kind,
+    # with indices instead of offsets.
     load = np.zeros(num_ranks, np.int64)
     grids: dict[str, list[Grid]] = {name: [] for name in held}
     known: dict[Any, list[Grid]] = {}
     for name, part, writers, begins in place(load):
+        # Runs of boxes with equal offsets, and the index of each run's offset among the distinct offsets.
         runs = np.concatenate([[0], 1 + np.flatnonzero(np.diff(begins))])
         values, number = np.unique(begins[runs], return_inverse=True)
-        same = hashlib.sha256(runs.tobytes() + number.tobytes()).digest()
-        key = (id(part), hashlib.sha256(writers.tobytes()).digest() if part.holders > 1 else None, same)
+        pattern = hashlib.sha256(runs.tobytes() + number.tobytes()).digest()
+        # The writers of boxes with one holder follow from the part.
+        assignment = None
+        if part.holders > 1:
+            assignment = hashlib.sha256(writers.tobytes()).digest()
+        key = (id(part), assignment, pattern)
         if key not in known:
             which = np.repeat(number, np.diff([*runs, len(begins)]))
             known[key] = _fewest(part.offsets, part.sizes, numbers[writers], which)
         grids[name] += [replace(grid, begin=int(values[grid.begin])) for grid in known[key]]
-    stored = {name: StoredTensor(held[name].dtype, held[name].shape, tuple(grids[name])) for name in sorted(held)}
+    stored = {}
+    for name in sorted(held):
+        stored[name] = StoredTensor(held[name].dtype, held[name].shape, tuple(grids[name]))
     return stored, load.tolist()
 
 
 def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
     """Compress boxes to grids, ordered by the first dimension and by the last. Return the smaller result."""
     grids = compress(offsets, sizes, files, begins)
-    if len(grids) > 2 and (offsets != offsets[0]).any(0).sum() > 1:
-        order = np.lexsort(offsets.T)
-        other = compress(offsets[order], sizes[order], files[order], begins[order])
-        grids = min(grids, other, key=len)
-    return grids
+    if len(grids) <= 2:
+        return grids
+    num_split_dims = (offsets != offsets[0]).any(0).sum()
+    if num_split_dims <= 1:
+        return grids
+    order = np.lexsort(offsets.T)
+    by_last = compress(offsets[order], sizes[order], files[order], begins[order])
+    return min(grids, by_last, key=len)
 
 
 def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
     """Compress boxes to a small number of grids.
 
-    Adjacent boxes of equal size and file offset that follow each other along a dimension, with a constant step between
-    files, become one run. Runs are joined in the same way until no more can be joined.
+    Adjacent boxes of equal size and file offset that follow each other along a dimension, with a
+    constant step between files, become one run. Runs are joined in the same way until no more can
+    be joined.
 
     Args:
         offsets, sizes: (n, dims), ordered by offsets.
         files: (n,), the file of each box.
         begins: (n,), the offset of each box in its file.
     """
-    # For each run: its first box, the size of its area, and the axes that repeat the box. Initially each box is a run.
+    # For each run: its first box, the size of its area, and the axes that repeat the box. Initially
+    # each box is a run.
     firsts = np.arange(len(offsets))
     whole = sizes.copy()
     axes: list[tuple[Axis, ...]] = [()] * len(offsets)
     dims = offsets.shape[1]
     while len(firsts) > 1:
-        # Find neighbors that can be joined: they differ only in the file and in one dimension, along which they follow
-        # each other.
+        # Find neighbors that can be joined: they differ only in the file and in one dimension,
+        # along which they follow each other.
         at = firsts[:-1]
         to = firsts[1:]
         moved = offsets[to] - offsets[at]
@@ -172,9 +194,15 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         if any(axes):
             alike &= np.fromiter((a == b for a, b in itertools.pairwise(axes)), bool, len(at))
         moved_along = (moved != 0).sum(1) == 1
-        dim = np.abs(moved).argmax(1) if dims else np.zeros(len(at), np.int64)
-        extent = whole[:-1][np.arange(len(at)), dim] if dims else dim
-        follows = moved[np.arange(len(at)), dim] == extent if dims else np.zeros(len(at), bool)
+        moved_along = (moved != 0).sum(1) == 1
+        if dims:
+            dim = np.abs(moved).argmax(1)
+            links = np.arange(len(at))
+            follows = moved[links, dim] == whole[:-1][links, dim]
+        else:
+            # Scalars have no dimension along which they could follow each other.
+            dim = np.zeros(len(at), np.int64)
+            follows = np.zeros(len(at), bool)
         joined = alike & moved_along & follows & (step != 0)
         if not joined.any():
             break
@@ -183,8 +211,9 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         key = np.where(joined, dim * (2**40) + step, -(2**62))
         changes = np.flatnonzero(key[1:] != key[:-1]) + 1
 
-        # The links begin..end-1 of a group join the runs begin..end, unless the previous group has already joined run
-        # ``begin``. Other runs stay as they are. ``place`` is the first run that is not joined yet.
+        # The links begin..end-1 of a group join the runs begin..end, unless the previous group has
+        # already joined run ``begin``. Other runs stay as they are. ``place`` is the first run that
+        # is not joined yet.
         kept = []
         new_whole = []
         new_axes = []
@@ -214,10 +243,12 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         firsts = firsts[kept]
         whole = np.array(new_whole)
         axes = new_axes
-    return [
-        Grid(tuple(offsets[i].tolist()), tuple(sizes[i].tolist()), int(files[i]), int(begins[i]), axes_of_run)
-        for i, axes_of_run in zip(firsts.tolist(), axes, strict=True)
-    ]
+    grids = []
+    for first, axes_of_run in zip(firsts.tolist(), axes, strict=True):
+        offsets_of_first = tuple(offsets[first].tolist())
+        sizes_of_first = tuple(sizes[first].tolist())
+        grids.append(Grid(offsets_of_first, sizes_of_first, int(files[first]), int(begins[first]), axes_of_run))
+    return grids
 
 
 def _file_numbers(load: Ints) -> Ints:

@@ -61,7 +61,9 @@ def write(
     # Write to a temporary folder and rename it: readers see a complete checkpoint or none.
     with files.new_folder(folder) as temporary:
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
-        more = [files.write_hashed(temporary / name, [memoryview(data)]) for name, data in (beside or {}).items()]
+        more = []
+        for name, data in (beside or {}).items():
+            more.append(files.write_hashed(temporary / name, [memoryview(data)]))
         new_manifest = Manifest(
             step=step,
             world_size=1,

@@ -1,8 +1,8 @@
 """Storage of checkpoints: a folder of a filesystem, or an object store.
 
-They commit differently. A folder is written under a temporary name and renamed. An object store cannot rename. Its
-objects have unique names, and the manifest is written last, atomically. Objects without a manifest are not a
-checkpoint.
+They commit differently. A folder is written under a temporary name and renamed. An object store
+cannot rename. Its objects have unique names, and the manifest is written last, atomically. Objects
+without a manifest are not a checkpoint.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class ObjectStorage:
         check()
         target.put(text, new=not replaces)
         retention.forget(final)
-        # Read the manifest back, because two runs that both believe to hold the lease may write it simultaneously.
+        # Read the manifest back, because two runs that both believe to hold the lease may write it
+        # simultaneously.
         if target.read_bytes() != text:
             raise StorageError(
                 f"cannot write checkpoint {target}: its content is not what this run has written; start again"
@@ -179,9 +180,15 @@ class ObjectStorage:
         assert isinstance(draft, ObjectPath)
         with contextlib.suppress(OSError, CheckpointError):
             final = ObjectPath(draft.store, draft.address)
-            named = {file.name for file in manifest.read(final).files} if (final / MANIFEST).is_file() else set()
-            own = (f"{draft.suffix}.bin", f"{draft.suffix}.done")
-            unlink_all([path for path in final.list_below() if path.name not in named and path.name.endswith(own)])
+            named: set[str] = set()
+            if (final / MANIFEST).is_file():
+                named = {file.name for file in manifest.read(final).files}
+            endings = (f"{draft.suffix}.bin", f"{draft.suffix}.done")
+            leftovers = []
+            for path in final.list_below():
+                if path.name not in named and path.name.endswith(endings):
+                    leftovers.append(path)
+            unlink_all(leftovers)
 
     def abandon_all(self) -> None:
         """No-op: the next start removes objects that no manifest names."""
@@ -198,7 +205,10 @@ class ObjectStorage:
                 self._remove_unnamed(final, named)
 
     def _remove_unnamed(self, final: ObjectPath, named: set[str]) -> None:
-        unnamed = [path for path in final.list_below() if path.name not in named and _OBJECT.fullmatch(path.name)]
+        unnamed = []
+        for path in final.list_below():
+            if path.name not in named and _OBJECT.fullmatch(path.name):
+                unnamed.append(path)
         unlink_all(unnamed)
         for path in unnamed:
             logger.info(f"removed {path}, which belongs to no checkpoint")
@@ -208,7 +218,8 @@ def _check_sizes(folder: Place, stored: Manifest) -> None:
     """Wait until rank 0's node sees all bytes that the ranks have written.
 
     Raises:
-        StorageError: a file is missing or short after ``files.SEEN_SECONDS``. It names the file and this node.
+        StorageError: a file is missing or short after ``files.SEEN_SECONDS``. It names the file and
+            this node.
     """
     sizes = {file.name: file.bytes for file in stored.files}
     wrong, waited = files.wait_for_sizes(folder, sizes)

@@ -1,8 +1,9 @@
 """Read a rank's shards from a checkpoint that was saved on any mesh.
 
-On another mesh a rank may need small pieces of many tensors from thousands of files. Their locations are computed for
-all pieces of a grid together, and once for all tensors with equal sharding. Pieces are read file by file, and
-consecutive ones with one request. At most about ``MOST_PIECES`` locations are in memory at a time.
+On another mesh a rank may need small pieces of many tensors from thousands of files. Their
+locations are computed for all pieces of a grid together, and once for all tensors with equal
+sharding. Pieces are read file by file, and consecutive ones with one request. At most about
+``MOST_PIECES`` locations are in memory at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -47,8 +48,10 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
         copied.forget()
         # Read file by file. Open each file once for all of its known pieces.
         changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
-        for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces.files)]):
-            with contextlib.closing(files.open_stored(folder / manifest.files[pieces.files[first]].name)) as reader:
+        edges = [0, *changes.tolist(), len(pieces.files)]
+        for first, last in itertools.pairwise(edges):
+            stored_file = manifest.files[pieces.files[first]]
+            with contextlib.closing(files.open_stored(folder / stored_file.name)) as reader:
                 _read_of_file(reader, pieces, slice(first, last), copied)
 
 
@@ -127,8 +130,8 @@ class _Cut(NamedTuple):
         num_bytes: Size of each piece.
         to: Byte offset in the rank's shard into which each piece is read directly. None if pieces are copied.
         tail: Sizes of the dimensions after the one along which a copied piece consists of rows.
-        copies: (n, 3, dims), for copied pieces: offsets of the needed part in the piece, and in the shard, and its
-            sizes.
+        copies: (n, 3, dims), for copied pieces: offsets of the needed part in the piece, and in the
+            shard, and its sizes.
     """
 
     files: Ints
@@ -139,12 +142,18 @@ class _Cut(NamedTuple):
     copies: Ints
 
     def place(self, row: int) -> _Place:
-        """Return the shape of a copied piece, the slices of its needed part, and the slices of the shard for it."""
+        """Return the shape of a copied piece, the slices of its needed part, and the slices of the
+        shard for it.
+        """
         of_rows, of_local, sizes = self.copies[row].tolist()
-        needed, to = (
-            tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True)) for begin in (of_rows, of_local)
-        )
-        return (*sizes[: len(sizes) - len(self.tail)], *self.tail), needed, to
+        needed = _slices(of_rows, sizes)
+        target = _slices(of_local, sizes)
+        leading_sizes = sizes[: len(sizes) - len(self.tail)]
+        return (*leading_sizes, *self.tail), needed, target
+
+
+def _slices(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 class _Pieces(NamedTuple):
@@ -176,9 +185,11 @@ def _find(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[tuple[_
                 if rows_known > MOST_PIECES:  # many tensors with different sharding
                     known = {}
                     rows_known = 0
-                cut = known[key] = _cut(grid, own, target.item, target.is_direct)
-                rows_known += len(cut.files) if cut else 1
-            if cut := known[key]:
+                known[key] = _cut(grid, own, target.item, target.is_direct)
+                new_cut = known[key]
+                rows_known += len(new_cut.files) if new_cut else 1
+            cut = known[key]
+            if cut:
                 yield target, grid, cut
 
 
@@ -193,12 +204,13 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
     dims = len(own[0])
     row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
 
-    # Divide the needed part of all boxes into pieces of at most PIECE_BYTES. A piece consists of consecutive rows along
-    # the first dimension whose rows are small enough.
+    # Divide the needed part of all boxes into pieces of at most PIECE_BYTES. A piece consists of
+    # consecutive rows along the first dimension whose rows are small enough.
     along = next((dim for dim in range(dims) if row_bytes[dim] <= files.PIECE_BYTES), 0)
     for dim in range(min(along + 1, dims)):
         most = files.PIECE_BYTES // row_bytes[dim] if dim == along else 1
-        number, which = ranges(np.zeros(len(sizes), np.int64), -(-sizes[:, dim] // most))
+        num_pieces = -(-sizes[:, dim] // most)
+        number, which = ranges(np.zeros(len(sizes), np.int64), num_pieces)
         file = file[which]
         of_box = of_box[which]
         of_local = of_local[which]
@@ -207,15 +219,19 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
         of_local[:, dim] += number * most
         sizes[:, dim] = np.minimum(sizes[:, dim] - number * most, most)
 
-    # Compute the locations of the pieces in their files. Complete rows are read directly into the shard. For incomplete
-    # rows, the complete row is read, and the needed part is copied.
+    # Compute the locations of the pieces in their files. Complete rows are read directly into the
+    # shard. For incomplete rows, the complete row is read, and the needed part is copied.
     bytes_along = np.array(row_bytes[: along + 1], np.int64)
     begins = of_box[:, : along + 1] @ bytes_along
     num_bytes = sizes[:, along] * row_bytes[along] if dims else np.full(1, item)
-    if is_direct and grid.sizes[1:] == own[1][1:] and (overlaps.shared_sizes[:, 1:] == own[1][1:]).all():
-        return _Cut(file, begins, num_bytes, of_local[:, : along + 1] @ bytes_along, (), sizes[:0, None])
+    of_rows = own[1][1:]
+    has_complete_rows = grid.sizes[1:] == of_rows
+    if is_direct and has_complete_rows and (overlaps.shared_sizes[:, 1:] == of_rows).all():
+        begins_in_shard = of_local[:, : along + 1] @ bytes_along
+        return _Cut(file, begins, num_bytes, begins_in_shard, (), sizes[:0, None])
     of_box[:, : along + 1] = 0  # the bytes before a piece are not read
-    return _Cut(file, begins, num_bytes, None, grid.sizes[along + 1 :], np.stack([of_box, of_local, sizes], 1))
+    copies = np.stack([of_box, of_local, sizes], 1)
+    return _Cut(file, begins, num_bytes, None, grid.sizes[along + 1 :], copies)
 
 
 def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
@@ -224,9 +240,10 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     columns = []
     count = 0
     for target, grid, cut in found:
+        num_pieces = len(cut.files)
         cuts.append((target, cut))
-        columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, len(cut.files)))
-        count += len(cut.files)
+        columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, num_pieces))
+        count += num_pieces
         if count >= MOST_PIECES:
             break
     if not cuts:
@@ -234,7 +251,9 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     # Create one row per piece, ordered by file and offset.
     in_files, begins, num_bytes, numbers = zip(*columns, strict=True)
     row, which = ranges(np.zeros(len(cuts), np.int64), np.array(numbers))
-    file, begin, size = (np.concatenate(column) for column in (in_files, begins, num_bytes))
+    file = np.concatenate(in_files)
+    begin = np.concatenate(begins)
+    size = np.concatenate(num_bytes)
     order = np.lexsort((begin, file))
     return _Pieces(file[order], begin[order], size[order], which[order], row[order], cuts)
 
@@ -267,16 +286,22 @@ def _read_of_file(reader: files.StoredFileReader, pieces: _Pieces, own: slice, c
 def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:
     """Yield (start, stop, offset) of runs of consecutive pieces, with limited number and size."""
     ends = begins + num_bytes
-    firsts = np.concatenate([[0], 1 + np.flatnonzero(begins[1:] != ends[:-1]), [len(ends)]])
+    # A run ends where the next piece does not follow immediately.
+    gaps = np.flatnonzero(begins[1:] != ends[:-1])
+    firsts = np.concatenate([[0], 1 + gaps, [len(ends)]])
     positions = begins[firsts[:-1]]
-    is_short = (ends[firsts[1:] - 1] - positions <= files.PIECE_BYTES) & (np.diff(firsts) <= files.MOST_VIEWS)
+    run_bytes = ends[firsts[1:] - 1] - positions
+    is_short = (run_bytes <= files.PIECE_BYTES) & (np.diff(firsts) <= files.MOST_VIEWS)
     edges = itertools.pairwise(firsts.tolist())
-    for (at, end), position, is_one in zip(edges, positions.tolist(), is_short.tolist(), strict=True):
+    for (start, end), position, is_one in zip(edges, positions.tolist(), is_short.tolist(), strict=True):
         if is_one:
-            yield at, end, position
+            yield start, end, position
             continue
-        while at < end:
-            most = ends[at : min(end, at + files.MOST_VIEWS)]
-            stop = at + max(1, int(np.searchsorted(most, begins[at] + files.PIECE_BYTES, "right")))
-            yield at, stop, int(begins[at])
-            at = stop
+        # Cut a long run after the last piece that is within both limits.
+        while start < end:
+            candidates = ends[start : min(end, start + files.MOST_VIEWS)]
+            limit = begins[start] + files.PIECE_BYTES
+            count = int(np.searchsorted(candidates, limit, "right"))
+            stop = start + max(1, count)
+            yield start, stop, int(begins[start])
+            start = stop

@@ -53,10 +53,17 @@ def find_damaged_file(manifest: Manifest, folder: Place, reader: int | None = No
     With ``reader``, only that rank reads, and it reads all files.
     """
     rank, size = rank_and_size()
-    share = manifest.files[rank::size]
-    if reader is not None:
-        share = manifest.files if rank == reader else ()
-    return next((damage for file in share if (damage := files.find_damage(folder, file))), "")
+    if reader is None:
+        share = manifest.files[rank::size]
+    elif reader == rank:
+        share = manifest.files
+    else:
+        share = ()
+    for file in share:
+        damage = files.find_damage(folder, file)
+        if damage:
+            return damage
+    return ""
 
 
 def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
@@ -67,7 +74,9 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
             checkpoint has additional names in a section that the run uses ("model", "optimizer").
     """
     # Combine the tensors of all ranks, because a pipeline stage only has some of the names.
-    asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    asked = {}
+    for name, tensor in tensors.items():
+        asked[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
     everyone: dict[str, list[Any]] = {}
     for table in tables_of_ranks(asked)[0]:
         everyone.update(table)
@@ -83,7 +92,10 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
         if stored.dtype != dtype and not (_is_float(stored.dtype) and _is_float(dtype)):
             raise CheckpointError(f"checkpoint {folder} holds {name} as {stored.dtype}, and this run has {dtype}")
     sections = {name.partition(".")[0] for name in everyone}
-    surplus = [name for name in manifest.tensors if name not in everyone and name.partition(".")[0] in sections]
+    surplus = []
+    for name in manifest.tensors:
+        if name not in everyone and name.partition(".")[0] in sections:
+            surplus.append(name)
     if surplus:
         raise CheckpointError(
             f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, such as {min(surplus)}; use the "
@@ -106,14 +118,17 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
     """
     stored = manifest.tensors[name]
     offsets = tuple(one.start for one in wanted)
-    box = offsets, tuple(one.stop - one.start for one in wanted)
-    tensor = torch.empty(box[1], dtype=getattr(torch, stored.dtype))
+    sizes = tuple(one.stop - one.start for one in wanted)
+    box = offsets, sizes
+    tensor = torch.empty(sizes, dtype=getattr(torch, stored.dtype))
     for chunk, shared in stored.overlapping(box):
-        with contextlib.closing(files.open_stored(folder / manifest.files[chunk.file].name)) as reader:
+        stored_file = manifest.files[chunk.file]
+        with contextlib.closing(files.open_stored(folder / stored_file.name)) as reader:
             # The box consists of complete rows of one stored piece, so no copy is needed.
-            if shared == box and chunk.sizes[1:] == box[1][1:]:
+            if shared == box and chunk.sizes[1:] == sizes[1:]:
                 return read_box(reader, chunk, stored.dtype, shared)
-            part(tensor, shared, offsets).copy_(read_box(reader, chunk, stored.dtype, shared))
+            target = part(tensor, shared, offsets)
+            target.copy_(read_box(reader, chunk, stored.dtype, shared))
     return tensor
 
 
@@ -139,10 +154,13 @@ def read_box(reader: files.StoredFileReader, chunk: Chunk, dtype: str, wanted: B
     # Read complete rows along the first dimension, and return a view of their wanted elements.
     row_bytes = ITEM_BYTES[dtype] * math.prod(shape[1:])
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):
+    begin = chunk.begin + first * row_bytes
+    if reader.read_into(memoryview(data.numpy().data), begin) != len(data):
         raise tensor_reader.shorter()
-    rows_of = data.view(getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
-    return part(rows_of, wanted, (*wanted[0][:1], *chunk.offsets[1:]))
+    shape_of_rows = (rows, *shape[1:]) if shape else ()
+    rows_of = data.view(getattr(torch, dtype)).reshape(shape_of_rows)
+    origin = (*wanted[0][:1], *chunk.offsets[1:])
+    return part(rows_of, wanted, origin)
 
 
 def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:

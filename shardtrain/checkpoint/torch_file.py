@@ -81,7 +81,8 @@ class Stored:
         dtype = getattr(torch, self.dtype)
         if not data:
             return torch.empty(self.shape, dtype=dtype)
-        flat = torch.frombuffer(data, dtype=dtype, count=len(data) // ITEM_BYTES[self.dtype])
+        numel = len(data) // ITEM_BYTES[self.dtype]
+        flat = torch.frombuffer(data, dtype=dtype, count=numel)
         return flat.as_strided(self.shape, self.strides, self.offset)
 
 
@@ -157,7 +158,8 @@ class FlatFile:
         self._add("", self._file.value, _MAX_NAMES)
 
     def _add(self, start: str, table: Any, budget: int) -> int:
-        for key, value in table.items() if isinstance(table, dict) else enumerate(table):
+        items = table.items() if isinstance(table, dict) else enumerate(table)
+        for key, value in items:
             budget -= 1
             name = f"{start}{key}"
             if budget < 0 or len(name) > MAX_NAME or not name.isprintable():
@@ -180,7 +182,8 @@ class FlatFile:
         """Return a number, text, or short tuple of them. None for other values."""
         value = self.objects[name]
         plain = value if isinstance(value, tuple) and len(value) < 100 else (value,)
-        return value if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
+        is_plain = all(one is None or isinstance(one, bool | int | float | str) for one in plain)
+        return value if is_plain else None
 
 
 def describe(
@@ -193,7 +196,8 @@ def describe(
     """
     with damage(where):
         top, members = _members(archive, length, where)
-        if f"{top}/byteorder" in archive.NameToInfo and archive.read(f"{top}/byteorder") != b"little":
+        byte_order = f"{top}/byteorder"
+        if byte_order in archive.NameToInfo and archive.read(byte_order) != b"little":
             raise CheckpointError(f"{where} was written big-endian; convert it on the machine that wrote it")
 
         value = parse(archive.read(f"{top}/data.pkl"), names, where, _storage, max_steps=max_steps)
@@ -217,6 +221,7 @@ def _describe_old(
         return found
 
     file.seek(0)
+    # Five pickles: a magic number, the version, the byte order, the value, and the keys of the storages.
     pickles = io.BytesIO(file.read(_MOST_OLD_PICKLES))
     magic, version, system = (parse(pickles, NAMES, where) for _ in range(3))
     if (magic, version) != (_OLD_MAGIC, 1001):
@@ -227,11 +232,13 @@ def _describe_old(
     keys = parse(pickles, NAMES, where, max_steps=max_steps)
 
     # The storages follow the pickles, each with its number of elements in eight bytes and then the elements.
-    sizes, places = {}, {}
+    sizes: dict[str, int] = {}
+    places: dict[str, int] = {}
     end = pickles.tell()
     for key in keys:
         file.seek(end)
-        sizes[key] = int.from_bytes(file.read(8), "little") * ITEM_BYTES[types[key]]
+        num_elements = int.from_bytes(file.read(8), "little")
+        sizes[key] = num_elements * ITEM_BYTES[types[key]]
         places[key] = end + 8
         end = places[key] + sizes[key]
     if end != length:
@@ -265,15 +272,20 @@ def stored(made: Any) -> Stored:
     storage, offset, shape, strides = made.arguments[:4]
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
         shape = shape.arguments[0] if len(shape.arguments) == 1 else None
-    # An untyped storage has no dtype. The seventh argument of _rebuild_tensor_v3 is the tensor's dtype.
-    key, dtype = storage if isinstance(storage, TorchStorage) else ("", None)
+    key = ""
+    dtype: Any = None
+    if isinstance(storage, TorchStorage):
+        key, dtype = storage
     if dtype == "":
+        # An untyped storage has no dtype. The seventh argument of _rebuild_tensor_v3 is the tensor's dtype.
         last = made.arguments[6] if len(made.arguments) > 6 else None
-        dtype = last.name if isinstance(last, Name) and last.module == "torch" else ""
-    tables = isinstance(shape, tuple) and isinstance(strides, tuple)
-    counts = [*shape, *strides, offset] if tables else [-1]
-    if dtype not in ITEM_BYTES or not all(type(n) is int and 0 <= n <= MAX_SIZE for n in counts):
+        if isinstance(last, Name) and last.module == "torch":
+            dtype = last.name
+    if dtype not in ITEM_BYTES or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise ValueError("a tensor is invalid")
+    for number in (*shape, *strides, offset):
+        if type(number) is not int or not 0 <= number <= MAX_SIZE:
+            raise ValueError("a tensor is invalid")
     if len(shape) != len(strides) or len(shape) > MAX_DIMS or math.prod(shape) > MAX_SIZE:
         raise ValueError("a tensor is invalid")
     return Stored(str(dtype), shape, strides, offset, key)
@@ -333,7 +345,9 @@ class _Plain:
             pairs = value.items
             if not pairs and value.arguments and isinstance(value.arguments[0], list):
                 pairs = [one for pair in value.arguments[0] for one in pair]
-            return {self._key(k): self.of(v) for k, v in zip(pairs[::2], pairs[1::2], strict=True)}
+            keys = pairs[::2]
+            values = pairs[1::2]
+            return {self._key(key): self.of(item) for key, item in zip(keys, values, strict=True)}
         if kind == "torch.Size" and len(value.arguments) == 1:
             return self.of(value.arguments[0])
         return Other(kind)
@@ -344,15 +358,19 @@ class _Plain:
 
 def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, dict[str, zipfile.ZipInfo]]:
     """Return the name of an archive, and its storages."""
-    every = archive.infolist()
-    if any(m.compress_type != zipfile.ZIP_STORED or m.file_size > length for m in every):
+    members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED or member.file_size > length for member in members):
         raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
-    tops = {m.filename.partition("/")[0] for m in every}
+    tops = {member.filename.partition("/")[0] for member in members}
     if len(tops) != 1:
         raise ValueError("it is not an archive of torch.save")
     (top,) = tops
     start = f"{top}/data/"
-    return top, {m.filename.removeprefix(start): m for m in every if m.filename.startswith(start)}
+    storages = {}
+    for member in members:
+        if member.filename.startswith(start):
+            storages[member.filename.removeprefix(start)] = member
+    return top, storages
 
 
 def _bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
@@ -369,7 +387,9 @@ def _bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
 
 @contextlib.contextmanager
 def damage(where: str) -> Iterator[None]:
-    """Convert errors of the block, which reads untrusted data, to a CheckpointError that begins with ``where``."""
+    """Convert errors of the block, which reads untrusted data, to a CheckpointError that begins
+    with ``where``.
+    """
     try:
         yield
     except zipfile.BadZipFile as error:

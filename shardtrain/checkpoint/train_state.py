@@ -15,7 +15,8 @@ class TrainState:
 
     Attributes:
         step: Steps, including those with a skipped update.
-        updates: Applied updates. The learning rate depends on it, so a skipped update does not advance the schedule.
+        updates: Applied updates. The learning rate depends on it, so a skipped update does not
+            advance the schedule.
         samples_consumed: Sequences read by all ranks: the position in the data order.
         tokens_seen: Target tokens trained on by all ranks.
         nonfinite_skips: Consecutive updates that were skipped because a loss or gradient was not finite.

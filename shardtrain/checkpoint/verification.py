@@ -13,7 +13,8 @@ from shardtrain.utils.errors import CheckpointError
 def verify(path: Place, reader: int | None = None) -> tuple[Manifest | None, str]:
     """Verify a checkpoint (a collective). Return ``(manifest, "")`` if it is intact, else ``(None, damage)``.
 
-    The ranks divide the files among them. With ``reader``, that rank reads all files, because only its node has them.
+    The ranks divide the files among them. With ``reader``, that rank reads all files, because only
+    its node has them.
     """
     # One rank reads the manifest and all ranks parse it; latin-1 turns any bytes into text for JSON.
     problem = text = ""

@@ -60,17 +60,19 @@ def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> by
     item = ITEM_BYTES[tensor.dtype]
     whole = bytearray(math.prod(tensor.shape) * item)
     for chunk in tensor.chunks():
-        with contextlib.closing(files.open_stored(checkpoint / stored.files[chunk.file].name)) as reader:
+        stored_file = stored.files[chunk.file]
+        with contextlib.closing(files.open_stored(checkpoint / stored_file.name)) as reader:
             # The trailing dimensions that a piece covers completely are contiguous in both.
             dims = len(tensor.shape)
             while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
                 dims -= 1
             run_dims = max(dims - 1, 0)
             run_bytes = math.prod(chunk.sizes[run_dims:]) * item
-            for number in range(math.prod(chunk.sizes[:run_dims])):
+            num_runs = math.prod(chunk.sizes[:run_dims])
+            for number in range(num_runs):
                 start = _place(number, chunk.offsets, chunk.sizes, tensor.shape, run_dims) * item
-                into = memoryview(whole)[start : start + run_bytes]
-                if reader.read_into(into, chunk.begin + number * run_bytes) != run_bytes:
+                target = memoryview(whole)[start : start + run_bytes]
+                if reader.read_into(target, chunk.begin + number * run_bytes) != run_bytes:
                     raise CheckpointError(f"checkpoint {checkpoint}: a file became shorter while it was read")
     return whole
 
