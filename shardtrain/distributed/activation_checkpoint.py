@@ -188,9 +188,10 @@ def _forced_shapes(layer: nn.Module, path: str, options: ActivationCheckpoint) -
     patterns = options.per_op_sac_force_recompute_mm_shapes_by_fqns
     shapes = set()
     for name, module in layer.named_modules():
-        is_linear = isinstance(module, nn.Linear)
-        if is_linear and any(_names(f"{path}.{name}", pattern) for pattern in patterns):
-            shapes.add(tuple(module.weight.shape))  # type: ignore[union-attr, arg-type]
+        if not isinstance(module, nn.Linear):
+            continue
+        if any(_names(f"{path}.{name}", pattern) for pattern in patterns):
+            shapes.add(tuple(module.weight.shape))
     return tuple(sorted(shapes))
 
 

@@ -60,7 +60,8 @@ def check(model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degr
 
 def _refusal(degree: int, rule: str, fix: str) -> ConfigError:
     option = "parallelism.pipeline_parallel_degree"
-    return ConfigError(Problem(option, degree, f"needs a forward that is a chain: {rule}", f"{fix}, or set it to 1"))
+    fix = f"{fix}, or set it to 1"
+    return ConfigError(Problem(option, degree, f"needs a forward that is a chain: {rule}", fix))
 
 
 def _module_names(model: nn.Module, layout: Layout) -> list[str]:

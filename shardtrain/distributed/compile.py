@@ -62,9 +62,9 @@ def _is_known_to_gain(config: Config, mesh: Mesh) -> bool:
     """True for the combinations of options that were measured."""
     is_native_model = config.model.name != "transformers" and not config.model.name.endswith(".py")
     has_chosen_kernels = config.training.cpu_kernels == "auto" and not config.debug.deterministic
-    if config.lora.enable or config.model.converters or config.activation_checkpoint.debug:
-        return False
-    if config.activation_checkpoint.mode == "memory_budget":
+    has_adapters = config.lora.enable or bool(config.model.converters)
+    recompute = config.activation_checkpoint
+    if has_adapters or recompute.debug or recompute.mode == "memory_budget":
         return False
     if mesh.size("tp", "cp", "pp") > 1 or config.parallelism.expert_parallel_degree > 1:
         return False
@@ -233,7 +233,8 @@ def is_compiled_within(layer: nn.Module, path: str, layout: Layout, mesh: Mesh, 
     """
     if not _compiles_layers(config) or mesh.size("cp") == 1:
         return False
-    return _compiled_parts(layer, path, layout, mesh) == [layer]
+    parts = _compiled_parts(layer, path, layout, mesh)
+    return parts == [layer]
 
 
 def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:
@@ -244,7 +245,11 @@ def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> 
         return [layer]
     # With sequence parallelism, an entire compiled layer fails in backward: 'Tensor' object has no attribute
     # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well separately.
-    return [child for name, child in layer.named_children() if style_of(layout, f"{path}.{name}") == "gather"]
+    parts = []
+    for name, child in layer.named_children():
+        if style_of(layout, f"{path}.{name}") == "gather":
+            parts.append(child)
+    return parts
 
 
 def compiled_chunk_loss(config: Config) -> ChunkFunction | None:

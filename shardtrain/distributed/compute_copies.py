@@ -1,4 +1,5 @@
-"""Mixed precision without data parallelism: forward and backward use copies of the parameters in the compute dtype.
+"""Mixed precision without data parallelism: forward and backward use copies of the parameters in
+the compute dtype.
 
 FSDP2 supports this too, but with one data-parallel rank it would cost:
 
@@ -55,16 +56,18 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _placed_as(tensor: Tensor, local: Tensor) -> Tensor:
-    """Wrap a shard as a DTensor with the spec of ``tensor``, as FSDP does; plain tensors are returned as they are."""
+    """Wrap a shard as a DTensor with the spec of ``tensor``, as FSDP does; plain tensors are
+    returned as they are.
+    """
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
 class ComputeCopies:
     """Copies of a model's parameters, which replace them in its modules from a forward pass on.
 
-    In backward, as soon as the gradient of a copy is complete, it is added to the parameter's gradient in the
-    parameter's dtype. The parameter then returns to its modules, and the memory of the copy is freed. Copies without a
-    gradient stay until ``drop``.
+    In backward, as soon as the gradient of a copy is complete, it is added to the parameter's
+    gradient in the parameter's dtype. The parameter then returns to its modules, and the memory of
+    the copy is freed. Copies without a gradient stay until ``drop``.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -75,7 +78,9 @@ class ComputeCopies:
         """PyTorch's version counter of each of these parameters when it was copied."""
 
     def before_forward(self, model: nn.Module, _: Any) -> None:
-        """Make the copies, unless those of an earlier pass are still valid: its backward is pending, or it has none."""
+        """Make the copies, unless those of an earlier pass are still valid: its backward is
+        pending, or it has none.
+        """
         if self._places and self._versions == [_local(parameter)._version for parameter in self._places]:
             return  # a second pass of a loss that needs two, or validation: one gradient of each copy, one cast
         self.drop()
@@ -91,7 +96,8 @@ class ComputeCopies:
             with torch.no_grad():
                 torch._foreach_copy_(casts, stored)  # on an accelerator a few kernels for all
         for (parameter, places), cast in zip(self._places.items(), casts, strict=True):
-            # A separate leaf: autograd adds up the gradients of all its uses in the compute dtype, as with FSDP
+            # A separate leaf: autograd adds up the gradients of all its uses in the compute dtype,
+            # as with FSDP
             copy = nn.Parameter(_placed_as(parameter, cast), parameter.requires_grad)
             if parameter.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self._add_gradient, parameter))
@@ -109,8 +115,9 @@ class ComputeCopies:
         else:
             _local(parameter.grad).add_(_local(gradient))
         del gradient  # before the hooks, which may update the parameter
-        # The backward of all uses is done. The graph keeps the copy alive until the loss is freed, so free its memory
-        # here. An operation that still needed it would fail, because its size is 0 now.
+        # The backward of all uses is done. The graph keeps the copy alive until the loss is freed,
+        # so free its memory here. An operation that still needed it would fail, because its size is
+        # 0 now.
         held = _local(copy)
         held.data = held.new_empty(0)
         module, name = self._places.get(parameter, [(None, "")])[0]

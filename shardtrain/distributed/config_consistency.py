@@ -153,6 +153,8 @@ def _flat(config: Config) -> dict[str, Any]:
     options = {}
     for section, values in sorted(sections.items()):
         items = values.items() if isinstance(values, dict) else [("", values)]
-        for name, value in items:
-            options[f"{section}.{name}"] = value
-    return {name: value for name, value in options.items() if name not in OWN_TO_A_NODE}
+        for key, value in items:
+            name = f"{section}.{key}"
+            if name not in OWN_TO_A_NODE:
+                options[name] = value
+    return options

@@ -43,8 +43,10 @@ class DistillationRunner(PlainRunner):
         """
         loss, divergence, count = self._mesh.sum(self._sums_3, over=LOSS_AXES).tolist()
         num_targets = max(count, 1)
-        means = {"cross_entropy": loss / num_targets, "divergence": divergence / num_targets}
-        return {**super().measures(), **means}
+        measures = super().measures()
+        measures["cross_entropy"] = loss / num_targets
+        measures["divergence"] = divergence / num_targets
+        return measures
 
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         assert self.teacher is not None, "the teacher is opened before the first step"

@@ -142,7 +142,10 @@ def load(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
 
     Contains only the blocks of this rank's pipeline stages.
     """
-    return {name: mesh.sum(_counts(moe), over=TOKEN_AXES) for name, moe in _named_blocks(parts)}
+    loads = {}
+    for name, moe in _named_blocks(parts):
+        loads[name] = mesh.sum(_counts(moe), over=TOKEN_AXES)
+    return loads
 
 
 @torch.no_grad()
@@ -189,17 +192,18 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
         counts = [_counts(moe) for moe in blocks]
         zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
         losses = [zero if moe.balance.loss_sum is None else moe.balance.loss_sum for moe in blocks]
-        # counts and losses in one reduction
+        # Sum counts and losses in one reduction.
         summands = torch.cat([torch.cat(counts).double(), torch.stack(losses)])
         lengths = [*(count.numel() for count in counts), len(blocks)]
         *summed_counts, losses_L = mesh.sum(summands, over=TOKEN_AXES).split(lengths)
         totals_L = torch.stack([count_E.sum() for count_E in summed_counts]).clamp_min(1.0)
-        busiest_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed_counts]) / totals_L
+        # The busiest expert, relative to a perfect balance.
+        most_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed_counts])
+        worst = (most_L / totals_L).max()
+        # Each token is counted by top_k experts.
         top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
-        # each token is counted by top_k experts
         mean_losses = (losses_L * top_k_L / totals_L).sum()
         num_blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), mean_losses])
-        worst = busiest_L.max()
     # Stages without experts take part too, because reductions over stages are collectives.
     num_blocks, loss = mesh.sum(num_blocks_and_losses, over=("pp",)).tolist()
     if num_blocks == 0:
@@ -280,8 +284,10 @@ def _token_positions(mesh: Mesh, config: Config, length: int) -> Tensor:
     tp = mesh.size("tp")
     positions_1T = torch.arange(length * cp * tp).unsqueeze(0)
     if cp > 1:
-        positions_1T = sequence_part(positions_1T, mesh.rank("cp"), cp, context_parallel.is_balanced(config))
-    return positions_1T[0].chunk(tp)[mesh.rank("tp")]
+        is_balanced = context_parallel.is_balanced(config)
+        positions_1T = sequence_part(positions_1T, mesh.rank("cp"), cp, is_balanced)
+    tensor_parts = positions_1T[0].chunk(tp)
+    return tensor_parts[mesh.rank("tp")]
 
 
 def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:
@@ -302,7 +308,8 @@ def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     Parameters become DTensors split on dim 0; ``forward`` sees the local tensors.
     """
     for name, parameter in list(experts.named_parameters(recurse=False)):
-        local = parameter.new_empty(parameter.shape[0] // mesh.size(), *parameter.shape[1:])
+        num_experts, *other_sizes = parameter.shape
+        local = parameter.new_empty(num_experts // mesh.size(), *other_sizes)
         split = DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
         experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
     use_local_weights(experts)
@@ -346,8 +353,9 @@ def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> Non
     degree = config.parallelism.expert_parallel_degree
     rule = f"leaves more ranks ({ranks}) than experts of a rank, and {ranks} does not divide the experts' sizes {sizes}"
     fix = "use a larger degree"
-    if any(is_adapter(name) and p.shape[dim] % ranks for name, p in experts.named_parameters()):
-        fix = f"use a larger degree, and a lora.rank that is a multiple of {ranks}"
+    for name, parameter in experts.named_parameters():
+        if is_adapter(name) and parameter.shape[dim] % ranks:
+            fix = f"use a larger degree, and a lora.rank that is a multiple of {ranks}"
     raise ConfigError(Problem("parallelism.expert_parallel_degree", degree, rule, fix))
 
 

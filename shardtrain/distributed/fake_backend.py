@@ -216,6 +216,7 @@ def _trace_stages(
     passes: dict[int, _Pass] = {}
     expert_parallel.before_step(runner.parts, torch.ones(()))
     tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, mesh, config)
+    # A forward and a backward pass of one micro-batch for each stage.
     for part, index in zip(runner.parts, runner._indices, strict=True):
         inputs = tokens_Bt
         if index > 0:
@@ -231,6 +232,7 @@ def _trace_stages(
             del output
         passes[index] = done
 
+    # The schedule determines how many micro-batches are in flight at the same time.
     kept_by_stage = {index: done.kept for index, done in passes.items()}
     kept, in_flight = _most_kept(kept_by_stage, _actions_of_step(runner, mesh))
     return Traced(
@@ -313,8 +315,10 @@ def _kind(layer: nn.Module) -> Any:
     """Return the key of identical layers: recomputation, classes of modules, and shapes of weights."""
     is_recomputed = "forward" in vars(layer)
     classes = tuple(type(module).__name__ for module in layer.modules())
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-    return is_recomputed, classes, shapes
+    shapes = []
+    for name, parameter in layer.named_parameters():
+        shapes.append((name, tuple(parameter.shape)))
+    return is_recomputed, classes, tuple(shapes)
 
 
 def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[int, int]:

@@ -102,7 +102,8 @@ def _check_device(mesh: Mesh, config: Config) -> None:
             is_capable = False
     if not is_capable:
         rule = f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
-        raise ConfigError(Problem(OPTION, list(converters), rule, "set emulate = true in its section, or remove it"))
+        fix = "set emulate = true in its section, or remove it"
+        raise ConfigError(Problem(OPTION, list(converters), rule, fix))
 
 
 def _check_mx_of_device(config: Config) -> None:
@@ -144,6 +145,7 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
     Raises:
         ConfigError: a filter names no module, or no layer is left to convert.
     """
+    # The options of the converter. Its filter may also exclude small layers.
     is_mx = MX in config.model.converters
     converter = MX if is_mx else LINEAR
     options: Float8Linear | MXLinear = config.quantize.linear.mx if is_mx else config.quantize.linear.float8
@@ -178,7 +180,8 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
         else:
             selection.converted.append((path, module))
     if not selection.converted:
-        rule = f"leaves no linear layer to compute in {'MX' if is_mx else 'float8'}"
+        kind = "MX" if is_mx else "float8"
+        rule = f"leaves no linear layer to compute in {kind}"
         fix = f"filter less, or remove {converter!r} from model.converters"
         raise ConfigError(Problem(option, options.filter_fqns, rule, fix))
     return selection
@@ -234,7 +237,8 @@ def _is_small(rows: int, columns: int, recipe: str) -> bool:
     """
     if recipe == "tensorwise":
         return columns <= 4096 and rows <= 1024
-    return rows <= 2048 or columns <= 1024 or (rows <= 4096 and columns <= 2048)
+    is_narrow = rows <= 2048 or columns <= 1024
+    return is_narrow or (rows <= 4096 and columns <= 2048)
 
 
 def _check_parts(converted: Sequence[tuple[str, nn.Linear]], tp: int, converter: str, multiple: int) -> None:
@@ -352,11 +356,11 @@ def gather_in_float8(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> 
 
 def _fsdp_params(parts: Sequence[nn.Module]) -> Iterator[Any]:
     for part in parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-                if group is not None:
-                    yield from group.fsdp_params
+        modules = [module for module in part.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+            if group is not None:
+                yield from group.fsdp_params
 
 
 @torch.no_grad()

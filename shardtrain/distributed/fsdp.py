@@ -9,7 +9,7 @@ parameters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -171,9 +171,11 @@ def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor
     that occurs 4,096 times with a gradient of 1 gets a gradient of 256, because 256 + 1 is rounded to
     256.
     """
+    weight = module.weight
     if not torch.is_grad_enabled():
-        return F.embedding(ids_BT, module.weight, module.padding_idx)
-    return F.embedding(ids_BT, module.weight.float(), module.padding_idx).to(module.weight.dtype)
+        return F.embedding(ids_BT, weight, module.padding_idx)
+    rows = F.embedding(ids_BT, weight.float(), module.padding_idx)
+    return rows.to(weight.dtype)
 
 
 def _check_parameters(model: nn.Module, layout: Layout) -> None:
@@ -185,10 +187,14 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
         if parameter.ndim == 0:
             rule = f"the parameter {name} without dimensions, which cannot be sharded"
             raise _refusal(rule, "make it torch.empty(1)")
+    # A tie may not reach across the units that FSDP shards: each layer, and all first and last
+    # modules together.
     for names in tied_names(model):
         in_layers = [name for name in names if name.startswith(f"{layout.layers}.")]
         layers = {".".join(name.split(".")[:2]) for name in in_layers}
-        if layers and (len(layers) > 1 or len(in_layers) < len(names)):
+        is_across_layers = len(layers) > 1
+        is_with_ends = bool(layers) and len(in_layers) < len(names)
+        if is_across_layers or is_with_ends:
             rule = f"one parameter as {names[0]} and {names[-1]}, and each layer is sharded separately"
             raise _refusal(rule, "give each layer its own parameters")
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -198,10 +204,13 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
         for parameter in trained[1:]:
             first = trained[0]
             if parameter.dtype != first.dtype:
-                one = f"{paths[id(first)]} of {str(first.dtype).removeprefix('torch.')}"
-                other = f"{paths[id(parameter)]} of {str(parameter.dtype).removeprefix('torch.')}"
-                rule = f"{one} and {other}, which are sharded together"
+                rule = f"{_with_dtype(first, paths)} and {_with_dtype(parameter, paths)}, which are sharded together"
                 raise _refusal(rule, "make all parameters of one dtype")
+
+
+def _with_dtype(parameter: nn.Parameter, paths: Mapping[int, str]) -> str:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"{paths[id(parameter)]} of {dtype}"
 
 
 def _refusal(rule: str, fix: str) -> ConfigError:

@@ -29,8 +29,9 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
     Clipping scales by it, so it must not depend on how tensors are split, see ``squared_norm``.
     """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     squares = SquaredNorm(mesh)
-    squares.add(*(parameter.grad for parameter in parameters if parameter.grad is not None))
+    squares.add(*gradients)
     return squares.norm()
 
 
@@ -120,8 +121,10 @@ class Agreement:
         is_finite = torch.isfinite(norm)
         local_norm = torch.where(is_finite, norm, 0.0).double()
         # Tensor-parallel peers have the same loss, which must count only once.
-        local_loss = loss.double() if mesh.rank("tp") == 0 else torch.zeros_like(loss, dtype=torch.float64)
-        summands = torch.stack([local_loss, (~is_finite).double(), local_norm, local_norm.square()])
+        counts_loss = mesh.rank("tp") == 0
+        local_loss = loss.double() if counts_loss else torch.zeros_like(loss, dtype=torch.float64)
+        not_finite = (~is_finite).double()
+        summands = torch.stack([local_loss, not_finite, local_norm, local_norm.square()])
         self._sums_4 = mesh.sum_of_all(summands)
         self._num_ranks = mesh.device_mesh.size()
 
@@ -130,9 +133,10 @@ class Agreement:
         total_loss, not_finite, norms, squares = self._sums_4.unbind()
         mean = norms / self._num_ranks
         variance = (squares / self._num_ranks - mean * mean).clamp_min(0.0)
-        same = (variance * self._num_ranks).sqrt() <= NORMS_AGREE * mean
-        applies = torch.isfinite(total_loss) & torch.isfinite(mean) & (not_finite == 0) & same
-        return OnDevice(applies, (max_norm / (mean + 1e-6)).clamp_max(1.0))
+        norms_agree = (variance * self._num_ranks).sqrt() <= NORMS_AGREE * mean
+        are_all_finite = torch.isfinite(total_loss) & torch.isfinite(mean) & (not_finite == 0)
+        factor = (max_norm / (mean + 1e-6)).clamp_max(1.0)
+        return OnDevice(are_all_finite & norms_agree, factor)
 
     def read(self, decision: OnDevice | None = None) -> Agreed:
         """Return loss and norm. Only here does the host wait for an accelerator in a step.

@@ -53,8 +53,8 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     _check_parts(parts, layout, list(layers))
     # before the cut, because a forward that is not a chain would silently compute something else in stages
     chain.check(model, layout, parts, mesh.size(AXIS))
-    own_stages = _own_stages(mesh, config, len(parts))
-    return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in own_stages]
+    own_modules = [set(parts[index]) for index in _own_stages(mesh, config, len(parts))]
+    return [stage(copy.deepcopy(model), layout, modules) for modules in own_modules]
 
 
 def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
@@ -81,12 +81,14 @@ def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[i
 def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str]) -> None:
     """Raise ConfigError unless the stages contain each module of the model once, in order."""
     names = [name for part in parts for name in part]
-    expected = [*layout.first, *(f"{layout.layers}.{name}" for name in layer_names), *layout.last]
-    if names != expected:
-        differences = sorted(set(expected) ^ set(names)) or "the order"
-        option = "parallelism.module_fqns_per_model_part"
-        fix = f"name each once, in this order: {', '.join(expected)}"
-        raise ConfigError(Problem(option, None, f"does not cover the model: {differences}", fix))
+    layers = [f"{layout.layers}.{name}" for name in layer_names]
+    expected = [*layout.first, *layers, *layout.last]
+    if names == expected:
+        return
+    differences = sorted(set(expected) ^ set(names)) or "the order"
+    option = "parallelism.module_fqns_per_model_part"
+    fix = f"name each once, in this order: {', '.join(expected)}"
+    raise ConfigError(Problem(option, None, f"does not cover the model: {differences}", fix))
 
 
 class _Stage(PipelineStage):

@@ -178,7 +178,8 @@ class Runner(ABC):
 
         The caller then sets the learning rate before backward.
         """
-        self._in_backward = UpdateInBackward(optimizer, self.optimizer_parameters().values(), self._mesh)
+        parameters = self.optimizer_parameters().values()
+        self._in_backward = UpdateInBackward(optimizer, parameters, self._mesh)
 
     def gradient_norm(self) -> Tensor:
         """Return the L2 norm of all gradients of the step, see ``grad_clip.gradient_norm`` (a collective)."""

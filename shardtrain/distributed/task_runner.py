@@ -59,7 +59,8 @@ class TaskRunner(PlainRunner):
             outputs = self.task.forward(self.parts[0], batch)
             loss = torch.zeros((), device=self._mesh.device)
             if with_loss:
-                loss = self.task.loss_sum(outputs, batch, _weight(batch, torch.ones_like(loss)))
+                weight = _weight(batch, torch.ones_like(loss))
+                loss = self.task.loss_sum(outputs, batch, weight)
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:

@@ -68,7 +68,9 @@ class TiedStages:
         One holder does.
         """
         holders = self._holders.get(name)
-        return holders is None or holders[0] == self._mesh.rank(AXIS)
+        if holders is None:
+            return True
+        return holders[0] == self._mesh.rank(AXIS)
 
     def copy_weights(self, parts: Sequence[nn.Module]) -> None:
         """Copy the first copy on this rank to the others.

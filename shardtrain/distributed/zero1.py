@@ -56,7 +56,8 @@ class SplitStates:
         """Gather the updated slices into the parameters on every replica, with one collective per dtype."""
         names = [name for name, dim in self._dims.items() if dim is not None]
         # a dict and not a set, because every rank must process the dtypes in the same order
-        for dtype in dict.fromkeys(self._parameters[name].dtype for name in names):
+        dtypes = dict.fromkeys(self._parameters[name].dtype for name in names)
+        for dtype in dtypes:
             self._gather([name for name in names if self._parameters[name].dtype == dtype])
         for name in names:
             self.slices[name].grad = None

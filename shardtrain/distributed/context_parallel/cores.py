@@ -240,8 +240,9 @@ def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, 
     rank = mesh.rank(AXIS)
     if size == 1:
         return columns
-    parts = [sequence_part(column, rank, size, is_balanced(config)) for column in columns]
-    return parts[0], parts[1], parts[2]
+    balanced = is_balanced(config)
+    tokens, targets, positions = (sequence_part(column, rank, size, balanced) for column in columns)
+    return tokens, targets, positions
 
 
 def document_argument(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:

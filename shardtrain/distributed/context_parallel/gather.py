@@ -1,10 +1,9 @@
 """Context parallelism by all-gather: each rank gathers all keys and values and attends with its own queries.
 
-With ``balanced`` rank r holds chunks r and 2P-1-r of 2P (head and tail), else chunk r of P. Every rank has the complete
-``documents_BT``, so it knows the mask without communication, and skips blocks of queries and keys that share no
-document.
-Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
-head.
+With ``balanced`` rank r holds chunks r and 2P-1-r of 2P (head and tail), else chunk r of P. Every
+rank has the complete ``documents_BT``, so it knows the mask without communication, and skips blocks
+of queries and keys that share no document. Shape suffixes: B batch, t tokens of this rank, T all
+tokens, N heads, K key-value heads, n heads after an exchange, H head.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ def gathered_attention(
     Their results are merged by log-sum-exp, so no mask (t, T) is needed.
     """
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-    # Choose the kernel by the same rule as AttentionCore. Import it here, because accelerators do not need it.
+    # Choose the kernel by the same rule as AttentionCore. Import it here, because accelerators do
+    # not need it.
     if sinks_N is None and scores.has_kernel and chosen_kernels.attends_in_blocks(q_BtNH):
         from shardtrain.distributed.cpu import gathered_blocks
 
@@ -65,7 +65,8 @@ def gathered_attention(
         stop = (chunk + 1) * length
         # Keys up to the end of the chunk. With a window, begin at the first key that the first query attends
         # to.
-        keys = slice(max(0, stop - length - window + 1) if window else 0, stop)
+        first = max(0, stop - length - window + 1) if window else 0
+        keys = slice(first, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, keys]
         keys_values = k_BTKH[:, keys], v_BTKH[:, keys]
         outputs.append(PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
@@ -76,17 +77,26 @@ def _natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
     """Reorder gathered chunks of balanced parts: 0, 2P-1, 1, 2P-2, ... become 0, 1, 2, ..."""
     if not balanced:
         return x_BTKH
-    chunks = x_BTKH.chunk(2 * size, dim=1)
-    order = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
-    return torch.cat([chunks[i] for i in order], dim=1)
+    num_chunks = 2 * size
+    chunks = x_BTKH.chunk(num_chunks, dim=1)
+    in_order = []
+    for index in range(num_chunks):
+        # The first half consists of the heads of the parts in order, the second of their tails in reverse.
+        gathered_at = 2 * index
+        if index >= size:
+            gathered_at = 2 * (num_chunks - 1 - index) + 1
+        in_order.append(chunks[gathered_at])
+    return torch.cat(in_order, dim=1)
 
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BtKH: Tensor, group: dist.ProcessGroup, shared: SequenceExchange | None) -> Tensor:
-        ctx.group, ctx.shared = group, shared
+        ctx.group = group
+        ctx.shared = shared
         if shared is not None:
-            return shared.gather(x_BtKH.flatten(2)).unflatten(2, x_BtKH.shape[2:])
+            gathered = shared.gather(x_BtKH.flatten(2))
+            return gathered.unflatten(2, x_BtKH.shape[2:])
         x_BtKH = x_BtKH.contiguous()
         parts = [torch.empty_like(x_BtKH) for _ in range(group.size())]
         dist.all_gather(parts, x_BtKH, group=group)
@@ -95,10 +105,11 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         # Reduce in float32. A bfloat16 sum over ranks would lose small contributions.
+        d_out = gradients[0]
         if ctx.shared is not None:
-            gradient = ctx.shared.reduce_scatter(gradients[0].flatten(2))
-            return gradient.unflatten(2, gradients[0].shape[2:]), None, None
-        parts = gradients[0].float().chunk(ctx.group.size(), dim=1)
+            gradient = ctx.shared.reduce_scatter(d_out.flatten(2))
+            return gradient.unflatten(2, d_out.shape[2:]), None, None
+        parts = d_out.float().chunk(ctx.group.size(), dim=1)
         gradient = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         _reduce_scatter(gradient, torch.cat(parts, dim=0), group=ctx.group)
-        return gradient.to(gradients[0].dtype), None, None
+        return gradient.to(d_out.dtype), None, None

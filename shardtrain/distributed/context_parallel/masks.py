@@ -62,7 +62,9 @@ def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
         return x_BT.chunk(size, dim=1)[rank].contiguous()
     # Late queries see more keys than early ones. A head and a tail chunk together give each rank equal work.
     chunks = x_BT.chunk(2 * size, dim=1)
-    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
+    head = chunks[rank]
+    tail = chunks[2 * size - 1 - rank]
+    return torch.cat((head, tail), dim=1)
 
 
 def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
@@ -71,7 +73,11 @@ def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
     >>> chunks_of(0, 4, balanced=True), chunks_of(0, 4, balanced=False)
     ((0, 7), (0,))
     """
-    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
+    if not balanced:
+        return (rank,)
+    head = rank
+    tail = 2 * size - 1 - rank
+    return (head, tail)
 
 
 def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[ContextPiece]:
@@ -123,7 +129,9 @@ def _by_document(
             continue
         # In a causal piece, a document has the same tokens on both sides, so its mask stays causal.
         for row, queries, keys in shared(queries_Bl[:, rows], keys_Bs[:, columns]):
-            yield ContextPiece(row, shifted(queries, rows.start), shifted(keys, columns.start), causal)
+            query_rows = shifted(queries, rows.start)
+            key_columns = shifted(keys, columns.start)
+            yield ContextPiece(row, query_rows, key_columns, causal)
 
 
 def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -> Stretches:
@@ -135,8 +143,10 @@ def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -
     stretches = []
     for rows, query_chunk in zip(places, query_chunks, strict=True):
         for columns, key_chunk in zip(places, key_chunks, strict=True):
-            if key_chunk <= query_chunk:
-                stretches.append((rows, columns, (query_chunk - key_chunk) * length))
+            if key_chunk > query_chunk:
+                continue
+            distance = (query_chunk - key_chunk) * length
+            stretches.append((rows, columns, distance))
     return stretches
 
 
@@ -148,7 +158,9 @@ def _within_window(
         for batch, queries, keys in documents_met(rows, columns, queries_Bl, keys_Bs):
             # The window is relative to positions in the sequence, so track the distance of the piece.
             past = offset + queries.start - keys.start
-            for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, *window):
+            num_queries = queries.stop - queries.start
+            num_keys = keys.stop - keys.start
+            for block in blocks(num_queries, num_keys, past, *window):
                 block_rows = shifted(block.queries, rows.start + queries.start)
                 block_columns = shifted(block.keys, columns.start + keys.start)
                 yield ContextPiece(batch, block_rows, block_columns, False, block.band)

@@ -1,8 +1,7 @@
 """Exact attention over pieces of queries and keys, merged by a running softmax, forward and backward.
 
-Used by gather, ring and Ulysses.
-Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
-head.
+Used by gather, ring and Ulysses. Shape suffixes: B batch, t tokens of this rank, T all tokens, N
+heads, K key-value heads, n heads after an exchange, H head.
 """
 
 from __future__ import annotations
@@ -51,18 +50,19 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, sinks_N = ctx.saved_tensors
-        saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
+        d_out = gradients[0]
+        saved = (d_out, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
         # Several blocks of queries add to the gradients of the same keys, so sum them in float32.
         exact = torch.float32 if ctx.blocked else k_BsKH.dtype
         dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
         dk = torch.zeros_like(k_BsKH, dtype=exact)
         dv = torch.zeros_like(v_BsKH, dtype=exact)
         for piece in ctx.pieces:
-            part = backward_of(piece, ctx.scores, *saved)
-            dq[piece.batch, piece.rows] += part[0]
-            dk[piece.batch, piece.columns] += part[1]
-            dv[piece.batch, piece.columns] += part[2]
-        dsinks_N = sinks_gradient_of(gradients[0], out_BlNH, lse_BNl, sinks_N)
+            dq_piece, dk_piece, dv_piece = backward_of(piece, ctx.scores, *saved)
+            dq[piece.batch, piece.rows] += dq_piece
+            dk[piece.batch, piece.columns] += dk_piece
+            dv[piece.batch, piece.columns] += dv_piece
+        dsinks_N = sinks_gradient_of(d_out, out_BlNH, lse_BNl, sinks_N)
         return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None, dsinks_N
 
 
@@ -83,7 +83,9 @@ def window_of(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Windo
 
 
 class Merged:
-    """A running softmax over parts of the keys: outputs and log-sum-exp in float32 (Milakov and Gimelshein 2018)."""
+    """A running softmax over parts of the keys: outputs and log-sum-exp in float32 (Milakov and
+    Gimelshein 2018).
+    """
 
     def __init__(self, q_BtNH: Tensor, scores: Scores = PLAIN) -> None:
         self._scores = scores

@@ -1,8 +1,7 @@
 """Context parallelism by a ring: ranks pass keys and values on, and each rank merges their contributions.
 
-Sequences are split as in ``gather.py``.
-Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
-head.
+Sequences are split as in ``gather.py``. Shape suffixes: B batch, t tokens of this rank, T all
+tokens, N heads, K key-value heads, n heads after an exchange, H head.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Context parallelism by exchange of heads (DeepSpeed-Ulysses): each rank attends to all tokens with some heads.
+"""Context parallelism by exchange of heads (DeepSpeed-Ulysses): each rank attends to all tokens
+with some heads.
 
-Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an exchange, H
-head.
+Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads
+after an exchange, H head.
 """
 
 from __future__ import annotations

@@ -170,7 +170,10 @@ class _Chunks:
         out_2BtKH = sums_2BKsH.new_empty(2, B, tokens, K, H, dtype=dtype)
         outs = out_2BtKH.transpose(2, 3).chunk(len(self.own), dim=3)
         if self._shared is not None:
-            contributes = [[chunk < self._seen_by(rank) for chunk in self.own] for rank in range(len(of_ranks))]
+            contributes = []
+            for rank in range(len(of_ranks)):
+                num_seen = self._seen_by(rank)
+                contributes.append([chunk < num_seen for chunk in self.own])
             self._shared.reduce_scatter_parts(of_ranks, contributes, outs)
             return out_2BtKH
         # the collective needs equal sizes, so chunks that this rank does not see are zero

@@ -141,9 +141,14 @@ class _Seconds(ctypes.Structure):
 def _futex(address: int, operation: int, value: int, seconds: float | None = None) -> int:
     """Sleep while a counter has a value, or wake the processes that sleep. Return 0 or the error number."""
     assert _libc is not None
-    limit = None if seconds is None else ctypes.byref(_Seconds(int(seconds), int(seconds % 1 * 1e9)))
+    limit = None
+    if seconds is not None:
+        nanoseconds = int(seconds % 1 * 1e9)
+        limit = ctypes.byref(_Seconds(int(seconds), nanoseconds))
     status = _libc.syscall(_FUTEX_CALL, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), limit, None, 0)
-    return 0 if status >= 0 else ctypes.get_errno()
+    if status >= 0:
+        return 0
+    return ctypes.get_errno()
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None

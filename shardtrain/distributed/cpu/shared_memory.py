@@ -174,7 +174,9 @@ class SequenceExchange:
         Return None if they share no memory (a collective).
         """
         exchange = Exchange.between(group)
-        return None if exchange is None else cls(exchange, group.size(), group.rank())
+        if exchange is None:
+            return None
+        return cls(exchange, group.size(), group.rank())
 
     def gather(self, x_BtD: Tensor) -> Tensor:
         """Concatenate the parts (B, t, D) of all ranks to (B, T, D)."""
@@ -216,14 +218,17 @@ class SequenceExchange:
         """
         own_C = [part for part in parts_RC[self._rank] if part is not None]  # for mypy: no own part is None
         for places in self._stretches(own_C[0], len(own_C)):
+            # Write this rank's parts to its half, then copy those of the others from theirs.
             shape = own_C[0][places].shape
             halves_RC = self._exchange.halves(own_C[0].dtype, torch.Size((len(own_C), *shape)))
             for half, part in zip(halves_RC[self._rank], own_C, strict=True):
                 half.copy_(part[places])
             self._exchange.meet()
             for rank, parts_C in enumerate(parts_RC):
+                if rank == self._rank:
+                    continue
                 for half, part_here in zip(halves_RC[rank], parts_C, strict=True):
-                    if part_here is not None and rank != self._rank:
+                    if part_here is not None:
                         part_here[places] = half
 
     def reduce_scatter_parts(
@@ -251,7 +256,8 @@ class SequenceExchange:
             shape = out_C[0][places].shape
             # The half of a rank has a slot for each other rank, with the contributions to the parts of
             # that rank.
-            halves_ROC = self._exchange.halves(out_C[0].dtype, torch.Size((len(others), len(out_C), *shape)))
+            slots = torch.Size((len(others), len(out_C), *shape))
+            halves_ROC = self._exchange.halves(out_C[0].dtype, slots)
             for slot_C, receiver in zip(halves_ROC[self._rank], others, strict=True):
                 for sent, contribution in zip(slot_C, contributions_RC[receiver], strict=True):
                     if contribution is not None:
@@ -275,22 +281,27 @@ class SequenceExchange:
         heads_at_once = min(heads, max_row_heads)
         rows_at_once = max(1, max_row_heads // heads)
         for row in range(0, rows, rows_at_once):
+            row_slice = slice(row, row + rows_at_once)
             for head in range(0, heads, heads_at_once):
+                head_slice = slice(head, head + heads_at_once)
                 for token in range(0, tokens, max_tokens):
-                    row_slice = slice(row, row + rows_at_once)
-                    head_slice = slice(head, head + heads_at_once)
-                    yield slice(None), row_slice, head_slice, slice(token, token + max_tokens)
+                    token_slice = slice(token, token + max_tokens)
+                    yield slice(None), row_slice, head_slice, token_slice
 
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
-        """Divide a tensor into pieces of which ``copies`` fit into a half: several rows, or a part of one row.
+        """Divide a tensor into pieces of which ``copies`` fit into a half: several rows, or a part
+        of one row.
 
         Yield the slices of rows and columns of each piece.
         """
-        max_elements = max(1, _HALF_BYTES // (max(1, copies) * x_Bm.element_size()))
-        rows_at_once = max(1, max_elements // max(1, x_Bm.size(1)))
-        for row in range(0, x_Bm.size(0), rows_at_once):
-            for column in range(0, x_Bm.size(1), max_elements):
-                yield slice(row, row + rows_at_once), slice(column, column + max_elements)
+        num_rows, num_columns = x_Bm.shape
+        bytes_per_element = max(1, copies) * x_Bm.element_size()
+        max_elements = max(1, _HALF_BYTES // bytes_per_element)
+        rows_at_once = max(1, max_elements // max(1, num_columns))
+        for row in range(0, num_rows, rows_at_once):
+            row_slice = slice(row, row + rows_at_once)
+            for column in range(0, num_columns, max_elements):
+                yield row_slice, slice(column, column + max_elements)
 
 
 class Exchange:
@@ -386,13 +397,18 @@ class Exchange:
         They are valid until the next call.
         """
         rank = self._rank
-        slots_by_sender = self.halves(own_Rm.dtype, torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:])))
+        slots_shape = torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:]))
+        slots_by_sender = self.halves(own_Rm.dtype, slots_shape)
+        # This rank's slots are those of the other ranks, in order.
         slots_by_sender[rank][:rank].copy_(own_Rm[:rank])
         slots_by_sender[rank][rank:].copy_(own_Rm[rank + 1 :])
         self.meet()
         rows = []
         for sender, slots in enumerate(slots_by_sender):
-            rows.append(own_Rm[rank] if sender == rank else slots[_slot(sender, rank)])
+            if sender == rank:
+                rows.append(own_Rm[rank])
+            else:
+                rows.append(slots[_slot(sender, rank)])
         return rows
 
     def meet(self) -> None:

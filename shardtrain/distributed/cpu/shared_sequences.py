@@ -82,12 +82,16 @@ class GradientSum:
     def add_product(self, gradient_BTO: Tensor, weight_OD: Tensor, by_onednn: bool) -> None:
         """Add ``gradient @ weight`` to the sum. Without oneDNN, ``addmm_`` accumulates in place."""
         gradient_RO = gradient_BTO.flatten(0, -2)
+        batch_and_tokens = gradient_BTO.shape[:-1]
         if by_onednn:
-            self.add(onednn_linear.product(gradient_RO, weight_OD.t()).unflatten(0, gradient_BTO.shape[:-1]))
+            product_RD = onednn_linear.product(gradient_RO, weight_OD.t())
+            self.add(product_RD.unflatten(0, batch_and_tokens))
         elif self._total_BTD is None:
-            self._total_BTD = (gradient_RO @ weight_OD).unflatten(0, gradient_BTO.shape[:-1])
+            product_RD = gradient_RO @ weight_OD
+            self._total_BTD = product_RD.unflatten(0, batch_and_tokens)
         else:
-            self._total_BTD.view(-1, weight_OD.size(1)).addmm_(gradient_RO, weight_OD)
+            total_RD = self._total_BTD.view(-1, weight_OD.size(1))
+            total_RD.addmm_(gradient_RO, weight_OD)
 
     def add(self, gradient_BTD: Tensor) -> None:
         """Add a tensor. The caller must not use it afterwards."""
@@ -130,8 +134,8 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None]:
         plain_BTD, dtensor_BTD = gradients
-        # Sum over ranks: the gradients from split layers, that of the plain output, and that of the DTensor if
-        # it is a partial sum.
+        # Sum over ranks: the gradients from split layers, that of the plain output, and that of the
+        # DTensor if it is a partial sum.
         partial_BTD = ctx.gradient.take()
         is_partial = dtensor_BTD is not None and dtensor_BTD.placements == (Partial(),)
         for addend_BTD in (plain_BTD, dtensor_BTD if is_partial else None):

@@ -1,12 +1,14 @@
 """A separate store for each attempt of a run, for launchers such as torchrun whose store serves all attempts.
 
-Ranks find each other by keys in a store. torchrun keeps one store for all restarts. A restarted rank may therefore read
-the address of a dead rank, connect to it, and fail or wait (PyTorch issue 135712). The restart count does not identify
-an attempt: each agent has its own count, and a node that joined later has a lower one. Instead, rank 0 draws a random
-name for the attempt. Every other rank asks for the name with a random word, and rank 0 replies under that word.
+Ranks find each other by keys in a store. torchrun keeps one store for all restarts. A restarted
+rank may therefore read the address of a dead rank, connect to it, and fail or wait (PyTorch issue
+135712). The restart count does not identify an attempt: each agent has its own count, and a node
+that joined later has a lower one. Instead, rank 0 draws a random name for the attempt. Every other
+rank asks for the name with a random word, and rank 0 replies under that word.
 
-The launcher's store has no password. If all ranks are on this machine, or are tasks of a Slurm step on one node, they
-meet in a private folder instead. Ranks on several nodes sign their values if they share a secret.
+The launcher's store has no password. If all ranks are on this machine, or are tasks of a Slurm step
+on one node, they meet in a private folder instead. Ranks on several nodes sign their values if they
+share a secret.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
             # Signatures cover the key, which contains the attempt's name.
             return dist.PrefixStore(f"shardtrain/{name}", shared)
         environment[STORE] = str(place / name)
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
         return private_store.group_store(place / name)
 
     if environment["RANK"] != "0":
@@ -125,8 +128,8 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
 def _listener(address: str, port: int, timeout: timedelta) -> int | None:
     """Return the descriptor of a socket that listens for the store. None if the port is taken.
 
-    PyTorch then shares the store that this process already serves, or fails with the same error. After any other error
-    it would listen on all addresses of this machine.
+    PyTorch then shares the store that this process already serves, or fails with the same error.
+    After any other error it would listen on all addresses of this machine.
 
     Raises:
         ConfigError: ``address`` does not resolve within ``timeout``, or this user may not use the port.
@@ -148,7 +151,8 @@ def _listener(address: str, port: int, timeout: timedelta) -> int | None:
             if error.errno != errno.EACCES:
                 raise
             rule = f"cannot be served from this host: {os.strerror(error.errno)}"
-            raise ConfigError(Problem("MASTER_PORT", port, rule, "choose another port", "environment")) from None
+            fix = "choose another port"
+            raise ConfigError(Problem("MASTER_PORT", port, rule, fix, "environment")) from None
 
 
 def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.Store | FolderStore:
@@ -170,11 +174,13 @@ def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -
             open_numbers.update(range(seen + 1, count + 1))
             seen = count
             # A rank that was killed after it took a number never sends its request.
-            for number in [one for one in open_numbers if store.check([f"{_ASKED}/{one}"])]:
+            with_request = [number for number in open_numbers if store.check([f"{_ASKED}/{number}"])]
+            for number in with_request:
                 open_numbers.discard(number)
                 # Ignore requests that are not signed.
                 with contextlib.suppress(ForgedError):
-                    store.set(f"{_ASKED}/answer/{store.get(f'{_ASKED}/{number}').decode()}", name)
+                    request = store.get(f"{_ASKED}/{number}").decode()
+                    store.set(f"{_ASKED}/answer/{request}", name)
         except dist.DistError:
             # The launcher's store is gone. Joining the group fails with its own message.
             return

@@ -1,12 +1,12 @@
 """Protection of gloo's sockets from other processes.
 
-Gloo does not authenticate peers. It accepts every connection, keeps it as long as the process group exists, and aborts
-the process when there are too many (``accept: Too many open files``).
+Gloo does not authenticate peers. It accepts every connection, keeps it as long as the process group
+exists, and aborts the process when there are too many (``accept: Too many open files``).
 
 - On one machine, the sockets are in a network namespace of the run, if the system supports it.
 - Otherwise, gloo's listeners drop all packets once the group exists. By then all pairs of ranks are connected, so the
-  run needs no later connection. Only gloo can close its listeners. A socket filter makes the kernel drop the packets,
-  and any user may set one (Linux, Documentation/networking/filter.rst).
+  run needs no later connection. Only gloo can close its listeners. A socket filter makes the kernel
+  drop the packets, and any user may set one (Linux, Documentation/networking/filter.rst).
 """
 
 from __future__ import annotations
@@ -92,7 +92,11 @@ def _refuse_others(inodes: set[str]) -> None:
         if path.exists():
             rows += [line.split() for line in path.read_text().splitlines()[1:]]
     # Local address, remote address, state, user and inode are the fields 1, 2, 3, 7 and 9.
-    ours = {row[1].rpartition(":")[2]: row[7] for row in rows if row[9] in inodes}
+    ours = {}
+    for row in rows:
+        if row[9] in inodes:
+            port = row[1].rpartition(":")[2]
+            ours[port] = row[7]
     for row in rows:
         user = ours.get(row[2].rpartition(":")[2])
         if user is not None and row[9] != "0" and row[7] != user:

@@ -37,7 +37,10 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
     Raises:
         StorageError: the folder does not exist, another user owns it, or other users may enter it.
     """
-    return own(Path(folder)) if (folder := meeting_folder(environment)) else None
+    folder = meeting_folder(environment)
+    if not folder:
+        return None
+    return own(Path(folder))
 
 
 def own(folder: Path) -> Path:
@@ -67,8 +70,11 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
     """
     if not environment.get("WORLD_SIZE") or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
         return None
-    network = os.readlink("/proc/self/ns/net") if os.path.exists("/proc/self/ns/net") else ""
-    return _folder_named(environment, network, environment["MASTER_PORT"], environment.get("TORCHELASTIC_RUN_ID", ""))
+    network = ""
+    if os.path.exists("/proc/self/ns/net"):
+        network = os.readlink("/proc/self/ns/net")
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "")
+    return _folder_named(environment, network, environment["MASTER_PORT"], run_id)
 
 
 def folder_of_step(environment: Mapping[str, str]) -> Path | None:
@@ -121,8 +127,9 @@ def _newest_write(folder: Path) -> float:
 def _own_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder for all meetings of this user: the first candidate that only this user can enter.
 
-    The candidates are below ``XDG_RUNTIME_DIR``, the folder for temporary files, and the home folder. Another user may
-    have taken the name in the folder for temporary files, but not the one in the home folder.
+    The candidates are below ``XDG_RUNTIME_DIR``, the folder for temporary files, and the home
+    folder. Another user may have taken the name in the folder for temporary files, but not the one
+    in the home folder.
 
     Raises:
         StorageError: none of them can be used.
@@ -172,7 +179,8 @@ class FolderStore:
         # Write a temporary file and rename it, so a reader never sees a partial value.
         temporary = self._path(f".{secrets.token_hex(8)}")
         with self._as_store_error():
-            temporary.write_bytes(value if isinstance(value, bytes) else value.encode())
+            content = value if isinstance(value, bytes) else value.encode()
+            temporary.write_bytes(content)
             temporary.replace(self._path(key))
 
     def get(self, key: str) -> bytes:
@@ -203,9 +211,10 @@ class FolderStore:
             DistStoreError: a key does not exist after ``timeout``.
         """
         end = time.monotonic() + timeout.total_seconds()
+        seconds = timeout.total_seconds()
         while not self.check(keys):
             if time.monotonic() > end:
-                raise dist.DistStoreError(f"{', '.join(keys)} did not come in {timeout.total_seconds():g} s")
+                raise dist.DistStoreError(f"{', '.join(keys)} did not come in {seconds:g} s")
             time.sleep(_POLL_SECONDS)
 
     def add(self, key: str, amount: int) -> int:
@@ -217,7 +226,13 @@ class FolderStore:
 
         An expected "" matches a missing key. Return the resulting value.
         """
-        return self._change(key, lambda old: wanted.encode() if old == expected.encode() else old)
+
+        def change(old: bytes) -> bytes:
+            if old == expected.encode():
+                return wanted.encode()
+            return old
+
+        return self._change(key, change)
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
         with self._as_store_error():
@@ -226,7 +241,8 @@ class FolderStore:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 path = self._path(key)
-                value = change(path.read_bytes() if path.exists() else b"")
+                old = path.read_bytes() if path.exists() else b""
+                value = change(old)
                 self.set(key, value)
                 return value
             finally:

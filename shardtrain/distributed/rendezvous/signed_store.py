@@ -48,7 +48,8 @@ def signed(store: dist.Store, environment: Mapping[str, str], attempt: str) -> d
     if not secret:
         return store
     names = (environment.get("TORCHELASTIC_RUN_ID", ""), attempt, secret)
-    return SignedStore(store, hashlib.sha256("\0".join(names).encode()).digest())
+    key = hashlib.sha256("\0".join(names).encode()).digest()
+    return SignedStore(store, key)
 
 
 class SignedStore(dist.Store):
@@ -77,8 +78,8 @@ class SignedStore(dist.Store):
         Raises:
             ForgedError: a value has no valid signature.
         """
-        found = self._store.multi_get(list(keys))
-        return [self._opened(key, value) for key, value in zip(keys, found, strict=True)]
+        values = self._store.multi_get(list(keys))
+        return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):

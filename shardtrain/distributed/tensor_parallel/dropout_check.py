@@ -94,6 +94,10 @@ def _drops_replicated(arguments: list[Any]) -> bool:
     """True if a dropout function with these arguments (input, p, training) drops elements of a replicated
     tensor.
     """
-    if len(arguments) > 2 and arguments[2] is False:
+    if not arguments:
         return False
-    return bool(arguments) and isinstance(arguments[0], Tensor) and _is_replicated(arguments[0])
+    is_evaluation = len(arguments) > 2 and arguments[2] is False
+    if is_evaluation:
+        return False
+    x = arguments[0]
+    return isinstance(x, Tensor) and _is_replicated(x)

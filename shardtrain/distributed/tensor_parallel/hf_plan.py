@@ -119,12 +119,14 @@ def _style_names(model: Any, plan: Mapping[str, str], ties: list[list[str]]) -> 
 
     # Older plans name only the head and not the embedding, even if both are the same tensor.
     embedding = _path(model, model.hf.get_input_embeddings())
-    if embedding not in style_names:
-        for names in ties:
-            if f"{embedding}.weight" in names:
-                if any(style_names.get(name.rpartition(".")[0]) in HEADS for name in names):
-                    style_names[embedding] = "embedding_rowwise"
-                break
+    if embedding in style_names:
+        return style_names
+    for names in ties:
+        if f"{embedding}.weight" in names:
+            styles = [style_names.get(name.rpartition(".")[0]) for name in names]
+            if any(style in HEADS for style in styles):
+                style_names[embedding] = "embedding_rowwise"
+            break
     return style_names
 
 
@@ -159,18 +161,21 @@ def _check_neighbours(model: Any, style_names: Mapping[str, str], name: str, mes
     # Not the model and its layers, which contain replicated norms next to split modules.
     owners -= {"", *model.blocks}
     for path, module in model.named_modules():
-        is_inside = any(path == owner or path.startswith(f"{owner}.") for owner in owners)
-        if is_inside and path not in style_names and any(True for _ in module.parameters(recurse=False)):
+        if path in style_names or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if any(path == owner or path.startswith(f"{owner}.") for owner in owners):
             _refuse(mesh, f"needs a plan that names {path}, and that of {name} does not")
 
 
 def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
     """Require that all names of a tied parameter are split by rows, or that all are replicated."""
     for names in ties:
-        styles = [style_names.get(parameter.rpartition(".")[0], "replicate") for parameter in names]
         # A tied parameter is one tensor, so it has only one placement.
+        modules = [parameter.rpartition(".")[0] for parameter in names]
+        styles = [style_names.get(module, "replicate") for module in modules]
         is_by_rows = [style in _SPLIT_BY_ROWS for style in styles]
-        if any(is_by_rows) != all(is_by_rows) or "rowwise" in styles:
+        has_both = any(is_by_rows) and not all(is_by_rows)
+        if has_both or "rowwise" in styles:
             _refuse(mesh, f"splits {names[0]} and {names[-1]} of {name} in two ways, and they are one tensor")
 
 
@@ -185,7 +190,8 @@ def _style(style_name: str, keeps_output_split: bool) -> ParallelStyle:
     if style_name == "rowwise":
         return RowwiseParallel()
     if style_name in HEADS:
-        return ColwiseParallel(output_layouts=Shard(-1) if keeps_output_split else Replicate())
+        output_layout = Shard(-1) if keeps_output_split else Replicate()
+        return ColwiseParallel(output_layouts=output_layout)
     if style_name == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     if style_name == "replicated_with_grad_allreduce":

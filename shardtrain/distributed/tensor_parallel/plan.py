@@ -135,6 +135,7 @@ def _split_alibi_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
 def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> ParallelStyle:
     """Return the parallel style of a module by its style name in ``LAYOUT.tensor``."""
     ranks, loss_parallel, length, sequences = splitting
+    # The ends of the model are split by their vocabulary if each rank gets a part.
     if name == "embed":
         if not isinstance(module, nn.Embedding):  # computes from positions, has no table
             return ReplicatedEmbedding()
@@ -150,6 +151,7 @@ def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> 
                 return ReplicatedHead(sequences)
         output = Shard(-1) if loss_parallel else Replicate()
         return GatheringColwise(length, sequences, input_layouts=Shard(1), output_layouts=output)
+    # Modules between them, whose input or output is a part of the sequence.
     if name == "sequence":
         take = partial(length.require, path, name, part=True)
         return ReplicatedWeights(Partial(), take, sequences.sum_weights())
@@ -161,6 +163,7 @@ def style_for(path: str, module: nn.Module, name: str, splitting: Splitting) -> 
         return ScatteringRowwise(partial(length.require, path, name, part=False), sequences)
     if name == "local":
         return LocalSequence()
+    # Replicated modules, numbers per head, and modules that need all features.
     if name in ("router", "heads"):
         return ReplicatedWeights(Partial(), sum_over_ranks=sequences.sum_weights())
     if name == "per_head":

@@ -100,7 +100,8 @@ class ScatteringRowwise(RowwiseParallel):
             if not isinstance(linear, nn.Linear) or isinstance(x, DTensor) or x.size(-1) != linear.in_features:
                 return inputs
             replicated = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
-            return (replicated.redistribute(placements=(Shard(-1),)), *inputs[1:])
+            split = replicated.redistribute(placements=(Shard(-1),))
+            return (split, *inputs[1:])
 
         def scatter(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             if not keeps_plain and not isinstance(output, DTensor):
@@ -205,7 +206,9 @@ class SplitEmbedding(RowwiseParallel):
         return super()._apply(module, device_mesh)
 
     def _look_up_plain(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
-        """Make the embedding look up its local rows as a plain tensor, and reduce-scatter through shared memory."""
+        """Make the embedding look up its local rows as a plain tensor, and reduce-scatter through
+        shared memory.
+        """
         rows = -(-module.num_embeddings // device_mesh.size())
         first_id = rows * device_mesh.get_local_rank()
         # from the pre-hook to the hook of one forward: a mask of tokens whose rows are on other ranks
@@ -267,7 +270,8 @@ class ReplicatedEmbedding(ReplicatedWeights):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             parts = plain(inputs[0]).chunk(device_mesh.size(), dim=1)
-            return (parts[device_mesh.get_local_rank()], *inputs[1:])
+            own_part = parts[device_mesh.get_local_rank()]
+            return (own_part, *inputs[1:])
 
         module.register_forward_pre_hook(cut)
         return super()._apply(module, device_mesh)
