@@ -69,11 +69,13 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        documents_BT = None if self.documents_BT is None else change(self.documents_BT)
+        lengths_B = None if self.lengths_B is None else change(self.lengths_B)
         return Batch(
             tokens_BT=change(self.tokens_BT),
             targets_BT=change(self.targets_BT),
             positions_BT=change(self.positions_BT),
             sample_ids_B=change(self.sample_ids_B),
-            documents_BT=None if self.documents_BT is None else change(self.documents_BT),
-            lengths_B=None if self.lengths_B is None else change(self.lengths_B),
+            documents_BT=documents_BT,
+            lengths_B=lengths_B,
         )

@@ -114,16 +114,25 @@ def is_local(path: str) -> bool:
 def request_for(config: Config, named: NamedDataset) -> Request:
     """Return the request with which the module of a source opens it."""
     _set_limits(config)
+    source = named.source
+    # Messages name the option of the source if it sets a value, else the default's.
+    split_option = "data.split"
+    if source.split:
+        split_option = named.path_option.replace("dataset_path", "split")
+    subset_option = "data.subset"
+    if source.subset:
+        subset_option = named.path_option.replace("dataset_path", "subset")
+    text_field = source.text_field or config.data.text_field
     return Request(
-        path=named.source.dataset_path,
+        path=source.dataset_path,
         option=named.path_option,
-        split=named.source.split or config.data.split,
-        split_option=named.path_option.replace("dataset_path", "split") if named.source.split else "data.split",
-        subset=named.source.subset or config.data.subset,
-        subset_option=named.path_option.replace("dataset_path", "subset") if named.source.subset else "data.subset",
+        split=source.split or config.data.split,
+        split_option=split_option,
+        subset=source.subset or config.data.subset,
+        subset_option=subset_option,
         streaming=config.data.streaming,
         max_row_bytes=config.data.max_row_bytes,
-        header=not (named.source.text_field or config.data.text_field).isdecimal(),
+        header=not text_field.isdecimal(),
     )
 
 
@@ -183,8 +192,13 @@ def format_of_rows(config: Config, section: Training | Validation) -> str:
         "prompt_completion": (options.prompt_field, options.completion_field),
         "chat": (messages_column(first, options.messages_field),),
     }
-    fitting = [form for form, names in columns_of.items() if all(find(first, name) is not None for name in names)]
-    return options.format if options.format in fitting or not fitting else fitting[0]
+    fitting = []
+    for form, columns in columns_of.items():
+        if all(find(first, column) is not None for column in columns):
+            fitting.append(form)
+    if options.format in fitting or not fitting:
+        return options.format
+    return fitting[0]
 
 
 def open_data(config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None) -> DataPipeline:
@@ -215,11 +229,13 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
             # A source's shuffle depends only on the seed and its name, so adding a source to a mixture does
             # not change the order of the others.
             seed = int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
-        feeds.append(_open_feed(config, section, named, tokenizer, packing, seed if shuffle else None, passes))
+        seed_of_order = seed if shuffle else None
+        feeds.append(_open_feed(config, section, named, tokenizer, packing, seed_of_order, passes))
         packings.append(packing)
         all_passes.append(passes)
 
-    mixture = Mixture(stages_of(config, feeds) if is_mixture else [Stage((1.0,))])
+    mixture_stages = stages_of(config, feeds) if is_mixture else [Stage((1.0,))]
+    mixture = Mixture(mixture_stages)
     for stage, index in mixture.unread:
         text = "dataset %s is not read in stage %d: its weight is less than 1 in 65,536"
         logger.warning(text, all_named[index].name, stage + 1)
@@ -350,7 +366,8 @@ def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset
     if not isinstance(encoder, TemplatedEncoder):
         return
     rows = itertools.islice(every_row(source), _FIRST_ROWS)
-    results = encoder.encode([row for _, row in rows if not isinstance(row, BadRow)])
+    good_rows = [row for _, row in rows if not isinstance(row, BadRow)]
+    results = encoder.encode(good_rows)
     bad_rows = [result for result in results if isinstance(result, BadRow)]
     if results and len(bad_rows) == len(results):
         path = named.source.dataset_path or named.name

@@ -53,7 +53,8 @@ def hash_numbers(sample_ids: list[int], first_position: int) -> int:
 
 def split(number: int) -> list[float]:
     """Split a hash into parts of 16 bits, which are summed exactly in float64 over any number of ranks."""
-    return [float((number >> (_BITS * part)) & (2**_BITS - 1)) for part in range(_PARTS)]
+    mask = 2**_BITS - 1
+    return [float((number >> (_BITS * part)) & mask) for part in range(_PARTS)]
 
 
 def join(parts: list[float]) -> int:
@@ -62,4 +63,7 @@ def join(parts: list[float]) -> int:
     >>> join([a + b for a, b in zip(split(2**64 - 1), split(2))])
     1
     """
-    return sum(int(value) << (_BITS * part) for part, value in enumerate(parts)) % _MODULUS
+    joined = 0
+    for number, value in enumerate(parts):
+        joined += int(value) << (_BITS * number)
+    return joined % _MODULUS

@@ -27,5 +27,7 @@ def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
     while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
         digest_so_far.update(f"{comma}{', '.join(texts)}".encode())
         comma = ", "
-    digest_so_far.update(f"], {repr(facts)[1:] if len(facts) > 1 else f'{facts[0]!r})'}".encode())
+    # the end of the tuple: without its opening bracket, and with one fact without the comma of its ``repr``
+    rest = repr(facts)[1:] if len(facts) > 1 else f"{facts[0]!r})"
+    digest_so_far.update(f"], {rest}".encode())
     return digest_so_far.hexdigest()

@@ -102,9 +102,13 @@ class Contents:
 
         Files without a known hash are compared when the thread has hashed them.
         """
-        contents = contents if isinstance(contents, dict) else {}
-        self._expected = {name: mark for name, mark in contents.items() if isinstance(mark, str)}
-        return sorted(name for name, mark in self._known.items() if self._expected.get(name, mark) != mark)
+        hashes = contents if isinstance(contents, dict) else {}
+        self._expected = {name: mark for name, mark in hashes.items() if isinstance(mark, str)}
+        differing = []
+        for name, mark in self._known.items():
+            if self._expected.get(name, mark) != mark:
+                differing.append(name)
+        return sorted(differing)
 
     def trained_on_other(self, contents: Any, unproven: Any) -> list[str]:
         """Return option, path and step if a file was replaced after this run was trained on its old
@@ -115,7 +119,8 @@ class Contents:
         file was replaced. Logs a warning if the old contents are not known.
         """
         contents = contents if isinstance(contents, dict) else {}
-        for name, text in unproven.items() if isinstance(unproven, dict) else ():
+        texts = unproven if isinstance(unproven, dict) else {}
+        for name, text in texts.items():
             file = self._files.get(name)
             if file is None or not _UNPROVEN.fullmatch(str(text)):
                 continue
@@ -163,7 +168,9 @@ class Contents:
                 size += stamp[0]
                 if file.name in self._expected:
                     self._unproven.setdefault(file.name, " ".join(map(str, [step, *stamp])))
-        identity = "the hashes in their index" if all(file.indexed for file in pending) else "size and samples"
+        identity = "size and samples"
+        if all(file.indexed for file in pending):
+            identity = "the hashes in their index"
         logger.info(
             "%d data files (%.1f GiB) are identified by %s until their hashes are computed in the background",
             len(pending),

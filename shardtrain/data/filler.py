@@ -22,7 +22,11 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
     returned unchanged.
     """
     # documents need a mask, so add them only if a batch of the step has padding, and then to all batches
-    has_filler = any(b.lengths_B is not None and bool((b.lengths_B < b.tokens_BT.size(1)).any()) for b in batches)
+    has_filler = False
+    for batch in batches:
+        if batch.lengths_B is not None and bool((batch.lengths_B < batch.tokens_BT.size(1)).any()):
+            has_filler = True
+            break
     if not has_filler:
         return list(batches)
     marked = []
@@ -36,5 +40,7 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def filler_documents(lengths_B: Tensor, columns_BT: Tensor) -> Tensor:
-    """Return documents (B, T) for rows of one document followed by padding, given the column of each token."""
+    """Return documents (B, T) for rows of one document followed by padding, given the column of
+    each token.
+    """
     return (columns_BT >= lengths_B[:, None]).long() * FILLER_DOCUMENT

@@ -57,8 +57,9 @@ class RankSlice:
         """Return the position of the first row of this rank's micro-batch ``micro_batch`` after
         ``samples_consumed``."""
         step, within = divmod(micro_batch, self.accumulation)
-        start = self.batch_rank * self.accumulation + within
-        return samples_consumed + step * self.global_batch + start * self.local_batch_size
+        # a step consists of the micro-batches of all ranks, in the order of ranks
+        micro_batches_before = self.batch_rank * self.accumulation + within
+        return samples_consumed + step * self.global_batch + micro_batches_before * self.local_batch_size
 
 
 BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
@@ -105,12 +106,13 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
                 # The last one wins: where the reader is after the batch.
                 cursors[source, cursor.reader] = cursor
 
+        documents_BT = None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT)
         batch = Batch(
             tokens_BT=torch.from_numpy(rows.tokens_BT),
             targets_BT=torch.from_numpy(rows.targets_BT),
             positions_BT=torch.from_numpy(rows.positions_BT),
             sample_ids_B=torch.from_numpy(sample_ids),
-            documents_BT=None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT),
+            documents_BT=documents_BT,
             lengths_B=torch.from_numpy(rows.lengths_B),
         )
         return batch, [(source, cursor) for (source, _), cursor in cursors.items()]
@@ -167,11 +169,11 @@ class DataLoader:
         self.files: Mapping[str, str] = opened.feeds[0].files
         if len(opened.feeds) > 1:
             # two sources may have files with the same name
-            self.files = {
-                f"{source}: {name}": mark
-                for source, feed in zip(opened.names, opened.feeds, strict=True)
-                for name, mark in feed.files.items()
-            }
+            files = {}
+            for source, feed in zip(opened.names, opened.feeds, strict=True):
+                for name, mark in feed.files.items():
+                    files[f"{source}: {name}"] = mark
+            self.files = files
         self._opened = opened
         self._share = share
         self._options = options
@@ -195,11 +197,13 @@ class DataLoader:
     def whole_files(self) -> list[WholeFile]:
         """The files of all sources, to hash completely. Only rank 0 uses them."""
         several = len(self._opened.feeds) > 1
-        return [
-            replace(file, name=f"{source}: {file.name}") if several else file
-            for source, feed in zip(self._opened.names, self._opened.feeds, strict=True)
-            for file in feed.whole_files()
-        ]
+        files = []
+        for source, feed in zip(self._opened.names, self._opened.feeds, strict=True):
+            for file in feed.whole_files():
+                if several:
+                    file = replace(file, name=f"{source}: {file.name}")
+                files.append(file)
+        return files
 
     @property
     def samples_consumed(self) -> int:
@@ -214,7 +218,10 @@ class DataLoader:
 
         None if they repeat or the end is unknown.
         """
-        return None if self.end is None else -(-(self.end - self.samples_consumed) // self.global_batch)
+        if self.end is None:
+            return None
+        samples_left = self.end - self.samples_consumed
+        return -(-samples_left // self.global_batch)
 
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
         """Seek to the position at which all ranks together have consumed this many samples.
@@ -260,8 +267,8 @@ class DataLoader:
         if samples_consumed is None:
             samples_consumed = self.samples_consumed
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
-        known = [cursors.at(rows) for cursors, rows in zip(self._reader_cursors, rows_before, strict=True)]
-        return np.concatenate(known)
+        of_sources = [cursors.at(rows) for cursors, rows in zip(self._reader_cursors, rows_before, strict=True)]
+        return np.concatenate(of_sources)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

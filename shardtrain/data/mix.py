@@ -96,7 +96,8 @@ class Mixture:
             places = np.flatnonzero(self._cycles[stage] == source)
             if not len(places):
                 continue
-            cycles, rest = divmod(rows - int(self._rows_before_stage[stage][source]), len(places))
+            row_of_stage = rows - int(self._rows_before_stage[stage][source])
+            cycles, rest = divmod(row_of_stage, len(places))
             position = start + cycles * CYCLE + int(places[rest])
             if stop is None or position < stop:
                 return position
@@ -127,10 +128,12 @@ def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     shares = np.asarray(weights, dtype=np.float64) / sum(weights) * CYCLE
     counts = np.floor(shares).astype(np.int64)
     missing = CYCLE - int(counts.sum())
-    counts[np.argsort(-(shares - counts), kind="stable")[:missing]] += 1
+    by_remainder = np.argsort(-(shares - counts), kind="stable")
+    counts[by_remainder[:missing]] += 1
 
     # The ideal places of a source with n rows are the centers of n equal parts of the cycle. Sorting them
     # gives the cycle.
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
-    return owners[np.argsort(np.concatenate(places), kind="stable")].astype(np.uint16)
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return owners[order].astype(np.uint16)

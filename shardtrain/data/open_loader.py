@@ -57,7 +57,8 @@ def open_dataloader(
         raise ValueError(f"accumulation={accumulation} must be at least 1, samples_consumed={samples_consumed} 0")
     for key in ("local_batch_size", "seq_len"):
         if getattr(section, key) < 1:
-            raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", "use 1 or more"))
+            fix = "use 1 or more"
+            raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", fix))
     pipeline = open_data(config, section, shuffle=shuffle, loop=loop)
     share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
     if section.dataloader.pin_memory and not accelerator.pins_memory():
@@ -84,14 +85,19 @@ def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, worke
         if not feed.num_readers or not (sources == index).any():
             continue
         # Distinct pairs of reader and process, over distinct readers: how many processes run each reader.
-        readers = (numbers % feed.num_readers)[sources == index]
-        processes = (rank * workers + worker)[sources == index]
-        times = len(np.unique(readers * (share.num_batch_ranks * workers) + processes)) / len(np.unique(readers))
-        if times > 1:
+        is_of_source = sources == index
+        readers = (numbers % feed.num_readers)[is_of_source]
+        processes = (rank * workers + worker)[is_of_source]
+        pairs = readers * (share.num_batch_ranks * workers) + processes
+        times = len(np.unique(pairs)) / len(np.unique(readers))
+        if times <= 1:
+            continue
+        fix = ""
+        if len(pipeline.feeds) == 1:
             multiple = share.global_batch * workers // math.gcd(workers, share.accumulation)
-            fix = f"make data.readers a multiple of {multiple}, or " if len(pipeline.feeds) == 1 else ""
-            text = (
-                "dataset %s: each document is tokenized by %.1f processes, as its %d virtual readers do not go evenly "
-                "into ranks and workers; %sprepare the data"
-            )
-            logger.warning(text, name, times, feed.num_readers, fix)
+            fix = f"make data.readers a multiple of {multiple}, or "
+        text = (
+            "dataset %s: each document is tokenized by %.1f processes, as its %d virtual readers do not go evenly "
+            "into ranks and workers; %sprepare the data"
+        )
+        logger.warning(text, name, times, feed.num_readers, fix)

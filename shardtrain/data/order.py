@@ -50,15 +50,18 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
     if num_samples == 1:
         return np.zeros_like(positions)
 
-    # Keys of each position's epoch, (rounds, positions). A batch has one or two epochs, so compute them per epoch.
+    # Keys of each position's epoch, (rounds, positions). A batch has one or two epochs, so compute
+    # them per epoch.
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
-    epoch_keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS)
+    keys_of_epochs = [_keys(seed, int(epoch)) for epoch in distinct]
+    epoch_keys = np.array(keys_of_epochs, dtype=np.uint64).reshape(-1, _ROUNDS)
     keys = epoch_keys.T[:, which]
 
     # The network permutes 0..2^bits-1, so permute values outside of 0..n-1 again until they are inside.
     # This terminates, because the slot itself is below n and on the same cycle.
-    half_bits = (max(_MIN_BITS, (num_samples - 1).bit_length()) + 1) // 2
+    bits = max(_MIN_BITS, (num_samples - 1).bit_length())
+    half_bits = (bits + 1) // 2
     values = _feistel(slots.astype(np.uint64), half_bits, keys)
     outside = values >= np.uint64(num_samples)
     while outside.any():
@@ -70,8 +73,10 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
 @lru_cache(maxsize=64)
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     """Return the round keys of an epoch."""
-    digests = (hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
-    pool = b"".join(digests)
+    pool = b""
+    for part in range(2):
+        text = f"shardtrain order {seed} {epoch} {part}"
+        pool += hashlib.sha256(text.encode()).digest()
     return tuple(int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 
 
@@ -86,5 +91,6 @@ def _feistel(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:
         mixed = right ^ key
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        mixed = mixed ^ (mixed >> np.uint64(31))
+        left, right = right, left ^ (mixed & mask)
     return (left << shift) | right

@@ -90,7 +90,8 @@ class RowFeed:
         self.passes = passes
         self.num_rows = len(rows)
         self.files: Mapping[str, str] = getattr(rows, "files", {})
-        self.fingerprint = digest(getattr(rows, "fingerprint", None) or fingerprint_of(rows), seed)
+        fingerprint = getattr(rows, "fingerprint", None) or fingerprint_of(rows)
+        self.fingerprint = digest(fingerprint, seed)
 
     def rows_at(self, start: int, stop: int) -> list[int]:
         """Return the numbers of the rows at positions start..stop-1 of the order."""
@@ -143,7 +144,10 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
         # without lengths, count as many tokens as targets
-        num_tokens = sum(sum(self._lengths(self._feed.rows[row_number])) for row_number in numbers) or num_targets
+        num_tokens = 0
+        for row_number in numbers:
+            num_tokens += sum(self._lengths(self._feed.rows[row_number]))
+        num_tokens = num_tokens or num_targets
         return RowBatch(tensors, ids, num_targets, num_tokens), []  # type: ignore[return-value]
 
     def _positions(self, place: int) -> range:
@@ -203,7 +207,8 @@ class RowDataLoader(DataLoader):
             self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
         if not self.places_per_epoch:
             rule = f"discards all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
-            raise ConfigError(Problem("training.last_batch", last_batch, rule, 'use "keep" or a smaller batch'))
+            fix = 'use "keep" or a smaller batch'
+            raise ConfigError(Problem("training.last_batch", last_batch, rule, fix))
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers = 0
         self.ends_without_notice = False
@@ -233,7 +238,11 @@ class RowDataLoader(DataLoader):
         return counts
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
-        return [self.feed.epoch_after(-(-count * self.feed.num_rows // self.places_per_epoch)) for count in rows]
+        epochs = []
+        for count in rows:
+            rows_of_feed = -(-count * self.feed.num_rows // self.places_per_epoch)
+            epochs.append(self.feed.epoch_after(rows_of_feed))
+        return epochs
 
     def _next_batch(self) -> BatchWithCursors:
         if self._batches is None:

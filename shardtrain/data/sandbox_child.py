@@ -28,7 +28,8 @@ def _lower(kind: int, limit: int) -> None:
 def _bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
     """Limit this process. ``file_bytes`` is the size of the files that it will map, which takes no memory."""
     if sys.platform == "linux":  # other kernels do not enforce it
-        sizes = [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()]
+        pages = Path("/proc/self/statm").read_text().split()
+        sizes = [int(count) * resource.getpagesize() for count in pages]
         mapped, resident, _, _, _, data, _ = sizes
         more = max(memory_bytes - resident, 0)
         # A file may be mapped twice. Memory without a file stays limited, however large (and sparse) the
@@ -88,7 +89,8 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
         # in full.
         table.validate(full=table.nbytes <= _WHOLE_BYTES)
         rows = dataset.with_format("arrow")
-        for index in {0, len(rows) // 2, len(rows) - 1} if len(rows) else ():
+        samples = {0, len(rows) // 2, len(rows) - 1} if len(rows) else set()
+        for index in samples:
             list(rows_of_batch(rows[index], request["max_row_bytes"]))
 
 

@@ -85,7 +85,9 @@ def once(place: str, look: Look, listing: Listing | None = None) -> Any:
     passes a ``listing``. If a node has its own copy of the place, one rank of that node reads it from then
     on.
     """
-    return look() if _ranks is None else _ranks.once(place, look, listing)
+    if _ranks is None:
+        return look()
+    return _ranks.once(place, look, listing)
 
 
 def is_watched_here(place: str) -> bool:

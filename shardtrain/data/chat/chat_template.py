@@ -44,7 +44,9 @@ class ChatTemplate:
         self.marks = False
         """True if the template marks what the assistant says with {% generation %}."""
         self.reads_parts = False
-        """True if the template reads a content that is a list of parts. Set by ``conversations.find_content_form``."""
+        """True if the template reads a content that is a list of parts. Set by
+        ``conversations.find_content_form``.
+        """
         self.content_as_parts = False
         """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only
         this form."""

@@ -91,7 +91,8 @@ def _render(
     chat = list(messages) if template.reads_parts else [joined(message) for message in messages]
     text = template.render(chat, variables, prompt)
     arguments = [function.get("arguments") for function in called_functions(chat)]
-    if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
+    quoted = [json.dumps(text, ensure_ascii=False) for text in arguments if isinstance(text, str)]
+    if any(text_in_quotes in text for text_in_quotes in quoted):
         # the template converts arguments to JSON itself, and would put JSON text in quotes
         chat = with_object_arguments(chat)
         text = template.render(chat, variables, prompt)
@@ -117,8 +118,10 @@ def find_content_form(template: ChatTemplate) -> None:
     for question, answer in forms:
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         written = template.try_render(chat)
-        is_complete = all(text in written for text in texts if text in str(chat))
-        is_read.append(is_complete and not re.search(f"""['"]{_STAND_IN}""", written))
+        in_chat = [text for text in texts if text in str(chat)]
+        is_complete = all(text in written for text in in_chat)
+        has_quotes = re.search(f"""['"]{_STAND_IN}""", written)
+        is_read.append(is_complete and not has_quotes)
     reads_text, reads_one_part, template.reads_parts = is_read
     template.content_as_parts = reads_one_part and not reads_text
 
@@ -138,13 +141,12 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], va
     """
     others = {name: value for name, value in variables.items() if name != "tools"}
     replaced, leaves = replace_texts(chat, arguments=True)
-    shape = (
-        bool(variables.get("tools")),
-        json.dumps(others, sort_keys=True),
-        *(message["role"] for message in chat),
-        *((name, bool(leaf.value.strip())) for name, leaf in leaves.items()),
-    )
+    # Conversations of one shape are checked once: the same roles, and the same texts that are not empty.
+    has_text = {name: bool(leaf.value.strip()) for name, leaf in leaves.items()}
+    roles = [message["role"] for message in chat]
+    shape = (bool(variables.get("tools")), json.dumps(others, sort_keys=True), *roles, *has_text.items())
     last = len(chat) - 1
+    # A template may drop the reasoning of all turns but the last.
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last}
     if shape not in template.dropped:
         template.dropped[shape] = _find_dropped(template, replaced, variables, wanted)
@@ -165,8 +167,12 @@ def _find_dropped(
     # If the template raises for the placeholder texts, ``text`` is "". Such a template inspects the texts, so
     # assume that it writes them.
     text = template.try_render(replaced, variables)
-    missing = (leaf for name, leaf in wanted.items() if text and leaf.value.strip() and name not in text)
-    return next((leaf.description for leaf in missing), "")
+    if not text:
+        return ""
+    for name, leaf in wanted.items():
+        if leaf.value.strip() and name not in text:
+            return leaf.description
+    return ""
 
 
 def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
@@ -177,7 +183,10 @@ def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
     """
     for form in (value, json.dumps(value, ensure_ascii=False)):  # templates write some results of tools as JSON
         place = 0
-        for piece in _MARKUP.split(form.strip('"'))[-1 if only_end else 0 :]:
+        pieces = _MARKUP.split(form.strip('"'))
+        if only_end:
+            pieces = pieces[-1:]
+        for piece in pieces:
             place = squeezed.find(_squeeze(piece), place)
             if place < 0:
                 break
@@ -217,9 +226,12 @@ def with_turn_end(written: Written, end: str) -> Written:
     text = written.text
     spans = []
     for start, stop in written.spans:
-        if not text[stop:].strip():
+        is_last_turn = not text[stop:].strip()
+        if is_last_turn:
             text = text[:stop] + end + text[stop:]
-        spans.append((start, stop + len(end) if text.startswith(end, stop) else stop))
+        if text.startswith(end, stop):
+            stop += len(end)
+        spans.append((start, stop))
     return replace(written, text=text, spans=spans)
 
 
@@ -263,16 +275,19 @@ class Conversations:
         template = self._template_of(variables)
         chat, text = _render(template, messages, variables, prompt=True)
         check_nothing_is_dropped(template, chat, variables, text)
-        return self._tokenizer.encode_spans([text])[0][0]
+        ids, _ = self._tokenizer.encode_spans([text])[0]
+        return ids
 
     def turn_end(self) -> int | None:
         """Return the special token that ends an answer, by the template or by ``data.turn_end``; None
         without one."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
         text = self._template.try_render(chat)
-        after = (text.rpartition(_STAND_IN)[2] if _STAND_IN in text else "") + self._turn_end
-        tokens = self._tokenizer.encode_spans([after])[0][0].tolist()
-        return next((token for token in tokens if token in self._tokenizer.special_ids), None)
+        after_answer = ""
+        if _STAND_IN in text:
+            after_answer = text.rpartition(_STAND_IN)[2]
+        ids, _ = self._tokenizer.encode_spans([after_answer + self._turn_end])[0]
+        return next((token for token in ids.tolist() if token in self._tokenizer.special_ids), None)
 
     def _template_of(self, variables: Variables) -> ChatTemplate:
         if variables.get("tools") and self._tool_template is not None:

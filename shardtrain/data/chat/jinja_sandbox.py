@@ -108,14 +108,17 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             numbers = isinstance(left, int | float) and isinstance(right, int | float)
             if operator == "%" and not numbers:
                 _check_form(str(left), star=True)
-                work.plan(_size(left) + sum(map(deep_size, right if isinstance(right, tuple) else (right,))))
+                values = right if isinstance(right, tuple) else (right,)
+                work.plan(_size(left) + sum(map(deep_size, values)))
             elif operator == "+" and not numbers:
                 work.plan(_size(left) + _size(right))
             elif operator == "*" and not numbers:
                 times = next((side for side in (left, right) if isinstance(side, int)), 1)
                 work.plan(max(times, 0) * max(_size(left), _size(right)))
             elif numbers and isinstance(left, int) and isinstance(right, int):
-                bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+                bits = left.bit_length() + right.bit_length()
+                if operator == "**":
+                    bits = left.bit_length() * abs(right)
                 if operator in ("*", "**") and bits > _MAX_INTEGER_BITS:
                     raise OverflowError("it makes a number too large")
             return super().call_binop(context, operator, left, right)
@@ -252,15 +255,19 @@ def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[st
         return
     if name in _WIDE_METHODS:
         _check_widths((*args, *kwargs.values()))
-        work.plan(_size(owner) * (_MAX_WIDTH if name == "expandtabs" and "\t" in str(owner) else 1))
+        expands_tabs = name == "expandtabs" and "\t" in str(owner)
+        factor = _MAX_WIDTH if expands_tabs else 1
+        work.plan(_size(owner) * factor)
     elif name == "replace" and len(args) >= 2:
         _plan_replace(work, str(owner), *args)
     elif name == "join" and args and isinstance(args[0], Sequence):
         work.plan(sum(_size(item) + _size(owner) for item in args[0]))
     elif name == "translate":
         raise OverflowError("it calls translate, which templates may not")
+    elif name in ("split", "rsplit", "splitlines"):
+        work.plan(_size(owner) * (_ITEM_CHARACTERS // 4))
     else:
-        work.plan(_size(owner) * (_ITEM_CHARACTERS // 4 if name in ("split", "rsplit", "splitlines") else 1))
+        work.plan(_size(owner))
 
 
 def _check_widths(values: Sequence[Any]) -> None:
@@ -277,10 +284,12 @@ def _check_form(form: str, star: bool) -> None:
 
 def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
     """Count the result of ``str.format`` before it is created."""
-    if _LONG_NUMBER.search(form) or re.search(r"\{[^{}]*\{", form.replace("{{", "")):
+    has_nested_fields = re.search(r"\{[^{}]*\{", form.replace("{{", ""))
+    if _LONG_NUMBER.search(form) or has_nested_fields:
         raise OverflowError("it formats to a width that is too large")
-    fields = form.count("{")
-    work.plan(len(form) + fields * max((deep_size(value) + _MAX_WIDTH for value in values), default=0))
+    num_fields = form.count("{")
+    longest = max((deep_size(value) + _MAX_WIDTH for value in values), default=0)
+    work.plan(len(form) + num_fields * longest)
 
 
 def _plan_replace(work: Work, text: str, old: Any, new: Any, *_: Any) -> None:
@@ -313,9 +322,11 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
         arguments = (*args[num_context_args:], *kwargs.values())
         if checks_widths:
             _check_widths(arguments)
+        has_items = bool(arguments) and isinstance(arguments[0], Sequence | Mapping)
         # a filter that returns items unchanged: its work is their number
         if weight == _ITEM_CHARACTERS:
-            work.plan(weight * (len(arguments[0]) if arguments and isinstance(arguments[0], Sequence | Mapping) else 1))
+            num_items = len(arguments[0]) if has_items else 1
+            work.plan(weight * num_items)
             return function(*args, **kwargs)
         # All other filters count the size of their arguments. A width or an indent adds its length
         # for each line. A filter that adds items counts the size once per item.
@@ -325,13 +336,12 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
             lines = max((value.count("\n") for value in arguments if isinstance(value, str)), default=0)
             indents = [len(value) for value in arguments[1:] if isinstance(value, str)]
             size += (1 + lines) * max([*widths, *indents], default=0)
-        items = len(arguments[0]) if arguments and isinstance(arguments[0], Sequence | Mapping) else 0
-        is_quadratic = (
-            function.__name__ in _ADDING_FILTERS
-            and items
-            and not all(isinstance(item, int | float) for item in arguments[0])
-        )
-        work.plan((weight or 1) * size * (items if is_quadratic else 1))
+        num_items = len(arguments[0]) if has_items else 0
+        factor = 1
+        if function.__name__ in _ADDING_FILTERS and num_items:
+            are_numbers = all(isinstance(item, int | float) for item in arguments[0])
+            factor = 1 if are_numbers else num_items
+        work.plan((weight or 1) * size * factor)
         return function(*args, **kwargs)
 
     checked.__dict__.update(getattr(function, "__dict__", {}))
@@ -341,7 +351,11 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
 def _joined(function: Callable[..., Any], work: Work) -> Callable[..., Any]:
     def joined(context: Any, value: Any, d: Any = "", attribute: Any = None) -> Any:
         items = list(value)
-        work.plan(sum((_size(item) or _MAX_WIDTH // 100) + len(str(d)) for item in items))
+        size = 0
+        for item in items:
+            size += _size(item) or _MAX_WIDTH // 100
+            size += len(str(d))
+        work.plan(size)
         return function(context, items, d, attribute)
 
     joined.__dict__.update(function.__dict__)

@@ -89,7 +89,10 @@ def messages_of(value: Any, name: str) -> list[Message]:
         raise Unusable(f"column {name!r} holds {kind(value)}, not a list of messages")
     if not value:
         raise Unusable("the conversation is empty", harmless=True)
-    return [_message(message, f"message {number} of column {name!r}") for number, message in enumerate(value, start=1)]
+    messages = []
+    for number, message in enumerate(value, start=1):
+        messages.append(_message(message, f"message {number} of column {name!r}"))
+    return messages
 
 
 def tools_of(value: Any, name: str) -> list[Any] | None:
@@ -100,10 +103,13 @@ def tools_of(value: Any, name: str) -> list[Any] | None:
         Unusable: the value has another type.
     """
     value = _json(value, name, "list of tools")
-    if value is None or (isinstance(value, list | tuple) and not value):
+    if value is None:
         return None
-    if isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value):
-        return [_plain(tool, f"column {name!r}") for tool in value]
+    if isinstance(value, list | tuple):
+        if not value:
+            return None
+        if all(isinstance(tool, Mapping) for tool in value):
+            return [_plain(tool, f"column {name!r}") for tool in value]
     raise Unusable(f"column {name!r} holds {kind(value)}, not a list of tools")
 
 
@@ -144,7 +150,10 @@ def _message(value: Any, where: str) -> Message:
     message = {str(key): _plain(item, where) for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise Unusable(f"{where} has no role" if role is None else f"{where} has a role that is {kind(role)}")
+        if role is None:
+            raise Unusable(f"{where} has no role")
+        raise Unusable(f"{where} has a role that is {kind(role)}")
+    # Tool calls: each needs the name of a function. An empty list counts as absent.
     calls = message.get("tool_calls")
     if calls is not None:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
@@ -155,17 +164,20 @@ def _message(value: Any, where: str) -> Message:
                 raise Unusable(f"{where} has a tool call without the name of a function")
         if not calls:
             del message["tool_calls"]
+    # A message has a content, tool calls, or both.
     if "content" in message:
         message["content"] = _content(message["content"], where)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
+    # A reasoning may have several names. The first one that is not empty gets all of them.
     reasonings = [message[key] for key in REASONING if key in message]
     for value in reasonings:
         if not isinstance(value, str):
             raise Unusable(f"{where} has a reasoning that is {kind(value)}, not a text")
-    # so does an empty reasoning
-    reasoning = next(filter(None, reasonings), None)
-    return message if reasoning is None else message | dict.fromkeys(REASONING, reasoning)
+    for reasoning in reasonings:
+        if reasoning:
+            return message | dict.fromkeys(REASONING, reasoning)
+    return message
 
 
 def joined(message: Message) -> Message:
@@ -188,7 +200,9 @@ def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
             raise Unusable(f"{where} has a part of type {str(part_type)[:40]!r}; only text can be trained")
         if not isinstance(part.get("text"), str):
             raise Unusable(f"{where} has a part of type 'text' without a text")
-    return value if len(value) > 1 else "".join(part["text"] for part in value)
+    if len(value) > 1:
+        return value
+    return "".join(part["text"] for part in value)
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
@@ -196,7 +210,9 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
     speaker = value["from"]
     text = value.get("value")
     if not isinstance(text, str):
-        raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
+        if text is None:
+            raise Unusable(f"{where} has no value")
+        raise Unusable(f"{where} has a value that is {kind(text)}")
     # a tool call is JSON in the text, and its result is a turn of the tool
     if speaker == "function_call":
         try:
@@ -221,6 +237,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         return {str(key): _plain(item, where, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, where, depth + 1) for item in value]
-    if value is None or type(value) in (str, int, float, bool):
-        return check_text(value, where) if type(value) is str else value
+    if type(value) is str:
+        return check_text(value, where)
+    if value is None or type(value) in (int, float, bool):
+        return value
     raise Unusable(f"{where} holds a {type(value).__name__}, which is not JSON")

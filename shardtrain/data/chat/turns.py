@@ -87,6 +87,7 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
                 part["text"] = stand_in(turn, "content", part["text"])
         elif content.strip() or "tool_calls" not in message:
             message["content"] = stand_in(turn, "content", content)
+        # the reasoning in a field of its own, and tool calls
         if message.get("reasoning_content"):
             message |= dict.fromkeys(REASONING, stand_in(turn, "reasoning", message["reasoning_content"]))
         for function in called_functions([message]):
@@ -95,7 +96,10 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
             if isinstance(given, str):
                 function["arguments"] = stand_in(turn, "argument", given)
             elif isinstance(given, dict):
-                function["arguments"] = {key: stand_in(turn, "argument", str(value)) for key, value in given.items()}
+                replaced_arguments = {}
+                for key, value in given.items():
+                    replaced_arguments[key] = stand_in(turn, "argument", str(value))
+                function["arguments"] = replaced_arguments
         replaced.append(message)
     return replaced, leaves
 
@@ -107,8 +111,10 @@ def _split_thinking(content: str) -> tuple[str, str, str] | None:
     """
     before, closing, answer = content.partition("</think>")
     whitespace, _, thought = before.partition("<think>")
-    begins_with_block = closing and thought.strip() and not whitespace.strip()
-    return (whitespace, thought, answer) if begins_with_block else None
+    has_block = closing and thought.strip() and not whitespace.strip()
+    if not has_block:
+        return None
+    return whitespace, thought, answer
 
 
 class Turns:
@@ -133,32 +139,43 @@ class Turns:
     def _by_growth(self, turn: int) -> Span | None:
         """Return the range by which the text grows with the turn, if the text before and after it stays the
         same."""
-        prompt = self._rendered(self._chat[:turn], prompt=True)
+        before = self._chat[:turn]
+        prompt = self._rendered(before, prompt=True)
         grown = self._rendered(self._chat[: turn + 1])
-        if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
+        is_growth = self._text.startswith(grown) and grown.startswith(prompt)
+        if not is_growth or not len(grown) > len(prompt) > 0:
             return None
+        span = (len(prompt), len(grown))
         # If the template has no generation prompt, the growth may begin with the speaker's name. It does
         # not if a plain answer directly follows the prompt. Test that with a stand-in: a real answer may
         # begin like the name.
-        plain = self._rendered([*self._chat[:turn], _PLAIN])
-        begins = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
-        return (len(prompt), len(grown)) if begins or prompt != self._rendered(self._chat[:turn]) else None
+        plain = self._rendered([*before, _PLAIN])
+        follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
+        if follows_prompt:
+            return span
+        has_generation_prompt = prompt != self._rendered(before)
+        return span if has_generation_prompt else None
 
     def _by_stand_ins(self, turn: int) -> list[Span]:
         if self._places is None:
             self._replaced, leaves = replace_texts(self._chat)
             self._places = _align(self._rendered(self._replaced), leaves, self._chat, self._text)
             first = next(i for i, message in enumerate(self._chat) if message["role"] == "assistant")
-            asked = self._rendered(self._replaced[:first], prompt=True)
-            self._header = asked[_common(asked, self._rendered(self._replaced[:first])) :]
+            before_answer = self._replaced[:first]
+            with_prompt = self._rendered(before_answer, prompt=True)
+            without_prompt = self._rendered(before_answer)
+            self._header = with_prompt[_common(with_prompt, without_prompt) :]
         neighbours = [None, *self._places, None]
         spans: list[Span] = []
         for before, place, after in zip(neighbours, self._places, neighbours[2:], strict=False):
             if place.turn != turn:
                 continue
+            # Neighbouring parts of the same turn become one span.
             stop = place.stop if after and after.turn == turn else self._stop(place, after)
-            continues = before and before.turn == turn
-            start = spans.pop()[0] if continues else self._start(before, place, is_first=not spans)
+            if before and before.turn == turn:
+                start, _ = spans.pop()
+            else:
+                start = self._start(before, place, is_first=not spans)
             if start < 0 or stop < 0:
                 return []
             spans.append((start, stop))
@@ -179,8 +196,8 @@ class Turns:
             return begin + len(asked)  # the template writes only a space before an answer
         if place.kind == "content":
             return place.start
-        # The turn begins with a thinking block or a tool call. Its header is the text that the template writes
-        # before a plain answer here.
+        # The turn begins with a thinking block or a tool call. Its header is the text that the
+        # template writes before a plain answer here.
         header = self._tail(before, place.turn, more=[_PLAIN])
         return begin + len(header) if header and gap.startswith(header) else -1
 
@@ -194,10 +211,12 @@ class Turns:
         if not shared and ending and gap:
             # the last turn may end differently from earlier ones, which may end like messages of other
             # roles
-            earlier = [place_ for place_ in self._places or [] if place_.turn < place.turn and place_.kind == "content"]
-            last_of_role = {self._chat[place_.turn]["role"]: place_ for place_ in earlier}.values()
-            ends = (_common(gap, self._tail(place_, place_.turn + 1) or "") for place_ in last_of_role)
-            shared = next(filter(None, ends), 0)
+            earlier = [other for other in self._places or [] if other.turn < place.turn and other.kind == "content"]
+            last_of_role = {self._chat[other.turn]["role"]: other for other in earlier}
+            for other in last_of_role.values():
+                shared = _common(gap, self._tail(other, other.turn + 1) or "")
+                if shared:
+                    break
         is_known = shared or ending == "" or gap in ("", self._header)
         return place.stop + shared if is_known else -1
 
@@ -210,10 +229,16 @@ class Turns:
         Without a leaf, return the text before the first one.
         """
         text = self._rendered([*self._replaced[:num_turns], *more], prompt)
-        _, found, rest = text.partition(place.stand_in) if place else ("", text, text)
-        if place:  # the name of a call may be written twice
+        rest = text
+        if place:
+            _, stand_in, rest = text.partition(place.stand_in)
+            if not stand_in:
+                return None
+            # the name of a call may be written twice
             rest = rest.replace(place.stand_in, self._text[place.start : place.stop])
-        return _STAND_INS.split(rest)[0] if found else None
+        elif not text:
+            return None
+        return _STAND_INS.split(rest)[0]
 
     def _rendered(self, chat: list[Message], prompt: bool = False) -> str:
         return self._template.try_render(chat, self._variables, prompt)
@@ -226,6 +251,7 @@ def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: st
     A template may strip a text of the assistant or drop its beginning. It may write other texts in any
     form.
     """
+    # The skeleton is fixed text, stand-in, fixed text, stand-in, ..., fixed text.
     first, *rest = _STAND_INS.split(skeleton)
     names = rest[::2]
     places: list[_Place] = []
@@ -235,12 +261,17 @@ def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: st
     for number, (name, fixed) in enumerate(zip(names, rest[1::2], strict=True)):
         turn, kind, value = leaves[name]
         is_last = number == len(names) - 1
+        # The value in one of its forms, followed by the fixed text. The last value extends to the fixed text
+        # at the end, and a value in another form to the next occurrence.
         forms = (value, value.strip(), value.lstrip(), value.rstrip())
         lengths = [len(form) for form in forms if text.startswith(form + fixed, place)]
-        stop = place + lengths[0] if lengths else -1
+        stop = -1
         if is_last:
-            stop = len(text) - len(fixed) if text.endswith(fixed) else -1
-        elif not lengths and fixed:
+            if text.endswith(fixed):
+                stop = len(text) - len(fixed)
+        elif lengths:
+            stop = place + lengths[0]
+        elif fixed:
             stop = text.find(fixed, place)
         is_changed = chat[turn]["role"] == "assistant" and text[place:stop].strip() not in value
         if stop < place or is_changed:

@@ -32,6 +32,7 @@ def around_bad_rows(
 
     ``handle`` takes all good items at once, in order.
     """
-    results = iter(handle([item for item in items if not isinstance(item, BadRow)]))
+    good_items = [item for item in items if not isinstance(item, BadRow)]
+    results = iter(handle(good_items))
     for item in items:
         yield item if isinstance(item, BadRow) else next(results)

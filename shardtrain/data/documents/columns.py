@@ -96,7 +96,9 @@ def label(row: Mapping[str, Any], path: str) -> Any:
         Unusable: the row has no such column.
     """
     value = column(row, path)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def check_text(value: str, what: str) -> str:
@@ -120,7 +122,10 @@ def kind(value: Any) -> str:
     if isinstance(value, bool):
         return "a truth value"
     kinds = ((str, "a text"), (int | float, "a number"), (list | tuple, "a list"), (Mapping, "an object"))
-    return next((name for types, name in kinds if isinstance(value, types)), f"a {type(value).__name__}")
+    for types, name in kinds:
+        if isinstance(value, types):
+            return name
+    return f"a {type(value).__name__}"
 
 
 def _reach(row: Mapping[str, Any], path: str) -> Any:

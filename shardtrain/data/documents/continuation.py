@@ -32,10 +32,11 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list
     joined = tokenizer.encode_batch([prompt + completion for prompt, completion in pairs])
     encoded = []
     for (_, completion), prompt_ids, joined_ids in zip(pairs, prompts, joined, strict=True):
-        if starts_with(joined_ids, prompt_ids):
-            encoded.append((prompt_ids, joined_ids[len(prompt_ids) :], False))
-        else:
-            encoded.append((prompt_ids, _continue(tokenizer, prompt_ids, completion, joined_ids), True))
+        would_share_token = not starts_with(joined_ids, prompt_ids)
+        completion_ids = joined_ids[len(prompt_ids) :]
+        if would_share_token:
+            completion_ids = _continue(tokenizer, prompt_ids, completion, joined_ids)
+        encoded.append((prompt_ids, completion_ids, would_share_token))
     return encoded
 
 

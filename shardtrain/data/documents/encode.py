@@ -117,19 +117,25 @@ class PromptEncoder:
         return text(row, data.prompt_field), text(row, data.completion_field)
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
-        # texts are tokenized together, and so are conversations; both keep the order of the rows
         """Return one document, or a BadRow, per pair."""
-        encoded = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
+        # texts are tokenized together, and so are conversations; both keep the order of the rows
+        texts = [pair for pair in pairs if isinstance(pair, tuple)]
+        encoded = iter(encode_pairs(self.tokenizer, texts))
         written = [pair for pair in pairs if isinstance(pair, Written)]
         chats = iter(self._conversations.documents(written) if written else [])
         for pair in pairs:
-            yield _with_targets(next(chats)) if isinstance(pair, Written) else self._document(*next(encoded))
+            if isinstance(pair, Written):
+                yield _with_targets(next(chats))
+            else:
+                yield self._document(*next(encoded))
 
     def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
         """Return the document of a prompt and a completion, of which only the completion is learned."""
-        document = self._ends.document(np.concatenate((prompt, completion)), len(prompt))
+        tokens = np.concatenate((prompt, completion))
+        document = self._ends.document(tokens, len(prompt))
         if would_share_token:
-            document = dataclasses.replace(document, notes=(*document.notes, SHARED_TOKEN))
+            notes = (*document.notes, SHARED_TOKEN)
+            document = dataclasses.replace(document, notes=notes)
         if document.learned is not None and document.learned[1:].any():
             return document
         return BadRow("the completion has no token to learn, and no end token", harmless=True)
@@ -185,12 +191,16 @@ class _DocumentEnds:
         if len(suffix) and len(tokens) >= len(suffix) and (tokens[-len(suffix) :] == suffix).all():
             suffix = suffix[:0]
             notes.append(HAS_END)
-        whole = np.concatenate((prefix, tokens, suffix, self._separator))
-        learned = None if num_prompt is None else np.arange(len(whole)) >= len(prefix) + num_prompt
-        return Document(whole, learned, tuple(notes))
+        full = np.concatenate((prefix, tokens, suffix, self._separator))
+        learned = None
+        if num_prompt is not None:
+            learned = np.arange(len(full)) >= len(prefix) + num_prompt
+        return Document(full, learned, tuple(notes))
 
     def fingerprint_facts(self, tokenizer: Tokenizer) -> list[str]:
-        """Facts for a fingerprint: empty if no text can spell the ends out, as before ends were recognized."""
+        """Facts for a fingerprint: empty if no text can spell the ends out, as before ends were
+        recognized.
+        """
         ids = [*self.ends.prefix, *self.ends.suffix]
         spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
         return ["ends once"] if set(spelled) & set(ids) else []
@@ -210,11 +220,15 @@ def _option_facts(ends: Ends, data: Data) -> list[str]:
     The tokenizer's own ends are part of its fingerprint.
     """
     is_set = data.add_bos is not None or data.add_eos is not None or data.separator is not None
-    return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"] if is_set else []
+    if not is_set:
+        return []
+    return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"]
 
 
 def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> list[int]:
-    """Return the special tokens that end a document or a turn in training, the tokenizer's end token first."""
+    """Return the special tokens that end a document or a turn in training, the tokenizer's end
+    token first.
+    """
     ends = [tokenizer.eos_id, *ends_of(tokenizer, data).after[:1]]
     if has_conversations and _templates(tokenizer, data)[0] is not None:
         ends.append(open_conversations(tokenizer, data).turn_end())
@@ -241,12 +255,15 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
         fix = "move the line end into the marks, or remove the option"
         raise ConfigError(Problem("data.learn_turn_separator", True, rule, fix))
     conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
+    # The end must be one special token, and the template must not write one itself.
     if data.turn_end is not None:
         ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
         if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
             rule = f"is not a special token of the tokenizer {tokenizer.spec}"
-            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "name one, such as its end token"))
-        if (written := Conversations(tokenizer, compiled, tools).turn_end()) is not None:
+            fix = "name one, such as its end token"
+            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, fix))
+        written = Conversations(tokenizer, compiled, tools).turn_end()
+        if written is not None:
             end = tokenizer.decode([written], keep_special=True)
             rule = f"has no effect: the chat template ends a turn with {end!r}"
             raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "remove it"))
@@ -260,14 +277,19 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
     file = Path(data.chat_template)
     if not file.is_file():
         rule = "is not a file"
-        raise ConfigError(Problem("data.chat_template", data.chat_template, rule, "name the file of a Jinja template"))
+        fix = "name the file of a Jinja template"
+        raise ConfigError(Problem("data.chat_template", data.chat_template, rule, fix))
     return read_text(file, "data.chat_template"), None
 
 
 def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
     """Return the facts of a fingerprint about the chat template."""
     special = sorted(tokenizer.special_tokens.items())
-    options = [*(["separator"] if data.learn_turn_separator else []), *([data.turn_end] if data.turn_end else [])]
+    options = []
+    if data.learn_turn_separator:
+        options.append("separator")
+    if data.turn_end:
+        options.append(data.turn_end)
     return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat(), *options])
 
 

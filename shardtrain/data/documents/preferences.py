@@ -40,7 +40,8 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
     prompt = column(row, prompt_field) if has_prompt else None
     sides = (chosen, rejected)
 
-    # Both answers are texts. The prompt is a conversation, a text, or, without a column, their common beginning.
+    # Both answers are texts. The prompt is a conversation, a text, or, without a column, their
+    # common beginning.
     if all(isinstance(side, str) for side in sides):
         check_text(chosen, f"column {chosen_field!r}")
         check_text(rejected, f"column {rejected_field!r}")
@@ -78,7 +79,9 @@ def _messages(
     if isinstance(prompt, list | tuple):
         # The prompt is a list of messages. If both answers begin with it, remove it from them.
         before = messages_of(prompt, prompt_field)
-        repeats = [side[: len(before)] == before and len(side) > len(before) for side in (chosen, rejected)]
+        repeats = []
+        for side in (chosen, rejected):
+            repeats.append(side[: len(before)] == before and len(side) > len(before))
         common = len(before) if all(repeats) else 0
         if any(repeats) and not all(repeats):
             raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")

@@ -53,7 +53,10 @@ class RowStats:
         self.rows += 1
         self.documents += 1
         self.tokens += len(document.tokens)
-        self.learned += len(document.tokens) if document.learned is None else int(document.learned.sum())
+        num_learned = len(document.tokens)
+        if document.learned is not None:
+            num_learned = int(document.learned.sum())
+        self.learned += num_learned
         self.notes.update(document.notes)
 
     def add_bad(self, row: BadRow, place: str) -> None:
@@ -68,25 +71,32 @@ class RowStats:
     def merge(self, other: RowStats) -> None:
         """Add the counts of another reader, which read later rows."""
         for count in ("rows", "documents", "tokens", "learned", "bad", "harmless", "notes"):
-            setattr(self, count, getattr(self, count) + getattr(other, count))
+            total = getattr(self, count) + getattr(other, count)
+            setattr(self, count, total)
         for reason, places in other.places.items():
-            self.places[reason] = (self.places.get(reason, []) + places)[:_PLACES_KEPT]
+            all_places = self.places.get(reason, []) + places
+            self.places[reason] = all_places[:_PLACES_KEPT]
 
     def reasons(self) -> list[str]:
         """Return one line per reason, most frequent first: ``3 rows: is not JSON (a.jsonl:7, a.jsonl:9)``."""
         lines = []
-        for reason, count in (Counter(self.bad) + Counter(self.harmless)).most_common():
+        counts = Counter(self.bad) + Counter(self.harmless)
+        for reason, count in counts.most_common():
             places = ", ".join(self.places[reason])
             if count > len(self.places[reason]):
                 places += ", ..."
-            lines.append(f"{count} {'row' if count == 1 else 'rows'}: {reason} ({places})")
+            unit = "row" if count == 1 else "rows"
+            lines.append(f"{count} {unit}: {reason} ({places})")
         return lines
 
     def main_reasons(self) -> str:
         """Return the most frequent reasons in one line."""
         reasons = self.reasons()
-        more = f"; and {len(reasons) - _REASONS_IN_A_LINE} more reasons" if len(reasons) > _REASONS_IN_A_LINE else ""
-        return "; ".join(reasons[:_REASONS_IN_A_LINE]) + more
+        shown = "; ".join(reasons[:_REASONS_IN_A_LINE])
+        num_others = len(reasons) - _REASONS_IN_A_LINE
+        if num_others > 0:
+            shown += f"; and {num_others} more reasons"
+        return shown
 
 
 @dataclass(frozen=True)
@@ -156,13 +166,15 @@ def as_limit(part: int, total: int) -> str:
     >>> as_limit(1, 3), as_limit(1, 4)
     ('0.334', '0.25')
     """
-    return f"{math.ceil(1000 * part / total) / 1000:g}"
+    thousandths = math.ceil(1000 * part / total)
+    return f"{thousandths / 1000:g}"
 
 
 def log_left_out(name: str, reasons: Iterable[str], warns: int) -> None:
     """Log each reason for skipped rows of a dataset: as a warning, or as info if all were empty texts."""
+    level = logging.WARNING if warns else logging.INFO
     for reason in reasons:
-        logger.log(logging.WARNING if warns else logging.INFO, "%s: skipped %s", name, reason)
+        logger.log(level, "%s: skipped %s", name, reason)
 
 
 def read_documents(
@@ -178,7 +190,9 @@ def read_documents(
     Raises:
         DataError: a row is bad and the policy does not skip bad rows. The caller judges the counts.
     """
-    for chunk in chunks(every_row(source) if keyed_rows is None else keyed_rows):
+    if keyed_rows is None:
+        keyed_rows = every_row(source)
+    for chunk in chunks(keyed_rows):
         results = around_bad_rows([row for _, row in chunk], encoder.encode)
         for (key, _), result in zip(chunk, results, strict=True):
             if isinstance(result, BadRow):

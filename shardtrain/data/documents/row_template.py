@@ -64,8 +64,14 @@ class RowTemplate:
             return {**row, **columns}
         if self._keeps and (row.get(self._messages_field) or row.get("conversations")):
             return row
-        texts = {role: self._write(role, self._templates[role], row) for role in ROLES if role in self._templates}
-        messages = [{"role": role, "content": text} for role, text in texts.items() if text or role != "system"]
+        messages = []
+        for role in ROLES:
+            if role not in self._templates:
+                continue
+            text = self._write(role, self._templates[role], row)
+            # An empty system message is omitted.
+            if text or role != "system":
+                messages.append({"role": role, "content": text})
         return {**row, self._messages_field: messages}
 
     def _write(self, name: str, template: Any, row: Mapping[str, Any]) -> str:
@@ -77,7 +83,9 @@ class RowTemplate:
             text = template.render({str(key): value for key, value in row.items()})
         except jinja2.UndefinedError as error:
             names = [str(key)[:40] for key in row]
-            columns = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+            columns = ", ".join(names[:_MAX_NAMES])
+            if len(names) > _MAX_NAMES:
+                columns += ", ..."
             raise Unusable(
                 f"the template of {name!r} uses a column that the row does not have: {error}; its columns are {columns}"
             ) from error
@@ -102,7 +110,8 @@ class RowTemplate:
         except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
             where = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
             rule = f"is not a Jinja template ({where})"
-            raise ConfigError(Problem(f"{option}.{name}", text, rule, "write columns like {{ question }}")) from error
+            fix = "write columns like {{ question }}"
+            raise ConfigError(Problem(f"{option}.{name}", text, rule, fix)) from error
 
 
 class TemplatedEncoder:

@@ -140,6 +140,7 @@ def _read(path: Path, vocab_size: int) -> dict[str, Any] | None:
             return None
         result = decode(memoryview(content))
         tokens, starts, mask = (result["line"][name] for name in ("tokens", "starts", "mask"))
+        # All documents have a token, the ids fit the vocabulary, and a mask covers all tokens.
         is_valid = (
             tokens.dtype.kind in "iu"
             and starts.dtype == np.int64

@@ -59,7 +59,11 @@ class BlockFit:
 
     def to_bytes(self) -> bytes:
         """Return order and ends, concatenated, little-endian."""
-        return b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in (self.order, self.ends))
+        content = b""
+        for part in (self.order, self.ends):
+            little_endian = part.dtype.newbyteorder("<")
+            content += part.astype(little_endian).tobytes()
+        return content
 
 
 def table_name(packing: Packing) -> str:
@@ -106,7 +110,8 @@ class FitTable:
         content = os.pread(self._descriptor, int(entry["bytes"]), int(entry["offset"]))
         count = num_pieces + num_rows
         size = len(content) // count if count else 0
-        if len(content) != entry["bytes"] or zlib.crc32(content) != entry["checksum"] or size * count != len(content):
+        is_complete = len(content) == entry["bytes"] and size * count == len(content)
+        if not is_complete or zlib.crc32(content) != entry["checksum"]:
             raise damaged(self._path, self._option, f"has other bytes in block {block} than were written")
         if not content:
             return NO_ORDER, NO_ORDER
@@ -175,7 +180,8 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
 
 def damaged(path: Path, option: str, rule: str) -> ConfigError:
     """Return the error of a table that cannot be used. Users may remove a table at any time."""
-    return ConfigError(Problem(option, str(path), rule, 'remove the file, or run "shardtrain data prepare" again'))
+    fix = 'remove the file, or run "shardtrain data prepare" again'
+    return ConfigError(Problem(option, str(path), rule, fix))
 
 
 class FitTableWriter:
@@ -197,8 +203,11 @@ class FitTableWriter:
         """Add the next blocks: counts (num_rows, num_targets, cut, dropped, single) and the result of
         ``BlockFit.to_bytes``."""
         for counts, content in fits:
-            before = int(self._blocks[self._next - 1]["rows_up_to"]) if self._next else 0
-            self._blocks[self._next] = (before + counts["num_rows"], self._offset, len(content), zlib.crc32(content))
+            rows_before = 0
+            if self._next:
+                rows_before = int(self._blocks[self._next - 1]["rows_up_to"])
+            rows_up_to = rows_before + counts["num_rows"]
+            self._blocks[self._next] = (rows_up_to, self._offset, len(content), zlib.crc32(content))
             self._file.write(content)
             self._offset += len(content)
             self._num_targets += counts["num_targets"]

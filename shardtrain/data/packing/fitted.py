@@ -80,10 +80,13 @@ def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens |
     # The document of each piece, and the piece's number within it. The last token of a piece is only a
     # target, and the first input of the next piece, so no target is lost between pieces.
     owners = np.repeat(np.arange(len(targets)), counts)
-    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_pieces = np.cumsum(counts) - counts
+    numbers = np.arange(len(owners)) - np.repeat(first_pieces, counts)
     starts = document_starts[owners] + numbers * T
     stops = np.minimum(starts + T + 1, document_stops[owners])
-    num_cut = len(long_documents) - len(dropped) if packing.long_documents == "cut" else 0
+    num_cut = 0
+    if packing.long_documents == "cut":
+        num_cut = len(long_documents) - len(dropped)
     return Pieces(starts, stops, dropped, num_cut)
 
 
@@ -93,7 +96,10 @@ def _documents_to_drop(line: TokenBuffer, starts: Tokens, long_documents: Tokens
         return long_documents
     if packing.long_documents == "split" or not line.has_mask:
         return long_documents[:0]
-    keeps_target = [line.learned(start + 1, start + 1 + packing.seq_len).any() for start in starts[long_documents]]
+    keeps_target = []
+    for start in starts[long_documents]:
+        first_target = start + 1
+        keeps_target.append(line.learned(first_target, first_target + packing.seq_len).any())
     return long_documents[~np.array(keeps_target, dtype=np.bool_)]
 
 
@@ -172,9 +178,11 @@ def documents_of_block(line: TokenBuffer, block: int) -> tuple[Tokens, Tokens]:
     document_starts = line.document_starts()
     first = block * BLOCK_DOCUMENTS
     last = min(first + BLOCK_DOCUMENTS, line.num_documents)
-    stops = np.append(
-        document_starts[first + 1 : last], document_starts[last] if last < len(document_starts) else line.num_tokens
-    )
+    # the last document of the data has no next document
+    end = line.num_tokens
+    if last < len(document_starts):
+        end = document_starts[last]
+    stops = np.append(document_starts[first + 1 : last], end)
     return np.asarray(document_starts[first:last]), stops.astype(np.int64)
 
 
@@ -262,11 +270,13 @@ class FittedRows:
         row -= int(self._rows_up_to[block])
         indices = [row]
         if self.packing.kind == "first_fit":
-            indices = order[int(ends[row - 1]) if row else 0 : int(ends[row])].tolist()
+            first = int(ends[row - 1]) if row else 0
+            indices = order[first : int(ends[row])].tolist()
         column = 0
         columns = []
         for index in indices:
-            start, stop = int(pieces.starts[index]), int(pieces.stops[index])
+            start = int(pieces.starts[index])
+            stop = int(pieces.stops[index])
             learned = self._line.learned(start, stop) if self._line.has_mask else None
             out.write(slot, column, self._line.tokens(start, stop), learned)
             column += stop - start - 1
@@ -280,4 +290,5 @@ class FittedRows:
             return NO_ORDER, NO_ORDER
         if self._table is not None:
             return self._table.order_of(block, num_pieces)
-        return self._fits[block].order, self._fits[block].ends
+        fit = self._fits[block]
+        return fit.order, fit.ends

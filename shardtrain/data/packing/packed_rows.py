@@ -62,11 +62,13 @@ class PackedSequences:
             return
         T = self.tokens_BT.shape[1]
         begins = np.zeros(T, dtype=np.int64)
-        begins[columns[(columns > 0) & (columns < T)]] = 1
+        inner_columns = columns[(columns > 0) & (columns < T)]
+        begins[inner_columns] = 1
         self.documents_BT[slot] = np.cumsum(begins)
         # a position is the distance from the last document start
         places = np.arange(T, dtype=np.int64)
-        self.positions_BT[slot] = places - np.maximum.accumulate(np.where(begins == 1, places, 0))
+        latest_start = np.maximum.accumulate(np.where(begins == 1, places, 0))
+        self.positions_BT[slot] = places - latest_start
 
 
 class Rows(Protocol):
@@ -124,11 +126,12 @@ class ConcatRows:
         self.num_rows = -(-self.num_targets // packing.seq_len)
 
     def write(self, row: int, out: PackedSequences, slot: int) -> None:
+        source = self._tokens
         start = row * self.packing.seq_len
-        stop = min(start + self.packing.seq_len + 1, self._tokens.num_tokens)
-        learned = self._tokens.learned(start, stop) if self._tokens.has_mask else None
-        begins = self._tokens.starts(start + 1, stop) - start if self.packing.masked else None
-        write_window(out, slot, self._tokens.tokens(start, stop), learned, begins)
+        stop = min(start + self.packing.seq_len + 1, source.num_tokens)
+        learned = source.learned(start, stop) if source.has_mask else None
+        begins = source.starts(start + 1, stop) - start if self.packing.masked else None
+        write_window(out, slot, source.tokens(start, stop), learned, begins)
 
 
 def write_window(out: PackedSequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
@@ -143,6 +146,8 @@ def write_window(out: PackedSequences, slot: int, tokens: Tokens, learned: Mask 
     # otherwise the last token of a document would have the first token of the next document as its target
     out.targets_BT[slot, begins - 1] = IGNORE
     # padding counts as another document, so it does not attend to the text before it
-    inputs = len(tokens) - 1
-    padding_start = [inputs] if inputs < out.tokens_BT.shape[1] else []
-    out.number_documents(slot, np.append(begins[begins < inputs], padding_start).astype(np.int64))
+    num_inputs = len(tokens) - 1
+    columns = begins[begins < num_inputs]
+    if num_inputs < out.tokens_BT.shape[1]:
+        columns = np.append(columns, num_inputs)
+    out.number_documents(slot, columns.astype(np.int64))

@@ -73,12 +73,16 @@ class MemoryTokenBuffer:
         for document in documents:
             size = len(document.tokens)
             if document.learned is not None or mask:
-                mask += b"\1" * (sum(lengths) if not mask else 0)
-                mask += (np.ones(size, np.bool_) if document.learned is None else document.learned).tobytes()
+                if not mask:
+                    # all earlier tokens are learned
+                    mask += b"\1" * sum(lengths)
+                learned = np.ones(size, np.bool_) if document.learned is None else document.learned
+                mask += learned.tobytes()
             tokens += document.tokens.astype(dtype).tobytes()
             lengths.append(size)
             if growth is not None:
-                growth.keep(size * dtype.itemsize + ROW_BYTES + (0 if document.learned is None else size))
+                mask_bytes = 0 if document.learned is None else size
+                growth.keep(size * dtype.itemsize + ROW_BYTES + mask_bytes)
 
         self._tokens = np.frombuffer(tokens, dtype)
         # a document starts where the previous one ends

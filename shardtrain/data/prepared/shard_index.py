@@ -103,7 +103,12 @@ class ShardIndex:
 
     def files(self) -> list[ShardFile]:
         """Return all files except the index."""
-        return [self.starts, *(f for shard in self.shards for f in (shard.tokens, shard.learned) if f is not None)]
+        files = [self.starts]
+        for shard in self.shards:
+            files.append(shard.tokens)
+            if shard.learned is not None:
+                files.append(shard.learned)
+        return files
 
     def to_json(self) -> str:
         """Return the text of ``index.json``."""
@@ -137,7 +142,8 @@ def ends_sha256(path: Path) -> str:
     """Return the SHA-256, in hex, of the first and last 4 KiB of a file."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         digest = hashlib.sha256(file.read(_ENDS_BYTES))
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _ENDS_BYTES))
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _ENDS_BYTES))
         digest.update(file.read(_ENDS_BYTES))
     return digest.hexdigest()
 
@@ -201,21 +207,26 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
     Raises ConfigError that describes what is there instead.
     """
     if not folder.is_dir():
-        rule = "is a file, not a folder of prepared tokens" if folder.exists() else "does not exist"
-        raise ConfigError(Problem(option, str(folder), rule, 'name a folder made by "shardtrain data prepare"'))
+        rule = "does not exist"
+        if folder.exists():
+            rule = "is a file, not a folder of prepared tokens"
+        fix = 'name a folder made by "shardtrain data prepare"'
+        raise ConfigError(Problem(option, str(folder), rule, fix))
     if not path.is_file():
         if (folder / UNFINISHED).is_dir():
             fix = 'start the same "shardtrain data prepare" again: it continues where it stopped'
             raise ConfigError(Problem(option, str(folder), "is not completely prepared", fix))
         inner = sorted(f.parent.name for f in folder.glob(f"*/{INDEX}"))
-        rule = f"has no {INDEX}"
-        fix = f"name one of its folders: {', '.join(inner)}" if inner else 'run "shardtrain data prepare" first'
-        raise ConfigError(Problem(option, str(folder), rule, fix))
+        fix = 'run "shardtrain data prepare" first'
+        if inner:
+            fix = f"name one of its folders: {', '.join(inner)}"
+        raise ConfigError(Problem(option, str(folder), f"has no {INDEX}", fix))
     try:
         status = path.stat()
         if status.st_size > MAX_INDEX_BYTES:
             raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
-        return bounded_reads.whole(path, MAX_INDEX_BYTES), (status.st_size, status.st_mtime_ns, status.st_ino)
+        content = bounded_reads.whole(path, MAX_INDEX_BYTES)
+        return content, (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         raise bounded_reads.unreadable(option, path, error) from error
 
@@ -236,15 +247,15 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
 
     Raises KeyError, TypeError or ValueError for a missing key, a wrong type or a value out of range.
     """
-    shards = tuple(
-        StoredShard(
-            _count(shard["num_tokens"], "num_tokens"),
-            _count(shard["num_documents"], "num_documents"),
-            _stored(shard["tokens"], tokens_name(number)),
-            None if shard["learned"] is None else _stored(shard["learned"], learned_name(number)),
-        )
-        for number, shard in enumerate(_list(table["shards"]))
-    )
+    shards = []
+    for number, shard in enumerate(_list(table["shards"])):
+        num_tokens = _count(shard["num_tokens"], "num_tokens")
+        num_documents = _count(shard["num_documents"], "num_documents")
+        tokens = _stored(shard["tokens"], tokens_name(number))
+        learned = None
+        if shard["learned"] is not None:
+            learned = _stored(shard["learned"], learned_name(number))
+        shards.append(StoredShard(num_tokens, num_documents, tokens, learned))
     if table["dtype"] not in DTYPES:
         raise ValueError(f"dtype {table['dtype']!r} is not one of {', '.join(DTYPES)}")
     source_bytes = table["source_bytes"]
@@ -254,7 +265,7 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
         max_id=_count(table["max_id"], "max_id", least=-1),
         num_tokens=_count(table["num_tokens"], "num_tokens"),
         num_documents=_count(table["num_documents"], "num_documents"),
-        shards=shards,
+        shards=tuple(shards),
         starts=_stored(table["starts"], STARTS),
         source_bytes=None if source_bytes is None else _count(source_bytes, "source_bytes"),
         tokenizer=str(table["tokenizer"]),
@@ -271,15 +282,17 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
 def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
     """Raise ConfigError unless file sizes match the counts, and the counts of shards match the totals."""
     size = DTYPES[index.dtype].itemsize
-    wrong = [s.tokens.name for s in index.shards if s.tokens.bytes != s.num_tokens * size]
-    wrong += [s.learned.name for s in index.shards if s.learned and s.learned.bytes != s.num_tokens]
+    wrong = [shard.tokens.name for shard in index.shards if shard.tokens.bytes != shard.num_tokens * size]
+    for shard in index.shards:
+        if shard.learned and shard.learned.bytes != shard.num_tokens:
+            wrong.append(shard.learned.name)
     if index.starts.bytes != index.num_documents * _START_BYTES:
         wrong.append(STARTS)
     if wrong:
         raise _broken(path, option, f"contradicts itself on the size of {wrong[0]}")
-    if sum(s.num_tokens for s in index.shards) != index.num_tokens:
+    if sum(shard.num_tokens for shard in index.shards) != index.num_tokens:
         raise _broken(path, option, "contradicts itself on the number of tokens")
-    if sum(s.num_documents for s in index.shards) != index.num_documents:
+    if sum(shard.num_documents for shard in index.shards) != index.num_documents:
         raise _broken(path, option, "contradicts itself on the number of documents")
     if index.max_id >= index.vocab_size:
         raise _broken(path, option, f"has id {index.max_id} beyond its vocabulary of {index.vocab_size}")
@@ -302,7 +315,8 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
 
 
 def _broken(path: Path, option: str, rule: str) -> ConfigError:
-    return ConfigError(Problem(option, str(path), rule, 'restore the file, or run "shardtrain data prepare" again'))
+    fix = 'restore the file, or run "shardtrain data prepare" again'
+    return ConfigError(Problem(option, str(path), rule, fix))
 
 
 def _stored(table: Mapping[str, Any], name: str) -> ShardFile:

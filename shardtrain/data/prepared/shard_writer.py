@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -103,18 +103,23 @@ class ShardWriter:
     def add_documents(self, lengths: npt.NDArray[np.integer]) -> None:
         """Add the lengths of the next documents, in tokens."""
         ends = np.cumsum(lengths, dtype=np.int64) + self._due
+        starts = (ends - lengths).astype("<i8")
         with storing(self.folder):
-            self._starts.write((ends - lengths).astype("<i8"))
+            self._starts.write(starts)
         self.num_documents += len(lengths)
-        self._due = int(ends[-1]) if len(ends) else self._due
+        if len(ends):
+            self._due = int(ends[-1])
 
     def add_tokens(self, tokens: npt.NDArray[np.integer], learned: Mask | None = None) -> None:
         """Write tokens, and a mask of those that are learned (None for all)."""
         if not len(tokens):
             return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            raise beyond_vocabulary(low if low < 0 else high, self.vocab_size)
+        low = int(tokens.min())
+        high = int(tokens.max())
+        if low < 0:
+            raise beyond_vocabulary(low, self.vocab_size)
+        if high >= self.vocab_size:
+            raise beyond_vocabulary(high, self.vocab_size)
         self.max_id = max(self.max_id, high)
         at = 0
         with storing(self.folder):
@@ -124,7 +129,8 @@ class ShardWriter:
                     # Count those before the end of this shard.
                     self._starts.flush()
                     starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
-                    self._close_shard(int(np.searchsorted(np.asarray(starts), self.num_tokens)))
+                    num_documents = int(np.searchsorted(np.asarray(starts), self.num_tokens))
+                    self._close_shard(num_documents)
                     self._tokens = self._open(tokens_name)
                 count = min(len(tokens) - at, self.shard_tokens - self._in_shard)
                 part = None if learned is None else learned[at : at + count]
@@ -186,9 +192,12 @@ class ShardWriter:
             if learned is None or learned.all():
                 return
             self._learned = self._open(learned_name)
-            for at in range(0, self._in_shard, _BLOCK_BYTES):
-                self._learned.write(np.ones(min(_BLOCK_BYTES, self._in_shard - at), dtype=np.uint8))
-        self._learned.write(np.ones(count, np.uint8) if learned is None else learned.astype(np.uint8))
+            # the tokens of the shard so far are all learned
+            for start in range(0, self._in_shard, _BLOCK_BYTES):
+                size = min(_BLOCK_BYTES, self._in_shard - start)
+                self._learned.write(np.ones(size, dtype=np.uint8))
+        mask = np.ones(count, np.uint8) if learned is None else learned.astype(np.uint8)
+        self._learned.write(mask)
 
     def _close_shard(self, documents_begun: int) -> None:
         """Close and record the current shard.
@@ -211,19 +220,14 @@ class _GrowingFile:
         self.bytes = keep_bytes
         # a hash state cannot be saved, so the kept part is read again
         self._digest = hashlib.sha256()
+        remaining = keep_bytes
         if keep_bytes:
-            remaining = keep_bytes
-            try:
-                with self.path.open("rb") as file:
-                    while remaining and (content := file.read(min(remaining, _BLOCK_BYTES))):
-                        self._digest.update(content)
-                        remaining -= len(content)
-            except FileNotFoundError:
-                pass
-            if remaining:
-                raise DataError(
-                    f"{self.path} was truncated and cannot be continued; remove the folder and prepare again"
-                )
+            with suppress(FileNotFoundError), self.path.open("rb") as file:
+                while remaining and (content := file.read(min(remaining, _BLOCK_BYTES))):
+                    self._digest.update(content)
+                    remaining -= len(content)
+        if remaining:
+            raise DataError(f"{self.path} was truncated and cannot be continued; remove the folder and prepare again")
         mode = "r+b" if keep_bytes else "wb"
         self._file = open(path, mode, buffering=2**20, opener=atomic_io.open_file)  # noqa: SIM115
         self._file.truncate(keep_bytes)

@@ -48,15 +48,17 @@ class ShardTokenBuffer:
         self.num_documents = self.index.num_documents
         self.has_mask = any(shard.learned is not None for shard in self.index.shards)
         self._dtype = DTYPES[self.index.dtype]
-        self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
+        tokens_of_shards = [shard.num_tokens for shard in self.index.shards]
+        self._ends = np.cumsum(tokens_of_shards, dtype=np.int64).tolist()
 
-        # Record size, time and inode of each file now. With more than ``MAX_CHECKED`` files, record them when a
-        # file is first read.
+        # Record size, time and inode of each file now. With more than ``MAX_CHECKED`` files, record
+        # them when a file is first read.
         files = self.index.files()
         checks_late = len(files) > shard_index.MAX_CHECKED
         names = [] if checks_late else [file.name for file in files]
         self._stamps = dict(zip(names, self._look_at(names), strict=True))
-        self._open = _OpenFiles(self.folder, option, self._first_look if checks_late else None)
+        look = self._first_look if checks_late else None
+        self._open = _OpenFiles(self.folder, option, look)
         self._mapped: npt.NDArray[np.int64] | None = None
 
         # the fingerprint trusts the hashes in the index; file_hashes.py checks them during training
@@ -78,7 +80,8 @@ class ShardTokenBuffer:
         out = np.empty(stop - start, dtype=np.int64)
         itemsize = self._dtype.itemsize
         for number, first, last, at in self._parts(start, stop):
-            content = self._open.read(self.index.shards[number].tokens, first * itemsize, last * itemsize)
+            stored = self.index.shards[number].tokens
+            content = self._open.read(stored, first * itemsize, last * itemsize)
             out[at : at + last - first] = np.frombuffer(content, dtype=self._dtype)
         return out
 
@@ -88,8 +91,9 @@ class ShardTokenBuffer:
         for number, first, last, at in self._parts(start, stop):
             stored = self.index.shards[number].learned
             if stored is not None:
-                content = np.frombuffer(self._open.read(stored, first, last), dtype=np.uint8)
-                out[at : at + last - first] = content != 0
+                content = self._open.read(stored, first, last)
+                mask = np.frombuffer(content, dtype=np.uint8)
+                out[at : at + last - first] = mask != 0
         return out
 
     def starts(self, start: int, stop: int) -> Tokens:
@@ -124,11 +128,16 @@ class ShardTokenBuffer:
             return [_stamp(self.folder / name) for name in names]
 
         def witnesses(stamps: list[Stamp | None]) -> list[Witness]:
-            chosen = [(names[number], stamps[number]) for number in shared_opening.spread(len(names))]
-            return [Witness(self.option, str(self.folder / name), *stamp) for name, stamp in chosen if stamp]
+            chosen = []
+            for number in shared_opening.spread(len(names)):
+                stamp = stamps[number]
+                if stamp:
+                    chosen.append(Witness(self.option, str(self.folder / names[number]), *stamp))
+            return chosen
 
         # a node's own copy of the folder was already compared by its index (read_index)
-        stamps = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda stamps, own: ""))
+        listing = Listing(witnesses, difference=lambda stamps, own: "")
+        stamps = shared_opening.once(str(self.folder), look, listing)
         return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in stamps]
 
     def _map_starts(self) -> npt.NDArray[np.int64]:
@@ -159,8 +168,9 @@ class ShardTokenBuffer:
         while at < stop:
             # the rightmost shard, which skips shards without tokens
             number = bisect_right(self._ends, at)
-            base = self._ends[number] - self.index.shards[number].num_tokens
-            last = min(stop, self._ends[number])
+            end = self._ends[number]
+            base = end - self.index.shards[number].num_tokens
+            last = min(stop, end)
             yield number, at - base, last - base, at - start
             at = last
 
@@ -226,7 +236,8 @@ def check_tokenizer(buffer: ShardTokenBuffer, tokenizer: Tokenizer, option: str 
             f"and fingerprint {index.tokenizer[:12]}; this has {tokenizer.vocab_size} ids and fingerprint "
             f"{tokenizer.fingerprint[:12]}"
         )
-        raise ConfigError(Problem(option, None, rule, "use that tokenizer, or prepare the data with this one"))
+        fix = "use that tokenizer, or prepare the data with this one"
+        raise ConfigError(Problem(option, None, rule, fix))
     check_vocabulary(buffer, tokenizer.vocab_size, option)
 
 
@@ -248,10 +259,14 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
     Document starts must ascend, and masks must be 0 or 1.
     """
     index = buffer.index
-    tokens = {shard.tokens.name for shard in index.shards}
+    token_files = {shard.tokens.name for shard in index.shards}
     for stored in index.files():
         path = buffer.folder / stored.name
-        dtype = DTYPES[index.dtype] if stored.name in tokens else np.dtype("<i8" if stored.name == STARTS else "u1")
+        dtype: np.dtype[Any] = np.dtype("u1")
+        if stored.name in token_files:
+            dtype = DTYPES[index.dtype]
+        elif stored.name == STARTS:
+            dtype = np.dtype("<i8")
         digest = hashlib.sha256()
         previous = -1
         problems = set[str]()
@@ -260,14 +275,17 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
                 while content := file.read(_BLOCK_BYTES):
                     digest.update(content)
                     # a truncated file may end within a number, so use only complete numbers
-                    values = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype=dtype)
+                    num_complete = len(content) // dtype.itemsize
+                    values = np.frombuffer(content[: num_complete * dtype.itemsize], dtype=dtype)
                     problems |= _wrong_values(stored.name, values, index, previous)
-                    previous = int(values[-1]) if len(values) else previous
+                    if len(values):
+                        previous = int(values[-1])
         except OSError as error:
             problems.add(f"cannot be read ({error.strerror})")
-        if digest.hexdigest() != stored.sha256 and not any("read" in w for w in problems):
-            problems.add(f"differs from its SHA-256 in {INDEX} ({digest.hexdigest()[:12]}, not {stored.sha256[:12]})")
-        yield stored.name, [f"{path} {rule}" for rule in sorted(problems)]
+        computed = digest.hexdigest()
+        if computed != stored.sha256 and not any("read" in problem for problem in problems):
+            problems.add(f"differs from its SHA-256 in {INDEX} ({computed[:12]}, not {stored.sha256[:12]})")
+        yield stored.name, [f"{path} {problem}" for problem in sorted(problems)]
 
 
 def _wrong_values(name: str, values: npt.NDArray[Any], index: ShardIndex, previous: int) -> set[str]:
@@ -301,5 +319,8 @@ def _stamp(path: Path) -> Stamp | None:
 
 
 def _changed(path: Path, option: str, reason: str | None = None) -> ConfigError:
-    rule = "was changed, moved or removed since the run opened it" + (f" ({reason})" if reason else "")
-    return ConfigError(Problem(option, str(path), rule, "restore the file and continue from the last checkpoint"))
+    rule = "was changed, moved or removed since the run opened it"
+    if reason:
+        rule += f" ({reason})"
+    fix = "restore the file and continue from the last checkpoint"
+    return ConfigError(Problem(option, str(path), rule, fix))

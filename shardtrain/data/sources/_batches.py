@@ -48,10 +48,12 @@ def python_bytes(batch: Any) -> int:
     others = [number for number, field in enumerate(batch.schema) if not _is_simple(field.type)]
     if not others:
         return int(batch.nbytes)
-    size = int(batch.select([n for n in range(batch.num_columns) if n not in others]).nbytes)
+    simple = [number for number in range(batch.num_columns) if number not in others]
+    size = int(batch.select(simple).nbytes)
     for number in others:
         column = batch.column(number)
-        size += sum(map(_size, column.chunks if hasattr(column, "chunks") else [column]))
+        chunks = column.chunks if hasattr(column, "chunks") else [column]
+        size += sum(_size(chunk) for chunk in chunks)
     return size
 
 
@@ -86,9 +88,11 @@ def _size(array: Any) -> int:
     if types.is_dictionary(kind):
         return _ENTRY_BYTES * count + _chosen(array.dictionary, array.indices)
     if types.is_map(kind):
-        first, last = (int(array.offsets[place].as_py()) for place in (0, count))
-        parts = [array.keys.slice(first, last - first), array.items.slice(first, last - first)]
-        return _ENTRY_BYTES * count + sum(map(_size, parts))
+        first = int(array.offsets[0].as_py())
+        length = int(array.offsets[count].as_py()) - first
+        keys = array.keys.slice(first, length)
+        items = array.items.slice(first, length)
+        return _ENTRY_BYTES * count + _size(keys) + _size(items)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _ENTRY_BYTES * count + _size(array.flatten())
     if types.is_struct(kind):

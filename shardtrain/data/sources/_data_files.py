@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -171,8 +171,11 @@ class FileList(Sequence[File]):
             return [self[index] for index in range(*number.indices(len(self)))]
         number = range(len(self))[number]
         name = self.name(number)
-        identity = (self._sizes[number], self._mtimes[number], self._inodes[number])
-        return File(name, self._before + name, self.option, *map(int, identity))
+        path = self._before + name
+        size = int(self._sizes[number])
+        mtime = int(self._mtimes[number])
+        inode = int(self._inodes[number])
+        return File(name, path, self.option, size, mtime, inode)
 
     def __iter__(self) -> Iterator[File]:
         facts = (column.tolist() for column in (self._sizes, self._mtimes, self._inodes))
@@ -189,7 +192,8 @@ class FileList(Sequence[File]):
         for first in range(0, len(self), _NAMES_AT_ONCE):
             last = min(first + _NAMES_AT_ONCE, len(self)) - 1
             start = int(self._stops[first - 1]) + 1 if first else 0
-            yield from _text(self._names[start : int(self._stops[last])]).split("\0")
+            stop = int(self._stops[last])
+            yield from _text(self._names[start:stop]).split("\0")
 
     def number_of(self, name: str) -> int:
         """Return the number of the file with a name. Raises KeyError if it does not exist."""
@@ -206,8 +210,8 @@ class FileList(Sequence[File]):
     def chosen(self, numbers: Sequence[int]) -> FileList:
         """Return a list of some of the files, in the given order."""
         picked = np.array(numbers, np.int64)
-        identity = (self._sizes[picked], self._mtimes[picked], self._inodes[picked])
-        arrays = arrays_of(self._root, [self.name(number) for number in numbers], *identity)
+        names = [self.name(number) for number in numbers]
+        arrays = arrays_of(self._root, names, self._sizes[picked], self._mtimes[picked], self._inodes[picked])
         return FileList(self.place, self.option, arrays)
 
     def witnesses(self) -> list[Witness]:
@@ -321,17 +325,19 @@ class FileSource:
 
         With many files, only a thousand, evenly spread, have block hashes.
         """
-        if not self._fingerprints:
-            many = is_many(self.members)
-            step = max(1, -(-len(self.members) // _FILES_SAMPLED)) if many else 1
-            numbers = range(0, len(self.members), step)
-            sampled = dict(zip(numbers, self._sample(numbers), strict=True))
-            if isinstance(self.members, FileList) and many and not self.members.has_twins:
-                self._fingerprints = Marks(self.members, sampled)
-            else:
-                self._fingerprints = {
-                    file.name: sampled.get(number) or f"{file.size}" for number, file in enumerate(self.members)
-                }
+        if self._fingerprints:
+            return self._fingerprints
+        has_many = is_many(self.members)
+        step = max(1, -(-len(self.members) // _FILES_SAMPLED)) if has_many else 1
+        numbers = range(0, len(self.members), step)
+        samples = dict(zip(numbers, self._sample(numbers), strict=True))
+        if isinstance(self.members, FileList) and has_many and not self.members.has_twins:
+            self._fingerprints = Marks(self.members, samples)
+            return self._fingerprints
+        fingerprints = {}
+        for number, file in enumerate(self.members):
+            fingerprints[file.name] = samples.get(number) or f"{file.size}"
+        self._fingerprints = fingerprints
         return self._fingerprints
 
     def _sample(self, numbers: Sequence[int]) -> list[str]:
@@ -400,16 +406,19 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
     if kind == "folder":
         names = _walk(root, endings, option)
         if not names:
-            raise ConfigError(Problem(option, path, f"is a folder without {wanted} files", "name one that has some"))
+            fix = "name one that has some"
+            raise ConfigError(Problem(option, path, f"is a folder without {wanted} files", fix))
     elif not kind and not os.path.lexists(root) and glob.has_magic(root):
         root, names = _match(root)
         if not names:
-            raise ConfigError(Problem(option, path, "matches no file", "correct the pattern, or name a folder"))
+            fix = "correct the pattern, or name a folder"
+            raise ConfigError(Problem(option, path, "matches no file", fix))
     elif kind or os.path.lexists(root):
         root, name = os.path.split(root)
         names = [name]
     else:
-        raise ConfigError(Problem(option, path, "does not exist", f"name a file, a folder of {wanted}, or a pattern"))
+        fix = f"name a file, a folder of {wanted}, or a pattern"
+        raise ConfigError(Problem(option, path, "does not exist", fix))
     if len(names) > MAX_FILES:
         rule = f"names {len(names):,} files, and at most {MAX_FILES:,} are supported, because each start checks all"
         raise ConfigError(Problem(option, path, rule, "put more documents into each file"))
@@ -449,7 +458,8 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         # A link may lead to a parent folder, which would make the walk endless or read rows twice.
         if (status.st_dev, status.st_ino) in seen:
             rule = "is reached twice, by a link"
-            raise DataError(str(Problem(option, folder, rule, "remove the link, or name the files by a pattern")))
+            fix = "remove the link, or name the files by a pattern"
+            raise DataError(str(Problem(option, folder, rule, fix)))
         seen.add((status.st_dev, status.st_ino))
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         relative = Path(folder).relative_to(root).as_posix()
@@ -463,9 +473,12 @@ def _match(pattern: str) -> tuple[str, list[str]]:
     """Return the folder before the first wildcard, and the matching files relative to it."""
     parts = Path(pattern).parts
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    root = os.path.join(*parts[:fixed]) if fixed else ""
-    matches = [match for match in glob.glob(pattern, recursive=True) if not os.path.isdir(match)]
-    return root, [Path(os.path.relpath(match, root or ".")).as_posix() for match in matches]
+    root = ""
+    if fixed:
+        root = os.path.join(*parts[:fixed])
+    files = [match for match in glob.glob(pattern, recursive=True) if not os.path.isdir(match)]
+    start = root or "."
+    return root, [Path(os.path.relpath(file, start)).as_posix() for file in files]
 
 
 def _status(path: str, option: str, empty: bool) -> os.stat_result:
@@ -519,4 +532,5 @@ def sampled(files: Mapping[str, str]) -> dict[str, str]:
     step = max(1, -(-len(files) // _MAX_FILES_NAMED))
     if isinstance(files, Marks):
         return files.every(step)
-    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % step}
+    every_nth = islice(files.items(), 0, None, step)
+    return dict(every_nth)

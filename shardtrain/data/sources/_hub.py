@@ -94,7 +94,9 @@ def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
     if not files or not all(map(os.path.exists, files)):
         return None
     dataset = library.concatenate_datasets([library.Dataset.from_file(file) for file in files])
-    return dataset if len(dataset) == num_rows else None
+    if len(dataset) != num_rows:
+        return None
+    return dataset
 
 
 def open_saved(request: Request) -> Table | Shards:
@@ -113,7 +115,8 @@ def open_saved(request: Request) -> Table | Shards:
         files = [path for path, kind in kinds.items() if kind not in ("", "folder")]
         for path in files:
             if kinds[path] != "file":
-                rule = f"contains {os.path.basename(path)!r}, which is not a regular file"
+                name = os.path.basename(path)
+                rule = f"contains {name!r}, which is not a regular file"
                 raise ConfigError(Problem(request.option, request.path, rule, "remove it from the folder"))
         _prove({"folder": folder}, files, request)
         return []
@@ -123,7 +126,8 @@ def open_saved(request: Request) -> Table | Shards:
         saved = library.load_from_disk(request.path)
     except Exception as error:
         rule = f"cannot be opened as a saved dataset ({describe_error(error)})"
-        raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
+        fix = "save it again by save_to_disk"
+        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
 
     # a dataset that was saved without a DatasetDict may know its split
     splits = saved if isinstance(saved, Mapping) else {str(saved.split or request.split): saved}
@@ -166,12 +170,13 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
 
     Raises DataError.
     """
-    statuses = [os.stat(path) for path in paths]
-    identities = [
-        (path, status.st_size, status.st_mtime_ns, status.st_ino) for path, status in zip(paths, statuses, strict=True)
-    ]
+    identities = []
+    file_bytes = 0
+    for path in paths:
+        status = os.stat(path)
+        identities.append((path, status.st_size, status.st_mtime_ns, status.st_ino))
+        file_bytes += status.st_size
     key = hashlib.sha256(repr(identities).encode()).hexdigest()
-    file_bytes = sum(status.st_size for status in statuses)
     arguments = {**what, "file_bytes": file_bytes, "max_row_bytes": request.max_row_bytes}
     try:
         sandbox.prove("arrow", arguments, f"{what} {key}")
@@ -187,8 +192,9 @@ def _opened(dataset: Any, request: Request) -> Table | Shards:
     table = DatasetTable(dataset, place, request, short=os.path.basename(os.path.abspath(place)))
     if not request.streaming:
         return table
-    shards = max(min(len(dataset.cache_files), len(dataset)), 1)
-    return DatasetShards(dataset.to_iterable_dataset(num_shards=shards), place, request, table.files(), table)
+    num_shards = max(min(len(dataset.cache_files), len(dataset)), 1)
+    shards = dataset.to_iterable_dataset(num_shards=num_shards)
+    return DatasetShards(shards, place, request, table.files(), table)
 
 
 class DatasetTable:
@@ -228,9 +234,12 @@ class DatasetTable:
         rows.
         """
         digest = hashlib.sha256(f"{self.num_rows}\0{self._dataset.column_names}".encode())
-        for sample in range(min(_SAMPLES, self.num_rows)):
-            index = sample * (self.num_rows - 1) // max(min(_SAMPLES, self.num_rows) - 1, 1)
-            digest.update(repr(self.row(index)).encode("utf-8", "surrogatepass"))
+        num_samples = min(_SAMPLES, self.num_rows)
+        for sample in range(num_samples):
+            # evenly spread, with the first and the last row
+            index = sample * (self.num_rows - 1) // max(num_samples - 1, 1)
+            row = repr(self.row(index))
+            digest.update(row.encode("utf-8", "surrogatepass"))
         return {self._short: f"{self.num_rows}:{digest.hexdigest()}"}
 
     def check_unchanged(self) -> None:

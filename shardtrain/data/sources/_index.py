@@ -116,29 +116,40 @@ class RecordIndex:
         # counts
         gap_rows, gap_starts, counts = np.concatenate(gaps, axis=1)
         is_new = np.diff(gap_rows, prepend=-1) > 0
-        blanks = np.cumsum(counts)[np.append(np.flatnonzero(is_new)[1:], len(counts)) - 1] if len(counts) else none
+        blanks = none
+        if len(counts):
+            next_gaps = np.flatnonzero(is_new)[1:]
+            last_of_gap = np.append(next_gaps, len(counts)) - 1
+            blanks = np.cumsum(counts)[last_of_gap]
         result = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
         result |= dict(zip(_GAPS, (gap_rows[is_new], gap_starts[is_new], blanks), strict=True))
-        return {**result, "lines": np.concatenate(lines)} if quoted else result
+        if quoted:
+            result["lines"] = np.concatenate(lines)
+        return result
 
     def line(self, row: int) -> int:
         """Return the line at which a row begins, from 1."""
         if self._lines is not None:
             return 1 + int(self._lines[row])
         gaps = int(self._gap_rows.searchsorted(row, side="right"))
-        return 1 + row + (int(self._gap_blanks[gaps - 1]) if gaps else 0)
+        blanks = int(self._gap_blanks[gaps - 1]) if gaps else 0
+        return 1 + row + blanks
 
     def read(self, row: int, max_bytes: int) -> bytes | BadRow:
         """Return the bytes of a row without its newline. A row longer than ``max_bytes`` is not read."""
         # a row ends where the next row begins, or where blank records between them begin
-        start, stop = int(self._starts[row]), int(self._starts[row + 1])
+        start = int(self._starts[row])
+        stop = int(self._starts[row + 1])
         gap = int(self._gap_rows.searchsorted(row + 1)) if len(self._gap_rows) else 0
         if gap < len(self._gap_rows) and self._gap_rows[gap] == row + 1:
             stop = int(self._gap_starts[gap])
         if stop - start > max_bytes + 1:
-            return too_long(stop - start - (self._reader.read(self.file, 1, stop - 1) == b"\n"))
+            ends_with_newline = self._reader.read(self.file, 1, stop - 1) == b"\n"
+            return too_long(stop - start - ends_with_newline)
         data = self._reader.read(self.file, stop - start, start).removesuffix(b"\n")
-        return data if len(data) <= max_bytes else too_long(len(data))
+        if len(data) > max_bytes:
+            return too_long(len(data))
+        return data
 
     def _scan(
         self, quoted: bool
@@ -185,7 +196,8 @@ class RecordIndex:
             solid = np.flatnonzero((block != _RETURN) & (block != 32) & (block != 9))
             following = solid.searchsorted(starts[doubtful] - base)
             is_in_block = following < len(solid)
-            blank[doubtful[is_in_block]] = block[solid[following[is_in_block]]] == _NEWLINE
+            next_solid = solid[following[is_in_block]]
+            blank[doubtful[is_in_block]] = block[next_solid] == _NEWLINE
             # a record whose line may end in the next block
             for index in doubtful[~is_in_block]:
                 blank[index] = self._is_blank(int(starts[index]))

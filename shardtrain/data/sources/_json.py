@@ -66,7 +66,9 @@ def _too_deep(value: Any) -> bool:
     """True if a value is nested deeper than the limit."""
     level = [value]
     for _ in range(_MAX_DEPTH):
-        inner = [part for item in level for part in (item.values() if isinstance(item, dict) else item)]
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item
         level = [part for part in inner if isinstance(part, dict | list)]
         if not level:
             return False
@@ -78,7 +80,9 @@ def not_utf8(error: UnicodeDecodeError, shift: int = 0) -> BadRow:
 
     ``shift`` is the number of bytes that were skipped before them.
     """
-    return BadRow("is not UTF-8", detail=f"byte {error.start + shift + 1} is 0x{error.object[error.start]:02x}")
+    number = error.start + shift + 1
+    byte = error.object[error.start]
+    return BadRow("is not UTF-8", detail=f"byte {number} is 0x{byte:02x}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

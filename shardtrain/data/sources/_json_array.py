@@ -63,9 +63,13 @@ class ArrayPart:
     def row(self, index: int) -> Row:
         if self._text is None:
             self._text = _text(self.file)
-        piece = self._text[self.elements["starts"][index] : self.elements["stops"][index]]
+        start = self.elements["starts"][index]
+        stop = self.elements["stops"][index]
+        piece = self._text[start:stop]
         num_bytes = len(piece) if piece.isascii() else len(piece.encode())
-        return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)
+        if num_bytes > self.max_row_bytes:
+            return too_long(num_bytes)
+        return parse_text(piece)
 
     def place(self, index: int) -> str:
         """Return line and element number, because an array is often on one line."""
@@ -90,6 +94,7 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     ends = _Ends(text, max_row_bytes)
     limit = sandbox.limits().seconds
     since = time.thread_time()
+    # A JSON decoder finds the end of each element without keeping its value.
     try:
         while more:
             stop = ends.after(place)
@@ -104,18 +109,24 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
             place = _after(text, stop)
             more = text.startswith(",", place)
             place = _after(text, place + 1) if more else place
+        # The array must be closed, and nothing may follow it.
         if not text.startswith("]", place):
             raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
-        if _after(text, place + 1) != len(text):
-            raise json.JSONDecodeError("Expecting nothing after the array's end", text, _after(text, place + 1))
+        end = _after(text, place + 1)
+        if end != len(text):
+            raise json.JSONDecodeError("Expecting nothing after the array's end", text, end)
     except json.JSONDecodeError as error:
         raise _broken(file, text, error.pos, f"is not a JSON array: {error.msg}") from error
     except RecursionError as error:
         raise _broken(file, text, place, "is nested too deeply") from error
     except ValueError as error:
         raise _broken(file, text, place, "contains a number with too many digits") from error
-    elements = {"starts": starts, "stops": stops, "lines": lines}
-    return ArrayPart(file, {name: np.array(values, np.int64) for name, values in elements.items()}, max_row_bytes, text)
+    elements = {
+        "starts": np.array(starts, np.int64),
+        "stops": np.array(stops, np.int64),
+        "lines": np.array(lines, np.int64),
+    }
+    return ArrayPart(file, elements, max_row_bytes, text)
 
 
 class _Ends:

@@ -46,7 +46,8 @@ def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator
     stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
     try:
         lines = _lines(stream, max_bytes)
-        for record, num_lines in _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines):
+        counted_lines = _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines)
+        for record, num_lines in counted_lines:
             start = number
             number += num_lines
             if isinstance(record, _Blank):
@@ -57,7 +58,10 @@ def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator
                     yield start, too_long(record.num_bytes)
             elif record.strip(BLANKS):
                 stream.gave()
-                yield start, record if len(record) <= max_bytes else too_long(len(record))
+                if len(record) > max_bytes:
+                    yield start, too_long(len(record))
+                else:
+                    yield start, record
     except Damaged as error:
         yield number, BadRow(str(error))
 
@@ -126,21 +130,34 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
             num_bytes -= more
             line = line.text[:-1]
         num_lines += 1
-        num_bytes += line.num_bytes if isinstance(line, _Long) else len(line)
-        num_quotes += line.num_quotes if isinstance(line, _Long) else line.count(b'"')
-        long = long or isinstance(line, _Long) or num_bytes + num_lines - 1 > max_bytes
-        if isinstance(line, _Long) or long:
-            pieces.clear()
+        if isinstance(line, _Long):
+            num_bytes += line.num_bytes
+            num_quotes += line.num_quotes
+            long = True
         else:
+            num_bytes += len(line)
+            num_quotes += line.count(b'"')
             pieces.append(line)
+            long = long or num_bytes + num_lines - 1 > max_bytes
+        # A record that is too long is only counted.
+        if long:
+            pieces.clear()
         # all quotes are closed, so the record ends with this line
         if num_quotes % 2 == 0:
-            blank = isinstance(line, _Long) and line.blank and num_lines == 1
-            yield _Long(num_bytes + num_lines - 1, 0, blank) if long else b"\n".join(pieces), num_lines
+            if long:
+                is_blank = isinstance(line, _Long) and line.blank and num_lines == 1
+                yield _Long(num_bytes + num_lines - 1, 0, is_blank), num_lines
+            else:
+                yield b"\n".join(pieces), num_lines
             pieces = []
             num_lines = 0
             num_bytes = 0
             num_quotes = 0
             long = False
-    if num_lines:
-        yield _Long(num_bytes + num_lines - 1, 0) if long else b"\n".join(pieces), num_lines
+    if not num_lines:
+        return
+    # The file ends within quotes.
+    if long:
+        yield _Long(num_bytes + num_lines - 1, 0), num_lines
+    else:
+        yield b"\n".join(pieces), num_lines

@@ -84,7 +84,8 @@ class FileTable(FileSource):
         if not 0 <= index < self.num_rows:
             raise IndexError(index)
         file = bisect_right(self._stops, index)
-        return file, index - (self._stops[file - 1] if file else 0)
+        rows_before = self._stops[file - 1] if file else 0
+        return file, index - rows_before
 
 
 @dataclass

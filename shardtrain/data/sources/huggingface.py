@@ -58,7 +58,8 @@ def open_source(request: Request) -> Table | Shards:
     """
     if not request.path:
         fix = 'name a dataset of the hub ("org/name"), or a local folder'
-        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "huggingface" requires it', fix))
+        rule = 'is not set, and the dataset "huggingface" requires it'
+        raise ConfigError(Problem(request.option, None, rule, fix))
     path = request.path
     # a path is local if it exists, or if it cannot be the id of a dataset on the hub
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
@@ -78,12 +79,15 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
         rule = "has no effect with this dataset, which is a part of one split"
         raise ConfigError(Problem(request.split_option, request.split, rule, "remove it"))
     if request.path is not None:
-        return open_local(replace(request, split=own_split) if dataset.split else request, sole_split=own_split)
+        if dataset.split:
+            request = replace(request, split=own_split)
+        return open_local(request, sole_split=own_split)
     if request.subset is not None and dataset.data_files is not None:
         rule = "has no effect with this dataset, which is a part of one subset"
         raise ConfigError(Problem(request.subset_option, request.subset, rule, "remove it"))
     # the user named the dataset and not a path, so messages must name that option
-    return _hub.open_hub(replace(request, path=dataset.name, option=request.option.removesuffix("_path")), dataset)
+    option = request.option.removesuffix("_path")
+    return _hub.open_hub(replace(request, path=dataset.name, option=option), dataset)
 
 
 def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
@@ -114,15 +118,22 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     endings = [ending for group in _READERS for ending in group]
     files = list_files(replace(request, path=path), "huggingface", endings)
     if kind["is_folder"]:
-        data = [n for n, name in enumerate(files.names()) if not _NO_DATA.fullmatch(os.path.basename(name))]
-        if len(data) < len(files):
-            files = files.chosen(data)
+        data_files = []
+        for number, name in enumerate(files.names()):
+            if not _NO_DATA.fullmatch(os.path.basename(name)):
+                data_files.append(number)
+        if len(data_files) < len(files):
+            files = files.chosen(data_files)
     files = _of_split(files, request, sole_split, kind["is_file"])
-    readers = {reader for group, reader in _READERS.items() for file in files if file.kind in group}
+    endings_of_files = {file.kind for file in files}
+    readers = {reader for group, reader in _READERS.items() if not endings_of_files.isdisjoint(group)}
     if len(readers) != 1:
-        kinds = ", ".join(sorted({f"*{file.kind}" for file in files}))
-        rule = f"contains files in several formats ({kinds})" if readers else f"has no known format ({kinds})"
-        fix = 'select one format by a pattern, as "folder/*.parquet"' if readers else f"use {', '.join(endings)}"
+        kinds = ", ".join(sorted(f"*{ending}" for ending in endings_of_files))
+        rule = f"has no known format ({kinds})"
+        fix = f"use {', '.join(endings)}"
+        if readers:
+            rule = f"contains files in several formats ({kinds})"
+            fix = 'select one format by a pattern, as "folder/*.parquet"'
         raise ConfigError(Problem(request.option, request.path, rule, fix))
     return readers.pop()(files, request)
 
@@ -140,9 +151,8 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
     chosen = [number for number, split in enumerate(splits) if split == wanted]
     if not chosen:
         rule = f'has no files of the split "{request.split}"'
-        raise ConfigError(
-            Problem(request.option, request.path, rule, f"set {request.split_option} to {' or '.join(known)}")
-        )
+        fix = f"set {request.split_option} to {' or '.join(known)}"
+        raise ConfigError(Problem(request.option, request.path, rule, fix))
     if len(chosen) == len(files):
         return files
     logger.info("%s: reading %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)

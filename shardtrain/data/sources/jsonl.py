@@ -49,7 +49,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
                 opened[number] = open_array(file, request.max_row_bytes)
                 places.append({"array": opened[number].elements})
             else:
-                places.append({"lines": None if in_sequence else RecordIndex(file, reader).arrays()})
+                lines = None if in_sequence else RecordIndex(file, reader).arrays()
+                places.append({"lines": lines})
         return places
 
     looked = shared_opening.once(place_listed(files), look)

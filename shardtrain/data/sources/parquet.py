@@ -67,7 +67,11 @@ class ParquetShards(FileSource):
 
     def __post_init__(self) -> None:
         self._first_groups = [0, *accumulate(map(len, self.rows_of_groups))]
-        self._first_rows = [first for rows in self.rows_of_groups for first in accumulate(rows[:-1], initial=0) if rows]
+        # The number of the first row of each group in its file.
+        self._first_rows: list[int] = []
+        for rows in self.rows_of_groups:
+            if rows:
+                self._first_rows += accumulate(rows[:-1], initial=0)
         self.num_shards = self._first_groups.pop()
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:

@@ -39,7 +39,8 @@ def open_source(request: Request) -> Table:
     """
     if request.path is not None:
         fix = 'remove it, or use the dataset "text"'
-        raise ConfigError(Problem(request.option, request.path, "has no effect with the dataset python_stdlib", fix))
+        rule = "has no effect with the dataset python_stdlib"
+        raise ConfigError(Problem(request.option, request.path, rule, fix))
     return open_folder(Path(sysconfig.get_path("stdlib")))
 
 
@@ -65,6 +66,7 @@ def _list(root: Path) -> dict[str, Any]:
                 f"the dataset python_stdlib found no .py files in {root} (removed, or packed in a zip); "
                 'install the full Python, or use training.dataset="text" with training.dataset_path'
             )
+        # The sizes of the files, up to a limit of bytes.
         names_used: list[str] = []
         identities: list[tuple[int, int, int]] = []
         total_bytes = 0
@@ -80,7 +82,10 @@ def _list(root: Path) -> dict[str, Any]:
             identities.append((status.st_size, status.st_mtime_ns, status.st_ino))
     except OSError as error:
         raise DataError(f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}") from error
-    return arrays_of(str(root), names_used, *([one[column] for one in identities] for column in range(3)))
+    sizes = [size for size, _, _ in identities]
+    mtimes = [mtime for _, mtime, _ in identities]
+    inodes = [inode for _, _, inode in identities]
+    return arrays_of(str(root), names_used, sizes, mtimes, inodes)
 
 
 @dataclass
@@ -134,5 +139,7 @@ def _source_files(root: Path) -> list[str]:
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         below = folder[len(os.path.join(root, "")) :].replace(os.sep, "/")
-        names += [f"{below}/{name}" if below else name for name in files if name.endswith(".py")]
+        for name in files:
+            if name.endswith(".py"):
+                names.append(f"{below}/{name}" if below else name)
     return sorted(names)

@@ -37,7 +37,8 @@ def open_source(request: Request) -> Table:
         raise ConfigError(Problem(request.option, request.path, rule, 'remove it, or use the dataset "tsv"'))
     if request.split not in SPLITS:
         fix = f"use one of {', '.join(SPLITS)}"
-        raise ConfigError(Problem(request.split_option, request.split, "is not a split of stdlib_packages", fix))
+        rule = "is not a split of stdlib_packages"
+        raise ConfigError(Problem(request.split_option, request.split, rule, fix))
     library = open_folder(Path(sysconfig.get_path("stdlib")))
     assert isinstance(library, Library)
     rows = shared_opening.once(library.listed_at, lambda: _rows(library, SPLITS[request.split]))

@@ -17,7 +17,8 @@ def open_line(request: Request, tokenizer: Tokenizer) -> TokenBuffer:
     """
     if request.path is None:
         fix = 'name a folder made by "shardtrain data prepare"'
-        raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "tokens" requires it', fix))
+        rule = 'is not set, and the dataset "tokens" requires it'
+        raise ConfigError(Problem(request.option, None, rule, fix))
     line = ShardTokenBuffer(request.path, request.option)
     check_tokenizer(line, tokenizer)
     return line

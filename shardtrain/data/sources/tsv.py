@@ -55,10 +55,10 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         for file in files:
             check_text(file)
         columns = _columns(files, quoted, request)
-        return {
-            "columns": columns,
-            "lines": [] if in_sequence else [RecordIndex(file, reader, quoted=quoted).arrays() for file in files],
-        }
+        lines = []
+        if not in_sequence:
+            lines = [RecordIndex(file, reader, quoted=quoted).arrays() for file in files]
+        return {"columns": columns, "lines": lines}
 
     looked = shared_opening.once(place_listed(files), first_look)
     parse = FieldsOf(tuple(looked["columns"]), quoted)
@@ -66,10 +66,10 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look)
     if in_sequence:
         return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
-    parts = [
-        RecordsPart(RecordIndex(file, reader, lines, quoted=quoted), parse, request.max_row_bytes, skipped=skipped)
-        for file, lines in zip(files, looked["lines"], strict=True)
-    ]
+    parts = []
+    for file, lines in zip(files, looked["lines"], strict=True):
+        index = RecordIndex(file, reader, lines, quoted=quoted)
+        parts.append(RecordsPart(index, parse, request.max_row_bytes, skipped=skipped))
     return FileTable(files, parts)
 
 
@@ -130,12 +130,14 @@ def split(data: bytes, quoted: bool) -> list[str] | BadRow:
 def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str, ...]:
     """Return the columns of all files, from their first records. Raises DataError if they differ."""
     first = _first(files[0], quoted, request)
-    for file in files[1:] if request.header else ():
+    if not request.header:
+        return tuple(str(number) for number in range(len(first)))
+    for file in files[1:]:
         columns = _first(file, quoted, request)
         if columns != first:
             rule = f"has the columns {', '.join(columns)}, but {files[0].path} has {', '.join(first)}"
             raise file.unusable(rule, "give all files the same first line")
-    return first if request.header else tuple(str(number) for number in range(len(first)))
+    return first
 
 
 def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
@@ -146,7 +148,8 @@ def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
     place = f"{file.path}:{line}"
     if isinstance(fields, BadRow):
         raise DataError(f"{place}: the first line cannot be read: {fields}; correct the file")
-    if request.header and (len(set(fields)) < len(fields) or not all(fields)):
+    are_names = len(set(fields)) == len(fields) and all(fields)
+    if request.header and not are_names:
         shown = ", ".join(repr(name) for name in fields[:8])
         raise DataError(
             f"{place}: the first line should name the columns, each once, but is {shown}; "

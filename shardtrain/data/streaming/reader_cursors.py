@@ -19,8 +19,12 @@ class ReaderCursors:
     def begin(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Start from known cursors, or from the beginning."""
         count = len(self._rows)
-        self._cursors = np.zeros((count, 3), np.int64) if cursors is None else cursors.copy()
-        self._rows[:] = 0 if cursors is None else _due(rows, count)
+        if cursors is None:
+            self._cursors = np.zeros((count, 3), np.int64)
+            self._rows[:] = 0
+        else:
+            self._cursors = cursors.copy()
+            self._rows[:] = _due(rows, count)
         self.mark()
 
     def mark(self) -> None:

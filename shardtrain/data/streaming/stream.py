@@ -109,12 +109,14 @@ class StreamFeed:
         if reader is None or reader.rows > rows_before:
             taken = rows_of_reader(self._rows, index, self.num_readers)
             part, number, offset = self._cursors[index].tolist()
-            reader = self._readers[index] = _Reader(self, index, taken, (part, number, offset))
+            reader = _Reader(self, index, taken, (part, number, offset))
+            self._readers[index] = reader
         # other ranks or workers use the rows in between, but reading is the only way to skip them
         while reader.rows < rows_before:
             reader.skip()
         has_row = reader.write(out, slot)
-        return k if has_row else -1, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
+        number_of_row = k if has_row else -1
+        return number_of_row, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Move all readers to their cursors.

@@ -64,9 +64,11 @@ class LostDocuments:
     def add(self, counts: Mapping[str, int], level: int = logging.WARNING) -> None:
         for fate, count in counts.items():
             before = self._counts[fate]
-            self._counts[fate] += count
-            if self._counts[fate].bit_length() > before.bit_length():
-                logger.log(level, "dataset %s: %d documents so far %s", self._dataset, before + count, fate)
+            after = before + count
+            self._counts[fate] = after
+            # Log when the count reaches a power of two.
+            if after.bit_length() > before.bit_length():
+                logger.log(level, "dataset %s: %d documents so far %s", self._dataset, after, fate)
 
 
 def packer(
@@ -135,9 +137,9 @@ class ConcatPacker:
         write_window(
             out,
             slot,
-            np.concatenate(parts).astype(np.int64),
-            np.concatenate(masks) if masked_tokens else None,
-            np.array(begins, np.int64) if self._packing.masked else None,
+            tokens=np.concatenate(parts).astype(np.int64),
+            learned=np.concatenate(masks) if masked_tokens else None,
+            begins=np.array(begins, np.int64) if self._packing.masked else None,
         )
 
         # The last token is also the first of the next row, so no target is lost between rows. A document is

@@ -39,9 +39,11 @@ class ByteTokenizer:
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the UTF-8 bytes of each text, and the range of their character."""
         batch = self.encode_batch(texts)
-        return [
-            (ids, character_spans(text, np.ones(len(ids), np.int64))) for text, ids in zip(texts, batch, strict=True)
-        ]
+        results = []
+        for text, ids in zip(texts, batch, strict=True):
+            one_byte_each = np.ones(len(ids), np.int64)
+            results.append((ids, character_spans(text, one_byte_each)))
+        return results
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD.
@@ -55,7 +57,8 @@ class ByteTokenizer:
         if array.size and not (int(array.min()) >= 0 and int(array.max()) < self.vocab_size):
             raise ValueError("token id outside 0..257")
         if not keep_special:
-            return array[array < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+            content = array[array < 256].astype(np.uint8).tobytes()
+            return content.decode("utf-8", errors="replace")
         names = {256: b"<bos>", 257: b"<eos>"}
-        pieces = (names.get(i) or bytes((i,)) for i in array.tolist())
-        return b"".join(pieces).decode("utf-8", errors="replace")
+        content = b"".join(names.get(i) or bytes((i,)) for i in array.tolist())
+        return content.decode("utf-8", errors="replace")

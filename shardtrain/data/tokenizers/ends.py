@@ -58,7 +58,8 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
     ):
         if value and not ids:
             rule = f"requires a token that {position} a text, which the tokenizer {tokenizer.spec} does not have"
-            raise ConfigError(Problem(option, value, rule, "remove it, or name the token in tokenizer_config.json"))
+            fix = "remove it, or name the token in tokenizer_config.json"
+            raise ConfigError(Problem(option, value, rule, fix))
 
     # a text between documents, which may contain special tokens
     separator: tuple[int, ...] = ()
@@ -66,7 +67,8 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
         separator = tuple(tokenizer.encode_spans([data.separator])[0][0].tolist())
         if not separator:
             rule = f"has no tokens in the tokenizer {tokenizer.spec}"
-            raise ConfigError(Problem("data.separator", data.separator, rule, "use another text, or remove it"))
+            fix = "use another text, or remove it"
+            raise ConfigError(Problem("data.separator", data.separator, rule, fix))
     return Ends(prefix, suffix, separator)
 
 

@@ -60,8 +60,9 @@ class JsonTokenizer:
             for name in END_TOKENS
         )
         ends_by_name = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        self.special_ids = frozenset(special.values()).union(i for i in ends_by_name.values() if i is not None)
-        texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in ends_by_name.items() if i is not None}
+        known_ends = {name: i for name, i in ends_by_name.items() if i is not None}
+        self.special_ids = frozenset(special.values()).union(known_ends.values())
+        texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in known_ends.items()}
         self.special_tokens: Mapping[str, str] = {**texts, **config.named()}
         self.chat_template = config.chat_template
         self.tool_template = config.tool_template
@@ -70,7 +71,8 @@ class JsonTokenizer:
         # of the files next to it, only these ids change tokens; templates have their own fingerprint
         ends = f"{self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
-        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
+        content_hash = hashlib.sha256(content).digest()
+        self.fingerprint = hashlib.sha256(content_hash + ends).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of a text, without BOS and EOS."""
@@ -142,7 +144,8 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
             raise
         reason = " ".join(str(error).split())[:200]
         rule = f"cannot be read as a tokenizer ({reason})"
-        raise ConfigError(Problem(option, str(file), rule, "replace the file by a complete tokenizer.json")) from error
+        fix = "replace the file by a complete tokenizer.json"
+        raise ConfigError(Problem(option, str(file), rule, fix)) from error
     # the file may configure truncation and padding, but documents must stay complete
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -161,6 +164,7 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
         spec = json.loads(content)
     except (ValueError, RecursionError):
         return  # the library reports the error
+    # The product of what each rule may add.
     growth = 1.0
     rules = [spec.get("normalizer")] if isinstance(spec, dict) else []
     while rules:
@@ -202,7 +206,9 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
         encoded = tokenizer.encode(text)
         places = [place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None]
         if places:
-            return tuple(encoded.ids[: places[0]]), tuple(encoded.ids[places[-1] + 1 :])
+            before = encoded.ids[: places[0]]
+            after = encoded.ids[places[-1] + 1 :]
+            return tuple(before), tuple(after)
     return (), ()
 
 

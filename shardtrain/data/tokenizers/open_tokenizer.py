@@ -189,7 +189,8 @@ def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
     """
     tokenizer = open_tokenizer(spec, option)
     if tokenizer.fingerprint != fingerprint:
-        raise ConfigError(Problem(option, spec, "has changed while it was in use", "start again with unchanging files"))
+        fix = "start again with unchanging files"
+        raise ConfigError(Problem(option, spec, "has changed while it was in use", fix))
     return tokenizer
 
 

@@ -48,7 +48,8 @@ class OwnTokenizer:
         ends = f"{self.vocab_size} {self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         content = Path(path).read_bytes()
-        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
+        content_hash = hashlib.sha256(content).digest()
+        self.fingerprint = hashlib.sha256(content_hash + ends).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of a text, without BOS and EOS.
@@ -91,22 +92,25 @@ class OwnTokenizer:
         """
         plain: list[int] = np.asarray(ids, dtype=np.int64).tolist()
         if not keep_special:
-            return str(self._tokenizer.decode([i for i in plain if i not in self.special_ids]))
+            ordinary = [i for i in plain if i not in self.special_ids]
+            return str(self._tokenizer.decode(ordinary))
         # decode consecutive ordinary ids together, because the tokenizer may join tokens to characters
         names = {self.pad_id: "<pad>", self.bos_id: "<bos>", self.eos_id: "<eos>"}
         pieces = []
-        for name, run in groupby(plain, key=lambda i: names.get(i)):
+        for name, run in groupby(plain, key=names.get):
             run_ids = list(run)
-            pieces.append(str(self._tokenizer.decode(run_ids)) if name is None else name * len(run_ids))
+            if name is None:
+                pieces.append(str(self._tokenizer.decode(run_ids)))
+            else:
+                pieces.append(name * len(run_ids))
         return "".join(pieces)
 
     def _end(self, name: str) -> int | None:
         """Return the value of an attribute that is an id or None."""
         value = getattr(self._tokenizer, name, None)
         if value is not None and (type(value) is not int or not 0 <= value < self.vocab_size):
-            raise self._problem(
-                f"has {name}={value!r}, which is not an id", f"use one in 0..{self.vocab_size - 1}, or None"
-            )
+            rule = f"has {name}={value!r}, which is not an id"
+            raise self._problem(rule, f"use one in 0..{self.vocab_size - 1}, or None")
         return value
 
     def _problem(self, rule: str, fix: str) -> ConfigError:

@@ -44,9 +44,16 @@ class SentencePieceTokenizer:
         self._added = self._added_tokens(config, pieces, file)
         self.vocab_size = max(pieces, *(i + 1 for i in self._added), 1) if self._added else pieces
         control = {self._model.id_to_piece(i): i for i in range(pieces) if self._model.is_control(i)}
-        special = control | {text.content: i for i, text in config.added.items() if text.special}
-        self._always = Splitter({text.content: i for i, text in config.added.items() if not text.special})
-        self._all = Splitter({**{text.content: i for i, text in config.added.items()}, **special})
+        added = {text.content: i for i, text in config.added.items()}
+        special = dict(control)
+        always: dict[str, int] = {}
+        for i, text in config.added.items():
+            if text.special:
+                special[text.content] = i
+            else:
+                always[text.content] = i
+        self._always = Splitter(always)
+        self._all = Splitter({**added, **special})
         self._texts = {i: text for text, i in special.items()} | self._added
 
         # tokens that begin and end a document, from the files next to it or else from the model
@@ -61,7 +68,8 @@ class SentencePieceTokenizer:
         self.tool_template = config.tool_template
         facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(config.added.items())}".encode()
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
-        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
+        content_hash = hashlib.sha256(content).digest()
+        self.fingerprint = hashlib.sha256(content_hash + facts).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of a text, without BOS and EOS."""
@@ -110,9 +118,8 @@ class SentencePieceTokenizer:
         """
         for i, token in config.added.items():
             if i < pieces and self._model.id_to_piece(i) != token.content:
-                rule = (
-                    f"has the piece {self._model.id_to_piece(i)!r} at id {i}, tokenizer_config.json {token.content!r}"
-                )
+                piece = self._model.id_to_piece(i)
+                rule = f"has the piece {piece!r} at id {i}, tokenizer_config.json {token.content!r}"
                 raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
             if i >= pieces + 2**20:
                 rule = f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}"
@@ -123,9 +130,15 @@ class SentencePieceTokenizer:
         """Return the id of "bos", "eos" or "pad", from the files next to the model or else from the model."""
         key = f"{name}_token"
         if key in config.tokens or f"{key}_id" in config.token_ids:
-            return config.special_id(key, lambda text: self._find(text, special), special, self.vocab_size, self.option)
+
+            def find(text: str) -> int | None:
+                return self._find(text, special)
+
+            return config.special_id(key, find, special, self.vocab_size, self.option)
         model_id = int(getattr(self._model, f"{name}_id")())
-        return model_id if model_id >= 0 else None
+        if model_id < 0:
+            return None
+        return model_id
 
     def _find(self, text: str, special: dict[str, int]) -> int | None:
         """Return the id of a token, or None."""
@@ -181,9 +194,10 @@ def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:
     spans: list[tuple[int, int]] = []
     for number, value in _fields(message):
         if number == 2 and isinstance(value, bytes):
-            piece = {key: number for key, number in _fields(value) if isinstance(number, int)}
-            ids.append(piece.get(2, 0))
-            spans.append((piece.get(4, 0), piece.get(5, 0)))
+            # of a piece: field 2 is its id, and fields 4 and 5 are the byte range
+            fields = {key: field for key, field in _fields(value) if isinstance(field, int)}
+            ids.append(fields.get(2, 0))
+            spans.append((fields.get(4, 0), fields.get(5, 0)))
     return ids, np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 

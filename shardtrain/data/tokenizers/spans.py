@@ -15,7 +15,8 @@ def character_spans(text: str, lengths_bytes: npt.NDArray[np.int64]) -> npt.NDAr
     [[0, 1], [1, 2], [1, 2]]
     """
     ends = np.cumsum(lengths_bytes)
-    return to_characters(text, np.stack((ends - lengths_bytes, ends), axis=1))
+    starts = ends - lengths_bytes
+    return to_characters(text, np.stack((starts, ends), axis=1))
 
 
 def to_characters(text: str, spans_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -23,9 +24,11 @@ def to_characters(text: str, spans_bytes: npt.NDArray[np.int64]) -> npt.NDArray[
     if text.isascii():
         return spans_bytes
     data = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
-    # number of characters that begin before byte i; bytes 10xxxxxx continue a character
-    begun = np.concatenate(([0], np.cumsum((data & 0xC0) != 0x80)))
+    # bytes 10xxxxxx continue a character
+    continues = (data & 0xC0) == 0x80
+    # number of characters that begin before byte i
+    begun = np.concatenate(([0], np.cumsum(~continues)))
     starts = spans_bytes[:, 0]
     ends = spans_bytes[:, 1]
-    inside = np.concatenate(((data & 0xC0) == 0x80, [False]))[starts] & (ends > starts)
-    return np.stack((begun[starts] - inside, begun[ends]), axis=1)
+    is_within_character = np.concatenate((continues, [False]))[starts] & (ends > starts)
+    return np.stack((begun[starts] - is_within_character, begun[ends]), axis=1)

@@ -13,4 +13,6 @@ def threads() -> int:
     wanted = os.environ.get("RAYON_NUM_THREADS", "").strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -69,13 +69,13 @@ class TiktokenTokenizer:
 
         # special tokens by text: Llama 3's 256, some renamed by tokenizer_config.json
         num_ranks = len(ranks)
-        others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
-        names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))
+        reserved = [f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL)]
+        llama3_names = [*_FIRST_SPECIAL, *reserved][:_NUM_SPECIAL]
+        names = dict(enumerate(llama3_names, start=num_ranks))
         for i, token in beside.added.items():
             if not num_ranks <= i < num_ranks + _NUM_SPECIAL:
-                rule = (
-                    f"has special tokens {num_ranks}..{num_ranks + _NUM_SPECIAL - 1}, tokenizer_config.json names {i}"
-                )
+                last = num_ranks + _NUM_SPECIAL - 1
+                rule = f"has special tokens {num_ranks}..{last}, tokenizer_config.json names {i}"
                 raise ConfigError(Problem(option, str(file), rule, "use files that belong together"))
             names[i] = token.content
         specials = {text: i for i, text in names.items()}
@@ -101,7 +101,8 @@ class TiktokenTokenizer:
         self.tool_template = beside.tool_template
         facts = f"tiktoken llama3 {self.bos_id} {self.eos_id} {sorted(self._texts.items())}".encode()
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
-        self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
+        content_hash = hashlib.sha256(content).digest()
+        self.fingerprint = hashlib.sha256(content_hash + facts).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of a text, without bos and eos."""
@@ -153,8 +154,9 @@ class TiktokenTokenizer:
         start = 0
         for piece, special in self._splitter.pieces(text):
             if special is None:
-                ids.append(self.encode(piece))
-                spans.append(character_spans(piece, self._lengths[ids[-1]]) + start)
+                piece_ids = self.encode(piece)
+                ids.append(piece_ids)
+                spans.append(character_spans(piece, self._lengths[piece_ids]) + start)
             else:
                 ids.append(np.array([special], dtype=np.int32))
                 spans.append(np.array([[start, start + len(piece)]], dtype=np.int64))

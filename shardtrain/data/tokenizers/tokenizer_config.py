@@ -70,8 +70,9 @@ class TokenizerConfig:
             fix = "correct tokenizer_config.json next to the tokenizer"
             raise ConfigError(Problem(f"{option}: {name}_id", number, rule, fix))
         if name not in self.tokens:
-            usual = next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
-            return usual if number is None else number
+            if number is not None:
+                return number
+            return next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
         token = self.tokens[name]
         token_id = None if token is None else find(token)
         if token is not None and token_id is None:
@@ -120,8 +121,12 @@ def files_beside(folder: Path) -> dict[str, bytes]:
 
     Raises OSError.
     """
-    names = [*_CONFIGS, _TEMPLATE, *(f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*.jinja"))]
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    templates = [f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*.jinja")]
+    contents = {}
+    for name in (*_CONFIGS, _TEMPLATE, *templates):
+        if (folder / name).is_file():
+            contents[name] = (folder / name).read_bytes()
+    return contents
 
 
 def ends_facts(
@@ -132,8 +137,11 @@ def ends_facts(
 
     Fingerprints of such tokenizers are the same as in versions that supported no other ends.
     """
-    usual = prefix_ids == (() if bos_id is None else (bos_id,)) and suffix_ids in ((), (eos_id,))
-    return b"" if usual else f" ends {prefix_ids} {suffix_ids}".encode()
+    default_prefix = () if bos_id is None else (bos_id,)
+    is_default = prefix_ids == default_prefix and suffix_ids in ((), (eos_id,))
+    if is_default:
+        return b""
+    return f" ends {prefix_ids} {suffix_ids}".encode()
 
 
 def read_text(file: Path, option: str) -> str:
