@@ -58,7 +58,8 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     Raises ConfigError for an unknown flavor or override, and for a ``norm_type`` that the model ignores.
     """
     if flavor not in module.FLAVORS:
-        raise ConfigError(Problem("model.flavor", flavor, "is unknown", f"use one of {', '.join(module.FLAVORS)}"))
+        fix = f"use one of {', '.join(module.FLAVORS)}"
+        raise ConfigError(Problem("model.flavor", flavor, "is unknown", fix))
     types = {field.name: field.type for field in dataclasses.fields(module.Config)}
     unknown = sorted(set(overrides) - set(types))
     if unknown:
@@ -142,7 +143,8 @@ def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str 
     if not isinstance(head, nn.Linear):
         rule = "names a model that does not end in a linear layer, which the classification head would replace"
         raise ConfigError(Problem("model.name", None, rule, "use another model"))
-    setattr(model, name, nn.Linear(head.in_features, num_labels, bias=head.bias is not None, device=device))
+    new_head = nn.Linear(head.in_features, num_labels, bias=head.bias is not None, device=device)
+    setattr(model, name, new_head)
 
 
 def _pattern_hint(name: str, patterns: Iterable[str]) -> str:
@@ -164,7 +166,10 @@ def _merge_layers(messages: list[str], layers: str) -> list[str]:
     for message in messages:
         merged = layer_number.sub(f"{layers}.*", message)
         groups.setdefault(merged, []).append(message)
-    return [merged if len(group) > 1 else group[0] for merged, group in groups.items()]
+    texts = []
+    for merged, group in groups.items():
+        texts.append(merged if len(group) > 1 else group[0])
+    return texts
 
 
 def check_documents(module: ModuleType, name: str) -> None:

@@ -319,7 +319,8 @@ class _InitRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if args and isinstance(args[0], Tensor) and args[0].is_meta and name.endswith("_"):
+        is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if is_meta and name.endswith("_"):
             numbers = [value for value in args[1:] if isinstance(value, int | float)]
             self._record(name, args[0], numbers, kwargs)
         return func(*args, **kwargs)
@@ -329,9 +330,10 @@ class _InitRecorder(TorchDispatchMode):
         if not 0 < value.numel() <= _MAX_CONSTANT_NUMEL or not value.is_floating_point():
             return
         low, high = value.detach().aminmax()
-        if float(low) != float(high) or float(low) not in (0.0, 1.0):
+        constant = float(low)
+        if constant != float(high) or constant not in (0.0, 1.0):
             return
-        self._store(meta_param, Draw("ones" if float(low) else "zeros"))
+        self._store(meta_param, Draw("ones" if constant else "zeros"))
 
     def draw(self, parameter: Tensor) -> Draw:
         """Return the initial distribution of a parameter; its ``std`` is NaN if the recorded
@@ -349,7 +351,9 @@ class _InitRecorder(TorchDispatchMode):
         such as the embedding row of the padding token, which has the same storage.
         """
         numel = tensor.numel()
-        return (tensor.untyped_storage()._cdata, numel), (id(tensor), numel)
+        by_storage = (tensor.untyped_storage()._cdata, numel)
+        by_object = (id(tensor), numel)
+        return by_storage, by_object
 
     def _store(self, tensor: Tensor, draw: Draw | None) -> None:
         for place in self._places(tensor):
@@ -362,7 +366,8 @@ class _InitRecorder(TorchDispatchMode):
         if name in ("detach_", "requires_grad_") or (name == "add_" and numbers == [0.0]):
             return
         by_storage, _ = self._places(tensor)
-        self._store(tensor, _draw_after(name, self._draws.get(by_storage), numbers, named))
+        previous = self._draws.get(by_storage)
+        self._store(tensor, _draw_after(name, previous, numbers, named))
 
 
 def _draw_after(name: str, before: Draw | None, numbers: list[float], named: Mapping[str, Any]) -> Draw | None:

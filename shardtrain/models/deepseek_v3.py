@@ -152,12 +152,14 @@ class LatentAttention(nn.Module):
         """Map (B, T, D) to (B, T, D)."""
         # Queries from their latent. The last R features of each head are rotated
         q_latent_BTQ = self.q_norm(self.wq_a(x_BTD))
-        q_BTNH = self.wq_b(q_latent_BTQ).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
+        qk_dim = self.nope_dim + self.rope_dim
+        q_BTNH = self.wq_b(q_latent_BTQ).unflatten(-1, (-1, qk_dim))
         q_nope_BTNH, q_rope_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
 
         # Keys and values from one latent. wkv_a also returns the rotary part of the keys, one for all heads
         c_BTC, k_rope_BTR = self.wkv_a(x_BTD).tensor_split((-self.rope_dim,), dim=-1)
-        kv_BTNH = self.wkv_b(self.kv_norm(c_BTC)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        kv_BTX = self.wkv_b(self.kv_norm(c_BTC))
+        kv_BTNH = kv_BTX.unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope_BTNH, v_BTNH = kv_BTNH.split((self.nope_dim, self.v_dim), dim=-1)
 
         # Rotate the rotary parts, and append them to the others
@@ -169,8 +171,10 @@ class LatentAttention(nn.Module):
 
         # Attention kernels require values as wide as keys: pad them with zeros, and drop the
         # padding of the output
-        v_BTNH = F.pad(v_BTNH, (0, k_BTNH.size(-1) - self.v_dim))
-        out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)[..., : self.v_dim]
+        padding = k_BTNH.size(-1) - self.v_dim
+        v_BTNH = F.pad(v_BTNH, (0, padding))
+        out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)
+        out_BTNH = out_BTNH[..., : self.v_dim]
         return self.wo(out_BTNH.flatten(2))
 
 

@@ -79,7 +79,9 @@ class FullAttentionCore(AttentionCore):
         """Attend with queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K.
         Return (B, T, N, H).
         """
-        q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        q_BNTH = q_BTNH.transpose(1, 2)
+        k_BKTH = k_BTKH.transpose(1, 2)
+        v_BKTH = v_BTKH.transpose(1, 2)
         is_grouped = q_BNTH.size(1) != k_BKTH.size(1)
         mask_B1TT = None
         if documents_BT is not None:
@@ -96,7 +98,8 @@ class EncoderBlock(nn.Module):
         super().__init__()
         # Dropout of the embedding. It is part of the first layer, because the model must be the chain
         # embed -> layers -> norm -> head that a pipeline can cut
-        self.input_dropout = nn.Dropout(c.dropout if is_first else 0.0)
+        input_dropout = c.dropout if is_first else 0.0
+        self.input_dropout = nn.Dropout(input_dropout)
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim)
         self.attn.core = FullAttentionCore()

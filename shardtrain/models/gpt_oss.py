@@ -114,8 +114,12 @@ class GptOssAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, documents_BT, self.sinks())
+        q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTNH = rotate(q_BTNH, angles)
+        k_BTKH = rotate(k_BTKH, angles)
+        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.sinks())
         return self.wo(out_BTNH.flatten(2))
 
 
@@ -125,7 +129,8 @@ class GptOssBlock(nn.Module):
     def __init__(self, c: Config, index: int) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        self.attn = GptOssAttention(c, 0 if index % 2 else c.sliding_window)
+        window = 0 if index % 2 else c.sliding_window
+        self.attn = GptOssAttention(c, window)
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         gate = ClampedGate(c.swiglu_alpha, c.swiglu_limit)
         self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), expert_bias=True, gate=gate)

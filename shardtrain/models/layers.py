@@ -106,16 +106,20 @@ def rotate(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """
     cos_BT1h, sin_BT1h = angles
     a_BTNh, b_BTNh = x_BTNH.float().chunk(2, dim=-1)
-    rotated = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
-    return torch.cat(rotated, dim=-1).type_as(x_BTNH)
+    rotated_a_BTNh = a_BTNh * cos_BT1h - b_BTNh * sin_BT1h
+    rotated_b_BTNh = b_BTNh * cos_BT1h + a_BTNh * sin_BT1h
+    rotated_BTNH = torch.cat((rotated_a_BTNh, rotated_b_BTNh), dim=-1)
+    return rotated_BTNH.type_as(x_BTNH)
 
 
 def rotate_pairs(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate each pair (x_2i, x_2i+1) by its angle, in float32. DeepSeek's weights use this pairing."""
     cos_BT1h, sin_BT1h = angles
     a_BTNh, b_BTNh = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
-    return torch.stack(rotated, dim=-1).flatten(-2).type_as(x_BTNH)
+    rotated_a_BTNh = a_BTNh * cos_BT1h - b_BTNh * sin_BT1h
+    rotated_b_BTNh = b_BTNh * cos_BT1h + a_BTNh * sin_BT1h
+    rotated_BTNH = torch.stack((rotated_a_BTNh, rotated_b_BTNh), dim=-1).flatten(-2)
+    return rotated_BTNH.type_as(x_BTNH)
 
 
 class AttentionCore(nn.Module):
@@ -239,8 +243,12 @@ class Attention(nn.Module):
         """Map (B, T, D) to (B, T, D)."""
         # The weights determine the number of heads, because a tensor-parallel rank has only some of
         # the heads
-        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, documents_BT)
+        q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTNH = rotate(q_BTNH, angles)
+        k_BTKH = rotate(k_BTKH, angles)
+        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 
 
@@ -256,7 +264,9 @@ class NormedAttention(Attention):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTNH = rotate(self.q_norm(q_BTNH), angles)
         k_BTKH = rotate(self.k_norm(k_BTKH), angles)
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)

@@ -130,8 +130,10 @@ class Angles(nn.Module):
         """Return cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for
         positions (B, T).
         """
-        steps_BT11 = ((positions_BT.float() + 1.0) / self.floor_scale).floor()[..., None, None]
-        return *self.rotary(positions_BT), steps_BT11.log1p() * self.attn_scale + 1.0
+        steps_BT = ((positions_BT.float() + 1.0) / self.floor_scale).floor()
+        steps_BT11 = steps_BT[..., None, None]
+        temperature_BT11 = steps_BT11.log1p() * self.attn_scale + 1.0
+        return *self.rotary(positions_BT), temperature_BT11
 
 
 class Llama4Attention(nn.Module):
@@ -145,13 +147,16 @@ class Llama4Attention(nn.Module):
         self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim, bias=False)
         self.wk = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
         self.wv = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)
-        self.core = AttentionCore(chunk=c.attention_chunk_size if has_rope else 0)
+        chunk = c.attention_chunk_size if has_rope else 0
+        self.core = AttentionCore(chunk=chunk)
         self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         cos_BT1h, sin_BT1h, temperature_BT11 = angles
-        q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         if self.has_rope:
             q_BTNH = rotate_pairs(q_BTNH, (cos_BT1h, sin_BT1h))
             k_BTKH = rotate_pairs(k_BTKH, (cos_BT1h, sin_BT1h))
@@ -161,7 +166,8 @@ class Llama4Attention(nn.Module):
         if self.norm_eps is not None:
             q_BTNH = _unit_mean_square(q_BTNH, self.norm_eps)
             k_BTKH = _unit_mean_square(k_BTKH, self.norm_eps)
-        return self.wo(self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT).flatten(2))
+        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
+        return self.wo(out_BTNH.flatten(2))
 
 
 def _unit_mean_square(x_BTNH: Tensor, eps: float) -> Tensor:

@@ -75,8 +75,11 @@ def routing_of(config: Any) -> Routing:
     """Return the Routing with a Config's fields of the same names. Fields that the Config lacks
     have their default.
     """
-    names = [field.name for field in fields(Routing) if hasattr(config, field.name)]
-    return Routing(**{name: getattr(config, name) for name in names})
+    values = {}
+    for field in fields(Routing):
+        if hasattr(config, field.name):
+            values[field.name] = getattr(config, field.name)
+    return Routing(**values)
 
 
 EXPERT_STYLES = {
@@ -132,14 +135,16 @@ class Router(nn.Module):
         super().__init__()
         self.routing = routing
         self.gate = Gate(dim, routing.num_experts, bias=routing.router_bias)
-        self.register_buffer("expert_bias", torch.zeros(routing.num_experts) if routing.load_balance_coeff else None)
+        expert_bias = torch.zeros(routing.num_experts) if routing.load_balance_coeff else None
+        self.register_buffer("expert_bias", expert_bias)
         self.force_balance = False
         self.places: Callable[[int], Tensor] = torch.arange
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits and scores (B, T, E), float32, and the indices of the chosen experts (B, T, K)."""
         logits_BTE = self.gate(x_BTD)
-        scores_BTE = logits_BTE.softmax(-1) if self.routing.score_func == "softmax" else logits_BTE.sigmoid()
+        is_softmax = self.routing.score_func == "softmax"
+        scores_BTE = logits_BTE.softmax(-1) if is_softmax else logits_BTE.sigmoid()
         choose = self._round_robin if self.force_balance else self._choose
         return logits_BTE, scores_BTE, choose(scores_BTE)
 
@@ -328,7 +333,8 @@ class Experts(nn.Module):
         self.gate = gate
         self.product: Product = product
         for name, size in (("w1_bias", ffn_dim), ("w2_bias", dim), ("w3_bias", ffn_dim)):
-            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, size)) if bias else None)
+            parameter = nn.Parameter(torch.empty(num_experts, size)) if bias else None
+            self.register_parameter(name, parameter)
         self.w1 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
@@ -370,17 +376,22 @@ class Experts(nn.Module):
         if self._is_plain():
             swiglu = _grouped_swiglu if _has_grouped_matmul(x_RD, self.w1) else _looped_swiglu
             return swiglu(x_RD, count_E, self.w1, self.w2, self.w3)
-        gate_RF = add_bias(self.product(x_RD, count_E, self.w1), count_E, self.w1_bias)
-        up_RF = add_bias(self.product(x_RD, count_E, self.w3), count_E, self.w3_bias)
+        gate_RF = self.product(x_RD, count_E, self.w1)
+        gate_RF = add_bias(gate_RF, count_E, self.w1_bias)
+        up_RF = self.product(x_RD, count_E, self.w3)
+        up_RF = add_bias(up_RF, count_E, self.w3_bias)
         hidden_RF = self.gate(gate_RF, up_RF)
-        return add_bias(self.product(hidden_RF, count_E, self.w2), count_E, self.w2_bias)
+        out_RD = self.product(hidden_RF, count_E, self.w2)
+        return add_bias(out_RD, count_E, self.w2_bias)
 
 
 def product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor) -> Tensor:
     """Multiply each row (R, I), sorted by expert, by the weight of its expert. Return (R, O)."""
     if _has_grouped_matmul(x_RI, weight_EOI):
-        return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=count_E.cumsum(0).to(torch.int32))
-    parts = zip(x_RI.split(_rows(count_E)), weight_EOI.unbind(), strict=True)
+        stops_E = count_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=stops_E)
+    rows_of_experts = x_RI.split(_rows(count_E))
+    parts = zip(rows_of_experts, weight_EOI.unbind(), strict=True)
     return torch.cat([F.linear(x, weight_OI) for x, weight_OI in parts])
 
 
@@ -476,8 +487,12 @@ class MoE(nn.Module):
         logits_BTE, scores_BTE, expert_BTK = self.router(x_BTD)
         weights_BTK = self.router.weights(scores_BTE, expert_BTK)
         weights_BTK = self.balance(weights_BTK, logits_BTE, scores_BTE, expert_BTK, documents_BT)
-        out_BTD = self._mix(x_BTD.flatten(0, 1), weights_BTK.flatten(0, 1), expert_BTK.flatten()).view_as(x_BTD)
-        return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+        x_RD = x_BTD.flatten(0, 1)
+        weights_RK = weights_BTK.flatten(0, 1)
+        out_BTD = self._mix(x_RD, weights_RK, expert_BTK.flatten()).view_as(x_BTD)
+        if self.shared is None:
+            return out_BTD
+        return out_BTD + self.shared(x_BTD)
 
     def _mix(self, x_SD: Tensor, weights_SK: Tensor, expert_R: Tensor) -> Tensor:
         """Return, for tokens (S, D), the weighted sums of their experts' outputs (S, D)."""

@@ -86,7 +86,9 @@ class NeoxAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        q_BTNH, k_BTNH, v_BTNH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTNH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTNH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTNH = self._rotate_part(q_BTNH, angles)
         k_BTNH = self._rotate_part(k_BTNH, angles)
         out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)

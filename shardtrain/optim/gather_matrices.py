@@ -72,6 +72,7 @@ class Bucket:
         # the plan is the same in every step
         self._matrices = self._assign(load)
         self._hops = [self._plan_hop(k) for k in range(len(self._axes))]
+        # the slices of all shards that this rank has at some time
         keys = {(m, self._position) for m in range(len(self._matrices))}
         for hop in self._hops:
             for keys_of_rank in (*hop.sent, *hop.received):
@@ -86,7 +87,9 @@ class Bucket:
         for stacks,
         3. The function maps a matrix (rows, columns) to one of the same shape and dtype.
         """
-        shards = {(m, self._position): _matrix_of(parts, matrix) for m, matrix in enumerate(self._matrices)}
+        shards: dict[Key, Tensor] = {}
+        for m, matrix in enumerate(self._matrices):
+            shards[m, self._position] = _matrix_of(parts, matrix)
         for hop in self._hops:
             shards = self._exchange(hop.axis, shards, hop.sent, hop.received, parts[0])
         # Now each owner has all shards of its matrices. Ranks that own none wait in the next all-to-all.
@@ -132,7 +135,10 @@ class Bucket:
         if not received_keys:
             return {}
         pieces = receive_buffer.split([self._numel(key) for key in received_keys])
-        return {key: piece.view(self._shape(key)) for key, piece in zip(received_keys, pieces, strict=True)}
+        received_shards = {}
+        for key, piece in zip(received_keys, pieces, strict=True):
+            received_shards[key] = piece.view(self._shape(key))
+        return received_shards
 
     def _assign(self, load: list[int]) -> list[_Matrix]:
         """Assign each matrix to the rank with the least work, largest matrix first.
@@ -142,11 +148,12 @@ class Bucket:
         unassigned: list[tuple[int, int | None, tuple[int, int]]] = []
         for t, tensor in enumerate(self.tensors):
             rows, columns = tensor.shape[-2:]
-            if tensor.ndim == 3:
-                stack = local_slices(tensor)[0]
-                unassigned += [(t, index, (rows, columns)) for index in range(stack.stop - stack.start)]
-            else:
+            if tensor.ndim != 3:
                 unassigned.append((t, None, (rows, columns)))
+                continue
+            stack = local_slices(tensor)[0]
+            for place in range(stack.stop - stack.start):
+                unassigned.append((t, place, (rows, columns)))
         owners = list(product(*(range(size) for size in self._sizes)))
         matrices = []
         # longest processing time first: the largest load is at most 4/3 of the optimum (Graham 1969)
@@ -163,6 +170,7 @@ class Bucket:
         before k. These shards come from all ranks along those axes.
         """
         coordinate = self._position
+        own_coordinate = coordinate[k]
         size = self._sizes[k]
         origins_so_far = list(product(*(range(n) for n in self._sizes[:k])))
         sent: list[list[Key]] = [[] for _ in range(size)]
@@ -173,9 +181,10 @@ class Bucket:
             owner = matrix.owner[k]
             for origin in origins_so_far:
                 sent[owner].append((m, (*origin, *coordinate[k:])))
-                if owner == coordinate[k]:
-                    for sender in range(size):
-                        received[sender].append((m, (*origin, sender, *coordinate[k + 1 :])))
+                if owner != own_coordinate:
+                    continue
+                for sender in range(size):
+                    received[sender].append((m, (*origin, sender, *coordinate[k + 1 :])))
         return _Hop(self._axes[k], sent, received)
 
     def _slices_of(self, key: Key) -> tuple[slice, slice]:
@@ -184,7 +193,8 @@ class Bucket:
         coordinate = list(self._coordinate)
         for axis, position in zip(self._axes, origin, strict=True):
             coordinate[axis] = position
-        rows, columns = local_slices(self.tensors[self._matrices[m].tensor], coordinate)[-2:]
+        tensor = self.tensors[self._matrices[m].tensor]
+        rows, columns = local_slices(tensor, coordinate)[-2:]
         return rows, columns
 
     def _shape(self, key: Key) -> tuple[int, int]:
@@ -203,8 +213,12 @@ def matrix_axes(tensor: Tensor) -> tuple[int, ...]:
     """
     if not isinstance(tensor, DTensor):
         return ()
-    dims = {axis: sharded_dim(tensor.placements[axis]) for axis in split_axes(tensor)}
-    return tuple(axis for axis, dim in dims.items() if dim is not None and dim >= tensor.ndim - 2)
+    axes = []
+    for axis in split_axes(tensor):
+        dim = sharded_dim(tensor.placements[axis])
+        if dim is not None and dim >= tensor.ndim - 2:
+            axes.append(axis)
+    return tuple(axes)
 
 
 def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> list[Bucket]:

@@ -34,7 +34,8 @@ class LossScaler:
             raise ConfigError(Problem("training.initial_loss_scale", initial, rule, "use 65536.0"))
         if growth_interval < 1:
             rule = "must be at least 1"
-            raise ConfigError(Problem("training.loss_scale_growth_interval", growth_interval, rule, "use 2000"))
+            fix = "use 2000"
+            raise ConfigError(Problem("training.loss_scale_growth_interval", growth_interval, rule, fix))
         self.scale = float(initial)
         self._growth_interval = growth_interval
         self._finite_steps = 0

@@ -43,8 +43,9 @@ def code(signed: bool) -> tuple[float, ...]:
     lower decade."""
     numbers = [0.0, 1.0]
     for decade in range(7):
-        count = 2 ** (decade + (0 if signed else 1))
-        centers = [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
+        count = 2**decade if signed else 2 ** (decade + 1)
+        largest = 10.0 ** (decade - 6)
+        centers = [largest * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
         numbers += centers
         if signed:
             numbers += [-center for center in centers]
@@ -256,7 +257,8 @@ def _read(states: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor])
     if f"{name}_scale" not in states:
         return states[name].float()
     numbers = tables[name][states[name].int()]
-    return _rows(_blocks(numbers) * states[f"{name}_scale"].unsqueeze(-1), numbers.size(-1))
+    scale = states[f"{name}_scale"].unsqueeze(-1)
+    return _rows(_blocks(numbers) * scale, numbers.size(-1))
 
 
 def _write(
@@ -268,7 +270,8 @@ def _write(
         return
     blocks = _blocks(x)
     scale = blocks.abs().amax(-1)
-    scaled = _rows(blocks / torch.where(scale > 0, scale, 1.0).unsqueeze(-1), x.size(-1))
+    divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    scaled = _rows(blocks / divisor, x.size(-1))
     bits = stochastic_rounding.to_code(scaled, tables[name], random)
     # a positive value must not become 0, because it is a divisor
     if name == "exp_avg_sq":
@@ -302,7 +305,8 @@ def _scales(parameter: Tensor) -> Tensor:
     zeros = torch.zeros(*local.shape[:-1], local_blocks, dtype=torch.float32, device=local.device)
     if not is_distributed(parameter):
         return zeros
-    shape = torch.Size([*parameter.shape[:-1], -(-parameter.size(-1) // STATE_BLOCK)])
+    total_blocks = -(-parameter.size(-1) // STATE_BLOCK)
+    shape = torch.Size([*parameter.shape[:-1], total_blocks])
     stride = torch.empty(shape, device="meta").stride()
     return type(parameter).from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride

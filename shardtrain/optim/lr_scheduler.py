@@ -53,8 +53,8 @@ def learning_rate(
 
 
 def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule: Schedule, again: Schedule) -> None:
-    """Check that a user's schedule depends only on the step: call it for about 1,000 steps in order, and ``again`` for
-    the same steps in reverse order.
+    """Check that a user's schedule depends only on the step: call it for about 1,000 steps in
+    order, and ``again`` for the same steps in reverse order.
 
     A resumed run starts in the middle, without values that the file remembers from earlier steps.
 
@@ -70,15 +70,18 @@ def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule
     for step in reversed(checked_steps):
         if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
             rule = f"returns another value when it is called again for step {step}, so a resumed run would differ"
-            raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, "compute it from the arguments only"))
+            fix = "compute it from the arguments only"
+            raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, fix))
 
 
 def _steps_to_check(scheduler: LRScheduler, steps: int) -> list[int]:
     """Return steps spread over the run, and all steps near its start, its end and the end of the warmup."""
-    chosen = set(range(0, steps, max(1, steps // _CHECKED_STEPS)))
+    spacing = max(1, steps // _CHECKED_STEPS)
+    chosen = set(range(0, steps, spacing))
     for edge in (0, scheduler.warmup_steps, scheduler.total_steps or steps, steps):
         first = max(0, edge - _CHECKED_AT_AN_EDGE)
-        chosen.update(range(first, min(steps, edge + _CHECKED_AT_AN_EDGE)))
+        stop = min(steps, edge + _CHECKED_AT_AN_EDGE)
+        chosen.update(range(first, stop))
     return sorted(chosen)
 
 

@@ -133,7 +133,8 @@ class Muon(torch.optim.Optimizer):
         AdamW."""
         if group["algorithm"] == MUON:
             return {"momentum": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
-        return adam_zero_state(parameter, self._config.implementation == "fused")
+        is_fused = self._config.implementation == "fused"
+        return adam_zero_state(parameter, is_fused)
 
     def _muon(self, parameters: list[Parameter], group: dict[str, Any]) -> None:
         # the plan is valid while the same parameters have a gradient
@@ -161,7 +162,9 @@ class Muon(torch.optim.Optimizer):
         momentum.lerp_(gradient, 1 - decay)
         direction = gradient.lerp(momentum, decay) if self._config.muon_nesterov else momentum
         # parameters offloaded to the host are exchanged and orthogonalized on the device of the mesh
-        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+        device = parameter.device.type
+        if isinstance(parameter, DTensor):
+            device = parameter.device_mesh.device_type
         dtype = self._config.muon_dtype
         if dtype == "default":
             dtype = "float32" if device == "cpu" else "bfloat16"

@@ -45,7 +45,9 @@ def check(config: Optimizer) -> None:
     module = _module(config)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-    gradients = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(2 * _STEPS)]
+    gradients = []
+    for _ in range(2 * _STEPS):
+        gradients.append([torch.randn(shape, generator=generator) for shape in _SHAPES])
 
     # the first half of the steps
     parameters, optimizer = _fresh(module, values, config)
@@ -59,16 +61,17 @@ def check(config: Optimizer) -> None:
         _check_state(parameter, optimizer.state[parameter], config)
 
     # the second half twice: continued, and from a copy of parameters and state like after a resume
-    resumed_parameters, resumed_optimizer = _fresh(module, [parameter.detach() for parameter in parameters], config)
+    copies = [parameter.detach() for parameter in parameters]
+    resumed_parameters, resumed_optimizer = _fresh(module, copies, config)
     for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
         for key, tensor in optimizer.state[parameter].items():
             resumed_optimizer.state[resumed][key].copy_(tensor)
     _train(optimizer, parameters, gradients[_STEPS:])
     _train(resumed_optimizer, resumed_parameters, gradients[_STEPS:])
-    pairs = zip(resumed_parameters, parameters, strict=True)
-    if not all(torch.equal(resumed, parameter) for resumed, parameter in pairs):
-        rule = "continues differently after a resume: it has state outside of state[parameter]"
-        raise _problem(config, rule, "keep counts and means in state[parameter], as tensors from initial_state")
+    for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
+        if not torch.equal(resumed, parameter):
+            rule = "continues differently after a resume: it has state outside of state[parameter]"
+            raise _problem(config, rule, "keep counts and means in state[parameter], as tensors from initial_state")
 
 
 def _module(config: Optimizer) -> ModuleType:
@@ -114,7 +117,10 @@ def _fresh(
 ) -> tuple[list[Parameter], torch.optim.Optimizer]:
     """Return new parameters with these values, and their optimizer."""
     parameters = [Parameter(value.clone()) for value in values]
-    groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+    groups = [
+        {"params": parameters[:2], "weight_decay": 0.1},
+        {"params": parameters[2:], "weight_decay": 0.0},
+    ]
     return parameters, _build(module, groups, config)
 
 

@@ -22,7 +22,8 @@ def parameter_groups(
     """
     groups: dict[tuple[float, Any], list[Parameter]] = {}
     for name, parameter in named_parameters:
-        decay = 0.0 if any(fnmatchcase(name, pattern) for pattern in no_weight_decay) else weight_decay
+        is_excluded = any(fnmatchcase(name, pattern) for pattern in no_weight_decay)
+        decay = 0.0 if is_excluded else weight_decay
         mesh = getattr(parameter, "device_mesh", None)
         groups.setdefault((decay, mesh), []).append(parameter)
     return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
@@ -34,6 +35,7 @@ def report_unused_patterns(no_weight_decay: Sequence[str], names: Sequence[str])
     This is not an error: one list of patterns serves models with and without biases.
     """
     for pattern in no_weight_decay:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            examples = ", ".join(names[:3])
-            logger.warning(f'optimizer.no_weight_decay="{pattern}" matches no parameter (names are like {examples})')
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        examples = ", ".join(names[:3])
+        logger.warning(f'optimizer.no_weight_decay="{pattern}" matches no parameter (names are like {examples})')

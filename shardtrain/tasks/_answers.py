@@ -112,7 +112,8 @@ class AnswerTask(TextTask):
         tokens_RT = torch.zeros(len(sides), T, dtype=torch.int64)
         targets_RT = torch.full_like(tokens_RT, IGNORE)
         for number, side in enumerate(sides):
-            tokens_RT[number, : len(side.tokens)] = torch.from_numpy(side.tokens.astype(np.int64))
+            length = len(side.tokens)
+            tokens_RT[number, :length] = torch.from_numpy(side.tokens.astype(np.int64))
             targets_RT[number, : len(side.targets)] = torch.from_numpy(side.targets)
         return tokens_RT, targets_RT
 
@@ -143,7 +144,8 @@ class PairTask(AnswerTask):
         # resumes only with the same ones.
         start = self.start()
         pairs.files = {**pairs.files, **start}
-        content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
+        parts = (part.tobytes() for side in sides for part in (side.tokens, side.targets))
+        content = digest(*parts)
         margins = [pair.margin for pair in pairs]
         if any(margins):
             content = digest(content, *margins)
@@ -187,7 +189,8 @@ class PairTask(AnswerTask):
 
         def tokenize(good_rows: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
             # Tokenize all answers together: chosen and rejected of the first row, of the second row, ...
-            documents = self.encoder.encode([answer for answers, _ in good_rows for answer in answers])
+            answers_of_all = [answer for answers, _ in good_rows for answer in answers]
+            documents = self.encoder.encode(answers_of_all)
             sides = [side_of(document, num_targets) for document in documents]
             for (_, margin), chosen, rejected in zip(good_rows, sides[::2], sides[1::2], strict=True):
                 if isinstance(chosen, BadRow):
@@ -208,7 +211,8 @@ class PairTask(AnswerTask):
         data = self.config.data
         task = self.config.task
         prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
-        return [{**row, "prompt": prompt, "completion": answer} for answer in answers], self.margin(row)
+        rows = [{**row, "prompt": prompt, "completion": answer} for answer in answers]
+        return rows, self.margin(row)
 
 
 def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
@@ -249,7 +253,8 @@ def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -
     Tokens are computed in float32 and summed in float64. The loss is the small difference of two sums in
     the thousands, and rounding of a float32 sum would change its fifth digit.
     """
-    return -token_losses(model, tokens_RT, targets_RT).sum(1, dtype=torch.float64)
+    losses_RT = token_losses(model, tokens_RT, targets_RT)
+    return -losses_RT.sum(1, dtype=torch.float64)
 
 
 def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:

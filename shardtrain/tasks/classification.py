@@ -54,9 +54,10 @@ class Classification(ExampleTask):
 
     @cached_property
     def _is_test_set_labelled(self) -> bool:
-        rows = (row for _, row in every_row(_files.open_files(self.config, "test")) if not isinstance(row, BadRow))
-        first = next(rows, None)
-        return first is None or columns.find(first, self.config.task.label_field) is not None
+        for _, row in every_row(_files.open_files(self.config, "test")):
+            if not isinstance(row, BadRow):
+                return columns.find(row, self.config.task.label_field) is not None
+        return True
 
     def collate(self, rows: list[Example]) -> dict[str, Tensor]:
         """Return padded tokens (B, T), lengths and labels (B,)."""
@@ -64,7 +65,8 @@ class Classification(ExampleTask):
         T = -(-longest // self._length_multiple) * self._length_multiple
         tokens_BT = torch.zeros(len(rows), T, dtype=torch.int64)
         for number, row in enumerate(rows):
-            tokens_BT[number, : len(row.tokens)] = torch.from_numpy(row.tokens.astype(np.int64))
+            tokens = row.tokens.astype(np.int64)
+            tokens_BT[number, : len(tokens)] = torch.from_numpy(tokens)
         return {
             "tokens_BT": tokens_BT,
             "lengths_B": torch.tensor([len(row.tokens) for row in rows]),
@@ -110,7 +112,8 @@ class Classification(ExampleTask):
             is_predicted = predicted == number
             total = int(has_label.sum() + is_predicted.sum())
             if total:
-                scores.append(2 * int((has_label & is_predicted).sum()) / total)
+                num_right = int((has_label & is_predicted).sum())
+                scores.append(2 * num_right / total)
         accuracy = int((predicted == label).sum()) / max(1, len(label))
         return {"accuracy": accuracy, "macro_f1": sum(scores) / max(1, len(scores))}
 

@@ -48,7 +48,9 @@ class Distillation(LanguageModel):
         teacher."""
         stream = super().open_dataloader(**options)
         teacher = initial_weights.of_folder(Path(self.config.task.teacher_path))
-        stream.files = {**dict(stream.files.items()), "teacher": teacher}
+        files = dict(stream.files.items())
+        files["teacher"] = teacher
+        stream.files = files
         stream.fingerprint = digest(stream.fingerprint, teacher)
         return stream
 

@@ -127,8 +127,10 @@ class KTO(AnswerTask):
             matched = [answer.cut_side for answer in group]
             # pair each prompt with the completion of the previous row
             mismatched = []
-            for answer, previous in zip(group, [group[-1], *group[:-1]], strict=True):
-                mismatched.append(_cut(_exchanged(answer.side, previous.side), answer.seq_len))
+            previous_rows = [group[-1], *group[:-1]]
+            for answer, previous in zip(group, previous_rows, strict=True):
+                exchanged = _exchanged(answer.side, previous.side)
+                mismatched.append(_cut(exchanged, answer.seq_len))
             # Pad groups to the largest group of the batch. Padding rows have no target, so experts do not
             # count them.
             padding_row = matched[0]._replace(targets=np.full_like(matched[0].targets, IGNORE))
@@ -175,9 +177,11 @@ class KTO(AnswerTask):
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         """Return the weighted sum over rows of the loss in the module docstring."""
         labels_BN = batch["labels_BN"]
-        sign_BN = torch.where(labels_BN == 1, 1.0, -1.0)
-        losses_BN = 1 - torch.sigmoid(self._beta * sign_BN * (outputs[..., 0] - outputs[..., 1]))
-        weights_BN = torch.where(labels_BN == 1, self._weights[1], self._weights[0]) * (labels_BN != _PADDING)
+        is_good_BN = labels_BN == 1
+        sign_BN = torch.where(is_good_BN, 1.0, -1.0)
+        advantage_BN = outputs[..., 0] - outputs[..., 1]
+        losses_BN = 1 - torch.sigmoid(self._beta * sign_BN * advantage_BN)
+        weights_BN = torch.where(is_good_BN, self._weights[1], self._weights[0]) * (labels_BN != _PADDING)
         return weight * (losses_BN * weights_BN).sum()
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
@@ -192,12 +196,16 @@ class KTO(AnswerTask):
         """Return the share of rows with a reward of the right sign, and the mean reward of good minus bad
         answers."""
         labels = rows["label"].flatten()
-        rewards = rows["rewards"].flatten()[labels != _PADDING].double()
-        labels = labels[labels != _PADDING]
-        accuracy = ((rewards > 0) == (labels == 1)).double().mean()
+        is_answer = labels != _PADDING
+        rewards = rows["rewards"].flatten()[is_answer].double()
+        labels = labels[is_answer]
+        has_right_sign = (rewards > 0) == (labels == 1)
+        accuracy = has_right_sign.double().mean()
         good = rewards[labels == 1]
         bad = rewards[labels == 0]
-        margin = float(good.mean() - bad.mean()) if len(good) and len(bad) else 0.0
+        margin = 0.0
+        if len(good) and len(bad):
+            margin = float(good.mean() - bad.mean())
         return {"reward_accuracy": float(accuracy), "reward_margin": margin}
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
@@ -206,11 +214,16 @@ class KTO(AnswerTask):
 
     def shown(self, row: Group) -> list[ShownText]:
         """Return each answer of a group, named by its label."""
-        return [answer.cut_side.shown("good" if answer.is_good else "bad") for answer in row]
+        lines = []
+        for answer in row:
+            label = "good" if answer.is_good else "bad"
+            lines.append(answer.cut_side.shown(label))
+        return lines
 
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Group | BadRow]:
         """Tokenize rows. Yield a group with a single answer, or a BadRow, for each row."""
-        seq_len = _files.section_of(self.config, split)[0].seq_len
+        section, _ = _files.section_of(self.config, split)
+        seq_len = section.seq_len
 
         def tokenize(answers: list[tuple[dict[str, Any], bool]]) -> Iterator[Group | BadRow]:
             documents = self.encoder.encode([texts for texts, _ in answers])
@@ -234,7 +247,9 @@ class KTO(AnswerTask):
         label = columns.label(row, field)
         if isinstance(prompt, list | tuple) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        text = str(label).lower() if isinstance(label, bool | int | str) else ""
+        text = ""
+        if isinstance(label, bool | int | str):
+            text = str(label).lower()
         if text not in _LABELS:
             raise Unusable(f"label {str(label)[:40]!r} in column {field!r} is neither true nor false")
         return {**row, "prompt": prompt, "completion": completion}, _LABELS[text]
@@ -256,10 +271,13 @@ def _groups(rows: list[Answer], size: int) -> Iterator[Group]:
 
 def _exchanged(side: Side, other: Side) -> Side:
     """Return the prompt of ``side`` with the completion of ``other``."""
-    prompt = side.whole[: 1 + int(np.argmax(side.targets != IGNORE))]
+    # The completion of a side begins after the input of its first target.
+    prompt_length = 1 + int(np.argmax(side.targets != IGNORE))
+    prompt = side.whole[:prompt_length]
     start = int(np.argmax(other.targets != IGNORE))
     tokens = np.concatenate((prompt, other.whole[start + 1 :]))
-    targets = np.concatenate((np.full(len(prompt) - 1, IGNORE, dtype=np.int64), other.targets[start:]))
+    no_targets = np.full(len(prompt) - 1, IGNORE, dtype=np.int64)
+    targets = np.concatenate((no_targets, other.targets[start:]))
     return Side(tokens[:-1], targets, int(tokens[-1]))
 
 

@@ -50,7 +50,8 @@ class LanguageModel:
             models.check_documents(module, self.config.model.name)
         if not getattr(module, "CAUSAL", True):
             rule = 'is not causal, and task.name="language_model" requires a causal model'
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model or another task"))
+            fix = "use a causal model or another task"
+            raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
 
 
 Task = LanguageModel

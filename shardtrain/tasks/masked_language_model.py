@@ -40,7 +40,9 @@ _RANDOM = 0.1
 
 
 class MaskedLanguageModel(ExampleTask):
-    """The task ``masked_language_model``, with ``mask_fraction`` and ``mask_token_id`` in ``task.options``."""
+    """The task ``masked_language_model``, with ``mask_fraction`` and ``mask_token_id`` in
+    ``task.options``.
+    """
 
     kind = "masked"
     num_labels = 0
@@ -60,7 +62,8 @@ class MaskedLanguageModel(ExampleTask):
         ids = [] if text is None else self.tokenizer.encode_spans([text])[0][0].tolist()
         if len(ids) != 1:
             rule = "is required, because the tokenizer has no mask_token"
-            raise ConfigError(Problem("task.options.mask_token_id", None, rule, "set it to the id of the mask token"))
+            fix = "set it to the id of the mask token"
+            raise ConfigError(Problem("task.options.mask_token_id", None, rule, fix))
         return int(ids[0])
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
@@ -73,8 +76,9 @@ class MaskedLanguageModel(ExampleTask):
         tokens_BT = torch.zeros(len(rows), T, dtype=torch.int64)
         targets_BT = torch.full_like(tokens_BT, IGNORE)
         for number, (masked, targets) in enumerate(rows):
-            tokens_BT[number, : len(masked)] = torch.from_numpy(masked)
-            targets_BT[number, : len(masked)] = torch.from_numpy(targets)
+            length = len(masked)
+            tokens_BT[number, :length] = torch.from_numpy(masked)
+            targets_BT[number, :length] = torch.from_numpy(targets)
         lengths_B = torch.tensor([len(masked) for masked, _ in rows])
         return {"tokens_BT": tokens_BT, "targets_BT": targets_BT, "lengths_B": lengths_B}
 
@@ -114,12 +118,15 @@ class MaskedLanguageModel(ExampleTask):
         """Raise ConfigError for a causal model, which sees only the tokens before a hidden one, or a wrong
         mask id."""
         super().check(stream, module, shape)
-        if not getattr(module, "AS_IS", False) and getattr(module, "CAUSAL", True):
+        is_causal = not getattr(module, "AS_IS", False) and getattr(module, "CAUSAL", True)
+        if is_causal:
             rule = "is causal, and masked language modeling requires a model that sees both sides of a token"
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, "use encoder or transformers"))
+            fix = "use encoder or transformers"
+            raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
         if not 0 <= self.mask_id < shape.vocab_size:
             rule = f"is not an id of the model, which has {shape.vocab_size}"
-            raise ConfigError(Problem("task.options.mask_token_id", self.mask_id, rule, "give the mask's own id"))
+            fix = "give the mask's own id"
+            raise ConfigError(Problem("task.options.mask_token_id", self.mask_id, rule, fix))
 
     def hide(self, row: Example, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the masked tokens (T) and the targets (T), IGNORE for tokens that are not chosen.

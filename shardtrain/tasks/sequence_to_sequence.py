@@ -79,8 +79,9 @@ class SequenceToSequence(ExampleTask):
         """Return per row the number of tokens predicted correctly after the true previous tokens, and of
         all tokens."""
         targets_BS = batch["targets_BS"]
-        right_BS = (outputs.argmax(-1) == targets_BS) & (targets_BS != IGNORE)
-        return {"right": right_BS.sum(1), "tokens": (targets_BS != IGNORE).sum(1)}
+        is_target_BS = targets_BS != IGNORE
+        right_BS = (outputs.argmax(-1) == targets_BS) & is_target_BS
+        return {"right": right_BS.sum(1), "tokens": is_target_BS.sum(1)}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of target tokens that are predicted correctly."""

@@ -174,11 +174,13 @@ class RowTask:
             DataError: a row is bad, or there are no rows.
         """
         section = section or self.config.training
-        split = split or ("train" if section is self.config.training else "validation")
+        if not split:
+            split = "train" if section is self.config.training else "validation"
         rows = self.read_rows(split)
         if not len(rows):
             raise DataError(f"the {split} set has no rows")
-        feed = self.feed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
+        seed = self.config.debug.seed if shuffle else None
+        feed = self.feed(rows, seed, self._passes(loop))
         share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
         last = self.config.training.last_batch if section is self.config.training else "rollover"
         return RowDataLoader(

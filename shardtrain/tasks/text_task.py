@@ -78,7 +78,9 @@ class ExampleTask(TextTask):
         return [len(row.tokens)]
 
     def shown(self, row: Example) -> list[ShownText]:
-        """Return the text, named by its label, without a mask of learned tokens: only the label is learned."""
+        """Return the text, named by its label, without a mask of learned tokens: only the label is
+        learned.
+        """
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
         return [ShownText(name, row.tokens.tolist(), None)]
 
@@ -92,7 +94,8 @@ class ExampleTask(TextTask):
             all_texts = [text for texts, _ in good_rows for text in texts]
             all_ids = iter(self.tokenizer.encode_batch(all_texts))
             for texts, number in good_rows:
-                yield self._example([next(all_ids) for _ in texts], number, section.seq_len)
+                ids_of_texts = [next(all_ids) for _ in texts]
+                yield self._example(ids_of_texts, number, section.seq_len)
 
         read = partial(self._read, labelled)
         return around_bad_rows([attempt(read, row) for row in rows], tokenize)

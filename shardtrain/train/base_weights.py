@@ -50,7 +50,10 @@ def load(
         CheckpointError: the weights cannot be read.
     """
     state: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
-    tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in state.items() if not is_adapter(name)}
+    tensors = {}
+    for name, tensor in state.items():
+        if not is_adapter(name):
+            tensors[f"{WEIGHTS_PREFIX}{name}"] = tensor.detach()
 
     if config.checkpoint.initial_load_in_hf:
         tensors = without_new_head(config, tensors)
@@ -100,8 +103,8 @@ def _load_quantized(config: Config, runner: Runner, device: torch.device, tensor
     quantized_bytes = original_bytes = 0
     with FrozenWeights(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
-        linears = [named for part in runner.parts for named in part.named_modules()]
-        for name, linear in linears:
+        named_modules = [named for part in runner.parts for named in part.named_modules()]
+        for name, linear in named_modules:
             if not isinstance(linear, FrozenLinear) or linear.weight is not None:
                 continue
             weight = weights.read(f"{name}.weight", device)
@@ -143,9 +146,13 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     folder = Path(str(derived.initial_weights(config)))
     if tensors:
         all_ranks(partial(importing.fill_as_configured, tensors, folder, config))
-    # each rank hashes a share of the files
+
+    def hash_share() -> dict[str, str]:
+        """Hash this rank's share of the files."""
+        return fingerprint(folder, True, dist.get_rank(), dist.get_world_size())
+
     hashes: dict[str, str] = {}
-    for share in all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size())):
+    for share in all_ranks_gather(hash_share):
         hashes |= share
     return {"path": str(folder), "in_hf": True, "fingerprint": joined(hashes)}
 
@@ -155,7 +162,8 @@ def _load_checkpoint(
 ) -> dict[str, Any]:
     if FACT in checkpoints.facts(path):
         rule = "contains adapters without the base weights"
-        raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a full model"))
+        fix = "merge them first (shardtrain merge), or name a full model"
+        raise ConfigError(Problem(PATH, str(path), rule, fix))
     first_rank(lambda: check_noted(config.model, path))
     if tensors:
         checkpoints.load(path, tensors, {})

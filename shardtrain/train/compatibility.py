@@ -76,7 +76,10 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
             continue  # resume() reports a damaged checkpoint
         is_other = isinstance(size, int) and size > 0 and size != derived.global_batch_size(loaded.config, world_size)
         is_supported = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
-        return retention.step_of(path) or 0, size if is_supported else 0
+        step = retention.step_of(path) or 0
+        if not is_supported:
+            return step, 0
+        return step, size
     return -1, 0
 
 
@@ -130,9 +133,9 @@ def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
     local_size = config.training.local_batch_size
     ranks = derived.data_parallel_degree(config, dist.get_world_size())
     cause = f"{ranks} data-parallel ranks x training.local_batch_size={local_size} make {change.new}"
-    supported_sizes = [size for size in range(1, local_size + 1) if change.old % (size * ranks) == 0]
-    if supported_sizes:
-        return f"{cause}: set training.local_batch_size={supported_sizes[-1]}"
+    for size in range(local_size, 0, -1):
+        if change.old % (size * ranks) == 0:
+            return f"{cause}: set training.local_batch_size={size}"
     return f"{cause}: start a number of ranks that divides {change.old}"
 
 

@@ -54,7 +54,8 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
     name = model.config_name
     fix = 'set data.packing to "padded", or this to "off"'
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
-        raise ConfigError(Problem(OPTION, None, f"is not supported by {name}, which takes no position_ids", fix))
+        rule = f"is not supported by {name}, which takes no position_ids"
+        raise ConfigError(Problem(OPTION, None, rule, fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
     # distinct tokens that are the same on all ranks
     columns_1T = torch.arange(_FIRST_LENGTH + _SECOND_LENGTH, device=embedding.device)[None]

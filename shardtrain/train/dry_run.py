@@ -72,8 +72,10 @@ class DryRun:
         """Sum of all parts. An upper bound, because their peaks do not coincide."""
         states = self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
         states += sum(model.weight_bytes for model in self.frozen)
-        passes = (self.traced, *(model.traced for model in self.frozen))
-        return states + sum(traced.activations_bytes + traced.gathered_bytes for traced in passes)
+        passes = self.traced.activations_bytes + self.traced.gathered_bytes
+        for model in self.frozen:
+            passes += model.traced.activations_bytes + model.traced.gathered_bytes
+        return states + passes
 
 
 def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> Iterator[str]:
@@ -98,7 +100,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
     """
     if config.task.name.endswith(".py"):
         rule = "builds its batches from the rows of its data, and a dry run reads no data"
-        raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
+        fix = "start the run on one machine instead"
+        raise ConfigError(Problem("task.name", config.task.name, rule, fix))
     task = tasks.open_task(config)
     config = _without_compiler(config)
 
@@ -238,7 +241,9 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
             rows.append(("its forward", forward_bytes, "peak; forward only, with its logits and FSDP buffers"))
 
     rows.append(("sum", run.total_bytes, "upper bound, without allocator overhead and temporaries of the update"))
-    table = [f"  {name:<16}{format_bytes(size):>11}  {remark}" for name, size, remark in rows]
+    table = []
+    for name, size, remark in rows:
+        table.append(f"  {name:<16}{format_bytes(size):>11}  {remark}")
     return ["  memory of this rank", *table, *notes]
 
 
@@ -277,7 +282,9 @@ def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, confi
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
     # With a single micro-batch, backward reduces the gradients immediately and nothing accumulates
-    micro_batch_rows = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
+    micro_batch_rows = training.local_batch_size
+    if mesh.size("pp") > 1:
+        micro_batch_rows = p.pipeline_parallel_microbatch_size
     if rows <= micro_batch_rows or not fsdp.is_needed(parts, mesh, config):
         return 0
     # Not the runner's parameters: a rank with two stages stores shared parameters twice, so count them in
@@ -315,7 +322,11 @@ def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.M
         for names in (layout.first, layout.last):
             units.append(nn.ModuleList(getattr(part, name) for name in names))
         units += getattr(part, layout.layers).values()
-    return max(_local_bytes(p for p in unit.parameters() if p.requires_grad) for unit in units)
+    largest = 0
+    for unit in units:
+        trained_in_unit = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+        largest = max(largest, _local_bytes(trained_in_unit))
+    return largest
 
 
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
@@ -323,7 +334,9 @@ def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
     it."""
     p = config.parallelism
     training = config.training
-    rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
+    rows = training.local_batch_size
+    if p.pipeline_parallel_degree > 1:
+        rows = p.pipeline_parallel_microbatch_size
     rows *= sequences_per_row
     zeros_BT = torch.zeros(rows, training.seq_len, dtype=torch.int64)
     return data.Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT[:, 0])

@@ -262,7 +262,8 @@ def require_same_data(stream: Any, data: str) -> None:
         return
     rank = number_of_rank.index(1)
     listings, listing_of_rank = gather_distinct_json(dict(stream.sampled_files))
-    first_files, other_files = listings[0], listings[listing_of_rank[rank]]
+    first_files = listings[0]
+    other_files = listings[listing_of_rank[rank]]
     names = sorted(first_files.keys() | other_files.keys())
     differing = [name for name in names if first_files.get(name) != other_files.get(name)]
     subject = differing[0] if differing else "tokenizer, data options or versions"

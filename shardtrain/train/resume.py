@@ -66,7 +66,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         facts[FACT] = run.lora
     if run.scaler:
         facts["scaler"] = run.scaler.state()
-    with heartbeat(f"saving step {run.state.step}", None if run.mesh.device_mesh.get_rank() == 0 else 0, logger.info):
+    is_rank_0 = run.mesh.device_mesh.get_rank() == 0
+    with heartbeat(f"saving step {run.state.step}", None if is_rank_0 else 0, logger.info):
         checkpoints.save(run.state.step, model, optimizer_state, facts, last, wait)
 
 
@@ -153,13 +154,17 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         first_rank(lambda: check_noted(run.config.model, path))
     if not is_other_model:
         compatibility.refuse(run, path, changes, other_data)
-    checkpoints.load(path, weights(run), {} if "optimizer" in excluded else run.optimizer_state_dict())
+    tensors = weights(run)
+    skips_optimizer = "optimizer" in excluded
+    optimizer_state = {} if skips_optimizer else run.optimizer_state_dict()
+    checkpoints.load(path, tensors, optimizer_state)
     if is_other_model:
         compatibility.refuse(run, path, changes, other_data)
 
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
-        checkpoints.best.load(facts.get("best"), path.parent if own else None)
+        folder_of_best = path.parent if own else None
+        checkpoints.best.load(facts.get("best"), folder_of_best)
         run.owes_validation = own and run.config.validation.enable and facts.get("owes_validation") is True
         _load_guard(run, facts, path)
         _load_scaler(run, facts, path, changes)
@@ -202,9 +207,8 @@ def _load_scaler(run: Run, facts: Mapping[str, Any], path: Place, changes: Seque
         return
     scaler = facts.get("scaler", {})
     if not isinstance(scaler, dict) or not all(isinstance(value, int | float) for value in scaler.values()):
-        raise CheckpointError(
-            f"checkpoint {path}: the loss scaler's state is not a table of numbers; use another checkpoint"
-        )
+        rule = "the loss scaler's state is not a table of numbers"
+        raise CheckpointError(f"checkpoint {path}: {rule}; use another checkpoint")
     run.scaler.load(scaler)
 
 
@@ -241,7 +245,11 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
     """
     if adapters is None:
         return tensors
-    return {name: tensor for name, tensor in tensors.items() if adapters.holds(name.removeprefix(WEIGHTS_PREFIX))}
+    held = {}
+    for name, tensor in tensors.items():
+        if adapters.holds(name.removeprefix(WEIGHTS_PREFIX)):
+            held[name] = tensor
+    return held
 
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
@@ -257,7 +265,8 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     if replaced:
         option, path, step = replaced
         rule = f"has been replaced: steps after {step} of this run were trained on other contents"
-        raise ConfigError(Problem(option, path, rule, f"continue with checkpoint.load_step={step}, or {RESTART}"))
+        fix = f"continue with checkpoint.load_step={step}, or {RESTART}"
+        raise ConfigError(Problem(option, path, rule, fix))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_first_names(differing)} differ at equal size" if differing else ""
     old_files = facts.get("data_files", {})

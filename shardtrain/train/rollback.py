@@ -32,6 +32,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     end_row = run.dataloader.samples_consumed
     process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
     run.runner.zero_grad()
+    # Load the checkpoint, or without one keep the weights. In both cases the rows of the spike are skipped.
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
     if path is None:
         logger.warning(
@@ -44,6 +45,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
         checkpoints.forget(range(run.state.step + 1, step), started_at)
         rows_before_spike = (training.spike_skip_steps - 1) * run.dataloader.global_batch
         first_row = max(run.state.samples_consumed, first_row - rows_before_spike)
+    # Record what was undone and skipped.
     run.resilience.ledger.rollback(run.state.step)
     guard.rewinds = [*rewinds, Rewind(step, run.state.step, first_row, end_row)]
     guard.spikes = spikes

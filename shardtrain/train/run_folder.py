@@ -143,9 +143,10 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
     batch = derived.global_batch_size(config, world_size)
     accumulation = derived.accumulation_steps(config, world_size)
     tokens = batch * training.seq_len
+    unit = "rank" if world_size == 1 else "ranks"
     return [
         f"model: {derived.model_label(config.model)}, {format_count(num_params)} parameters",
-        f"mesh: {world_size} {'rank' if world_size == 1 else 'ranks'}, {axes}",
+        f"mesh: {world_size} {unit}, {axes}",
         f"batch: {training.local_batch_size} sequences x {accumulation} accumulation x {mesh.size(*BATCH_AXES)} data "
         f"ranks = {batch} sequences x {training.seq_len} = {tokens} tokens per step",
     ]

@@ -87,7 +87,8 @@ class Samples:
         # a terminal shows the text with its line breaks, a log file as one JSON string
         title = f"sample after step {step}:"
         indented = [f"    {line}" for line in sample.rstrip().split("\n")]
-        logger.info(f"{title} {json.dumps(sample)}", extra={"terminal": "\n".join([title, *indented])})
+        on_terminal = "\n".join([title, *indented])
+        logger.info(f"{title} {json.dumps(sample)}", extra={"terminal": on_terminal})
         return text
 
     @torch.no_grad()
@@ -121,7 +122,8 @@ class Samples:
         T = min(-(-len(ids) // multiple) * multiple, self._seq_len)
         tokens_1T = torch.zeros(1, T, dtype=torch.int64, device=self._mesh.device)
         tokens_1T[0, : len(ids)] = torch.tensor(ids)
-        logits_1TV = self._runner.parts[0](tokens_1T, torch.arange(T, device=self._mesh.device)[None])
+        positions_1T = torch.arange(T, device=self._mesh.device)[None]
+        logits_1TV = self._runner.parts[0](tokens_1T, positions_1T)
         logits_1v = logits_1TV[:, len(ids) - 1]
         if not self._splits_vocabulary:
             return logits_1v

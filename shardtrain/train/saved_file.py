@@ -67,8 +67,13 @@ class FileWeights(BinWeights):
         self.table: Mapping[str, Any] = table
         # the weights are under one of the known keys, or they are the entire table
         weights = next((table[key] for key in WEIGHTS if isinstance(table.get(key), dict)), table)
-        tensors = {name: value for name, value in weights.items() if isinstance(value, Stored)}
-        others = [str(name)[:80] for name, value in weights.items() if not isinstance(value, Stored)]
+        tensors = {}
+        others = []
+        for name, value in weights.items():
+            if isinstance(value, Stored):
+                tensors[name] = value
+            else:
+                others.append(str(name)[:80])
         if not tensors or (weights is not table and others):
             reason = f"{others[0]} is not a tensor" if others else "it is empty"
             raise CheckpointError(f"{path} has no table of weights ({reason})")
@@ -93,17 +98,19 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
         # error.
         prefix = f"{network.hf.base_model_prefix}."
         used = {str(source) for source in translation.sources.values()}
-        heads = {name for name in weights.names() if not name.startswith(prefix) and not _aliased(name, weights, used)}
-        head_patterns = {re.escape(name) for name in heads}
+        head_patterns = set()
+        for name in weights.names():
+            is_head = not name.startswith(prefix) and not _aliased(name, weights, used)
+            if is_head:
+                head_patterns.add(re.escape(name))
         ignored_patterns = [pattern for pattern in ignored_patterns if pattern not in head_patterns]
     else:
         shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         if any(name.endswith("tok_embeddings.weight") for name in weights.names()):
             # torchtitan has other names and another order of query and key rows, which from-dcp converts
             fix = f"convert it with `shardtrain checkpoint from-dcp {weights.folder} NEW`"
-            raise CheckpointError(
-                f"{weights.folder} has torchtitan's names; {fix} and set checkpoint.initial_load_path to NEW"
-            )
+            fix += " and set checkpoint.initial_load_path to NEW"
+            raise CheckpointError(f"{weights.folder} has torchtitan's names; {fix}")
         hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         translation = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
@@ -123,7 +130,8 @@ def fill(path: Path, tensors: Mapping[str, Tensor], model: Model) -> None:
         CheckpointError: a tensor is missing, unknown or has another shape, or the file is damaged.
     """
     weights = FileWeights(path)
-    _fill(weights, tensors, translate(weights, tensors, model))
+    translation = translate(weights, tensors, model)
+    _fill(weights, tensors, translation)
 
 
 def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) -> None:
@@ -247,15 +255,15 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
         is_fitting = len(groups[1]["params"]) == len(without_decay)
     if not is_fitting or len(numbers) != len(names):
         sizes = ", ".join(str(len(group["params"])) for group in groups)
-        raise CheckpointError(
-            fix_first(
-                f"{path}: the optimizer has groups of {sizes} parameters, and the model has {len(names)}",
-                fix,
-                f"two groups must be divided by {' and '.join(_WITHOUT_DECAY)}",
-                "training on shards of the model changes groups",
-            )
+        text = fix_first(
+            f"{path}: the optimizer has groups of {sizes} parameters, and the model has {len(names)}",
+            fix,
+            f"two groups must be divided by {' and '.join(_WITHOUT_DECAY)}",
+            "training on shards of the model changes groups",
         )
+        raise CheckpointError(text)
 
+    # Each parameter must have its moments, of its shape, and a step.
     states: dict[str, dict[str, Any]] = {}
     for number, name in zip(numbers, names, strict=True):
         parameter_state = state.get(number)
@@ -282,9 +290,16 @@ def _parameter_names(weights: FileWeights, used: set[str]) -> list[str]:
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
     for name in weights.stored:
         location = _location(weights, name)
-        if location not in seen and (name in used or _aliased(name, weights, used)):
-            names.append(next(other for other in used if other == name or _location(weights, other) == location))
+        if location in seen:
+            continue
         seen.add(location)
+        if name not in used and not _aliased(name, weights, used):
+            continue
+        # The tensor may be used under another name.
+        for other in used:
+            if other == name or _location(weights, other) == location:
+                names.append(other)
+                break
     return names
 
 

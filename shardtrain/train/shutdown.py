@@ -128,7 +128,9 @@ def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, flo
 def _stop_early(run: Run, checkpoints: Checkpoints) -> None:
     """End the run after this step, because validations have not improved."""
     tracker = checkpoints.best
-    result = f"best {tracker.value:.6g} at step {tracker.step}" if tracker.step >= 0 else "no value was finite"
+    result = "no value was finite"
+    if tracker.step >= 0:
+        result = f"best {tracker.value:.6g} at step {tracker.step}"
     logger.warning(
         f"{tracker.metric} has not improved for {tracker.without_improvement} validations ({result}): the run ends at "
         f"step {run.state.step} of {run.total_steps} (validation.patience={tracker.patience})"
@@ -164,7 +166,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         # finish the save in progress first, but not its copy in another format, which matters less
         checkpoints.cancel_export()
         seconds = 0.9 * stop.remaining_seconds()
-        is_written = checkpoints.finish(None if seconds == math.inf else seconds)
+        limit = None if seconds == math.inf else seconds
+        is_written = checkpoints.finish(limit)
         is_in_time = is_written and run.resilience.stop_flag < NOT_IN_TIME
         if step > checkpoints.saved_step:
             # check again, because waiting for the background save has taken time

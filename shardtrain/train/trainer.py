@@ -60,7 +60,9 @@ def main(loaded: Loaded) -> TrainState:
 
 @contextmanager
 def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
-    """Join the process group, compare the configuration of all ranks, start the watchdog, and open the log."""
+    """Join the process group, compare the configuration of all ranks, start the watchdog, and open
+    the log.
+    """
     config = loaded.config
     # PyTorch reads these variables when the process group starts
     os.environ.update(flight_recorder_environment(config, Path(config.job.dump_folder)))
@@ -135,7 +137,9 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
 
 def _heartbeat(activity: str, world: World) -> AbstractContextManager[None]:
     """Log a line on rank 0 every few seconds while the block runs."""
-    return heartbeat(activity, None if world.rank == 0 else 0, logger.info)
+    # 0 seconds: the other ranks log nothing.
+    seconds = None if world.rank == 0 else 0
+    return heartbeat(activity, seconds, logger.info)
 
 
 def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints) -> TrainState:
@@ -149,7 +153,8 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
     validator = None
     if config.validation.enable:
         validator = Validator(config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch)
-    samples = Samples(config, run.runner, run.mesh, None if world.rank else folder, run.state.step)
+    folder_of_samples = folder if world.rank == 0 else None
+    samples = Samples(config, run.runner, run.mesh, folder_of_samples, run.state.step)
     started_at = run.state.step
 
     def phase() -> str:

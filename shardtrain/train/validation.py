@@ -141,15 +141,20 @@ def gather(local_predictions: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh
     local_ids = torch.cat([ids[rows] for (ids, _), rows in pairs])
     local_values = {}
     for name in local_predictions[0][1]:
-        local_values[name] = torch.cat([predictions[name].cpu()[rows] for (_, predictions), rows in pairs])
+        values_of_batches = [predictions[name].cpu()[rows] for (_, predictions), rows in pairs]
+        local_values[name] = torch.cat(values_of_batches)
 
     # sort by id, and keep the first of equal ids
     ids = torch.cat(_all_gather(local_ids, mesh))
     order = ids.argsort(stable=True)
+    sorted_ids = ids[order]
     is_first = torch.ones(len(ids), dtype=torch.bool)
-    is_first[1:] = ids[order][1:] != ids[order][:-1]
+    is_first[1:] = sorted_ids[1:] != sorted_ids[:-1]
     rows = order[is_first]
-    return {name: torch.cat(_all_gather(values, mesh))[rows] for name, values in local_values.items()}
+    gathered = {}
+    for name, values in local_values.items():
+        gathered[name] = torch.cat(_all_gather(values, mesh))[rows]
+    return gathered
 
 
 def _all_gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
@@ -182,7 +187,8 @@ def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest)
         result = stop.read(lambda: (next(stream, None),))
         is_interrupted = result is None
         batch = result[0] if result else None
-        if stream.has_ended if is_interrupted else batch is None:
+        has_ended = stream.has_ended if is_interrupted else batch is None
+        if has_ended:
             return
         interrupted_ranks = mesh.sum_of_all(torch.tensor(float(is_interrupted), device=mesh.device))
         if interrupted_ranks.item():
@@ -212,7 +218,8 @@ class Validator:
         self._rows_per_step = derived.global_batch_size(config, mesh.device_mesh.size())
         if self._options.per_epoch and num_samples is None:
             rule = "requires the number of training rows, which these data have only after they are read"
-            raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, "use validation.freq"))
+            fix = "use validation.freq"
+            raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, fix))
         self._stream = open_dataloader(config, mesh)
         self._last_step = 0
 

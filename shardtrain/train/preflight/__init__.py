@@ -117,7 +117,8 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
     """Run all checks before ranks start. Raise their errors as one, and print their warnings on rank 0.
 
     Raises:
-        ConfigError: the configuration has a problem. The message also contains all errors of data and weights.
+        ConfigError: the configuration has a problem. The message also contains all errors of data
+            and weights.
         DataError, CheckpointError: only the data or the initial weights have a problem.
     """
     with limits.memory_errors():
@@ -240,7 +241,8 @@ def _too_many_ranks(machine: Machine) -> Problem | None:
     num_devices = machine.num_devices
     if machine.device in ("cpu", None) or not num_devices or machine.local_ranks <= num_devices:
         return None
-    rule = f"exceeds its {num_devices} accelerator{'' if num_devices == 1 else 's'}"
+    unit = "accelerator" if num_devices == 1 else "accelerators"
+    rule = f"exceeds its {num_devices} {unit}"
     fix = f'start {num_devices} (--nproc {num_devices}), or use more nodes or training.device="cpu"'
     return Problem("ranks of this machine", machine.local_ranks, rule, fix)
 
@@ -269,7 +271,8 @@ def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
     if findings.is_clean("training.", "data.sources"):
         # count the steps of the data only if the options that determine the batch are right
         can_count_steps = findings.is_clean("parallelism.", "training.", "checkpoint.")
-        errors, notes = data_opening.look(loaded.config, "training", machine.world_size if can_count_steps else None)
+        world_size = machine.world_size if can_count_steps else None
+        errors, notes = data_opening.look(loaded.config, "training", world_size)
         findings.add(errors)
         findings.notes += notes
     if loaded.config.validation.enable and findings.is_clean("validation."):

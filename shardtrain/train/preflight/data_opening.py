@@ -54,6 +54,7 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
 
 def _open(config: Config, part: Training | Validation, notes: list[str]) -> int | None:
     """Open datasets of documents. Return their number of rows if it is known."""
+    # Try the first rows of each dataset. Small ones are read completely at the end.
     tokenizer = build_dataset.tokenizer_of(config)
     are_all_small = True
     for named in build_dataset.named_sources(config, part):

@@ -131,6 +131,9 @@ def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "each GPU", 0
-    rows = [line.rpartition(",") for line in result.stdout.splitlines()]
-    gpus = [(name.strip(), int(mib) * 2**20) for name, _, mib in rows if mib.strip().isdecimal()]
+    gpus = []
+    for line in result.stdout.splitlines():
+        name, _, mib = line.rpartition(",")
+        if mib.strip().isdecimal():
+            gpus.append((name.strip(), int(mib) * 2**20))
     return max(gpus, key=lambda gpu: gpu[1], default=("each GPU", 0))

@@ -105,7 +105,9 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
 
 
 def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
-    """Return a lower bound of the bytes of weights, gradients and optimizer state on the rank that has the most."""
+    """Return a lower bound of the bytes of weights, gradients and optimizer state on the rank that
+    has the most.
+    """
     p = config.parallelism
     weight_bytes = ITEM_BYTES[config.training.dtype]
     # gradients do not all exist at the same time if backward frees them
@@ -117,7 +119,9 @@ def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemor
     total = 0.0
     for parameter in parameters:
         is_split = parameter.tensor or parameter.expert
-        shards = fsdp_shards * (p.tensor_parallel_degree if is_split else 1)
+        shards = fsdp_shards
+        if is_split:
+            shards *= p.tensor_parallel_degree
         element_bytes = float(weight_bytes)
         if parameter.trained:
             element_bytes += gradient_bytes + optimizer_bytes / max(1, replicas)
@@ -139,12 +143,15 @@ def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
 
 
 def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """Return a problem if the batches alone exceed the memory: their ids, and the input of the first layer."""
+    """Return a problem if the batches alone exceed the memory: their ids, and the input of the
+    first layer.
+    """
     config = loaded.config
     t = config.training
     p = config.parallelism
     if not machine.world_size or not machine.memory_bytes:
         return None
+    # On each rank: the input of the first layer, and on a CPU also the ids of all micro-batches.
     tokens = t.local_batch_size * t.seq_len
     dim = (model_shape(loaded) or {}).get("dim")
     activation_bytes = 0
@@ -160,8 +167,11 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         return None
     # name the option that dominates: many micro-batches, or large ones
     has_many_micro_batches = activation_bytes * 2 < needed_bytes and accumulation > 1
-    option = "training.global_batch_size" if has_many_micro_batches else "training.local_batch_size"
-    rows = t.local_batch_size * (accumulation if has_many_micro_batches else 1)
+    option = "training.local_batch_size"
+    rows = t.local_batch_size
+    if has_many_micro_batches:
+        option = "training.global_batch_size"
+        rows *= accumulation
     rule = (
         f"makes {rows} sequences of seq_len={t.seq_len} on a rank: their ids and the input of the first layer take "
         f"{format_bytes(needed_bytes)} or more on {machine.name}, which has {format_bytes(machine.memory_bytes)}"
@@ -197,6 +207,7 @@ def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]
         f"has {billions:.3g} billion weights: with gradients and {config.optimizer.name}'s state {holder} "
         f"{format_bytes(needed_bytes)} or more, and {machine.name} has {format_bytes(machine.memory_bytes)}"
     )
+    # The usual ways to need less.
     fixes = []
     if not is_on_cpu:
         fixes.append("more ranks to shard over (parallelism.data_parallel_shard_degree)")

@@ -57,6 +57,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         problems = tensor_parallel.misnamed(model, layout)
         if problems:
             raise ConfigError(problems)
+    # Adapters, float8 and the optimizer check their own options.
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     float8_modules.check(model, config)
     named = dict(model.named_parameters())
@@ -64,6 +65,7 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         optim.check_own(config.optimizer)
     optim.build(named.items(), config.optimizer, list(named))
     _check_ranks(model, layout, config)
+    # The sizes of the parameters, by which later checks estimate memory.
     parameters = []
     for name, parameter in named.items():
         style = style_of(layout, name.rpartition(".")[0])

@@ -49,7 +49,8 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
     lines = [f"error: {one_line(line)}" for line in verdict.lines]
     lines += [f"note: {one_line(note)}" for note in verdict.notes]
     counts = f"{_counted(len(verdict.lines), 'error')}, {_counted(len(verdict.notes), 'note')}"
-    print(redact("\n".join([*lines, f"{loaded.path or 'defaults and command line'}: {counts}"])))
+    lines.append(f"{loaded.path or 'defaults and command line'}: {counts}")
+    print(redact("\n".join(lines)))
     return verdict.exit_code
 
 
@@ -66,9 +67,13 @@ def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
         return machine.this_machine(loaded, arguments.nproc)
     local_ranks = nodes.choose_processes_here(loaded.config, arguments.nproc, node_range).count
     # the world size is not known if the number of nodes may vary
-    world_size = local_ranks * node_range.most if node_range.least == node_range.most else None
+    world_size = None
+    if node_range.least == node_range.most:
+        world_size = local_ranks * node_range.most
     return machine.this_machine(loaded, None, world_size, local_ranks)
 
 
 def _counted(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
+    if count != 1:
+        word = f"{word}s"
+    return f"{count} {word}"

@@ -37,6 +37,7 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
     is_on_other_node = options.storage == "first_node" and not is_alone
     if not options.enable or is_in_object_store or is_on_other_node:
         return []
+    # Nothing to read if the run starts from its own initial weights, or from an object store.
     base = derived.initial_weights(config)
     adapters = config.lora.initial_load_path if config.lora.enable else None
     local_paths = [path for path in (base, adapters) if path is not None and "://" not in path]
@@ -59,6 +60,7 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
                 importing.fill_as_configured({}, Path(base), config)
             else:
                 starts.insert(0, base)
+        # Read the manifest of each checkpoint from which the run would start.
         for start in starts:
             is_peft = (Path(start) / "adapter_config.json").exists()
             if not Path(start).is_dir() or is_peft:
