@@ -1,7 +1,7 @@
-"""A loss far above those before: every rank and every number of ranks decides alike, and a rewound run is one history.
+"""A loss far above the previous ones causes the same decision on all ranks, for any number of ranks.
 
-The rows of two steps are poisoned: wherever they are read, their targets are noise. A run without a poison, trained
-from the same checkpoint without these rows, is what a rewound run must be.
+The rows of some steps are poisoned: whenever they are read, their targets are noise. These runs log such a spike, skip
+its update, or go back to an older checkpoint and continue without the rows ("rewind").
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
 STEPS, POISONED = 16, 11
-"""Steps of the run, and the one whose rows are poisoned. Checkpoints are those of steps 4, 8, 12 and 16."""
+"""Steps of the run, and the step whose rows are poisoned. Checkpoints are saved at steps 4, 8, 12 and 16."""
 EPOCH = 18
-"""Steps of an epoch of the short text."""
+"""Steps of one epoch of the short text."""
 BACK = {"spike_policy": "rewind", "spike_rewind_steps": 2, "spike_skip_steps": 2}
 
 
 def config(folder: Path, local: int, keys: dict[str, Any] | None = None, **training: Any) -> Config:
     options = {"steps": STEPS, "local_batch_size": local, "seq_len": 32, "spike_window": 4, **training}
-    made = shallow_config(
+    result = shallow_config(
         job={"dump_folder": str(folder)},
         training=options,
         model={"overrides": {"num_layers": 2}},
         checkpoint={"enable": True, "interval": 4},
     )
-    return dataclasses.replace(made, **(keys or {}))
+    return dataclasses.replace(result, **(keys or {}))
 
 
 def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), stop: tuple[int, int] = (-1, 0)) -> Ended:
-    """A whole run over data whose rows at the places of some steps are noise, on any mesh.
+    """Run a training in which the rows of ``steps`` are noise, also after a rewind and on any mesh.
 
-    ``stop`` (rewinds, step) ends it like a kill when so many rewinds and so many steps are done.
+    ``stop=(rewinds, step)`` ends the run before the step after ``step``, like a kill, if there were ``rewinds``
+    rewinds.
     """
     pull, step = data.DataLoader.__next__, trainer.step
     rows = {8 * (step - 1) + row for step in steps for row in range(8)}
@@ -57,17 +58,17 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
         batch = pull(stream)
         targets_BT = batch.targets_BT.clone()
         for row in range(len(targets_BT)):
-            if first + row in rows:  # ids that no text has
+            if first + row in rows:  # token ids that the text does not contain
                 noise = np.random.default_rng(first + row).integers(256, 512, targets_BT.shape[1])
                 targets_BT[row] = torch.from_numpy(noise)
         return dataclasses.replace(batch, targets_BT=targets_BT)
 
-    def stopping(run: trainer.Run) -> trainer.Outcome | None:
+    def step_or_stop(run: trainer.Run) -> trainer.Outcome | None:
         if (len(run.resilience.guard.rewinds), run.state.step) == stop:
             raise NumericalError("killed")
         return step(run)
 
-    data.DataLoader.__next__, trainer.step = poison, stopping  # type: ignore[method-assign]
+    data.DataLoader.__next__, trainer.step = poison, step_or_stop  # type: ignore[method-assign]
     try:
         return train_whole(rank, config)
     finally:
@@ -135,7 +136,7 @@ def guard_of(folder: Path, step: int) -> dict[str, Any]:
     return dict(manifest.read(folder / f"checkpoint/step-{step}").facts["guard"])
 
 
-def test_a_spike_is_logged_and_counted_and_changes_no_number(root: Path, one: dict[str, Ended]) -> None:
+def test_logged_spike_is_counted_and_changes_no_weight(root: Path, one: dict[str, Ended]) -> None:
     assert one["log"].error is None
     assert_bitwise(one["log"].weights, one["off"].weights)
     assert [record["spikes"] for record in records(root / "log")][9:12] == [0, 1, 1]
@@ -143,46 +144,45 @@ def test_a_spike_is_logged_and_counted_and_changes_no_number(root: Path, one: di
     assert f"step {POISONED}: spike: the loss" in (root / "log/logs/rank-0.log").read_text()
 
 
-def test_a_skipped_spike_never_reaches_the_weights(root: Path, one: dict[str, Ended]) -> None:
+def test_skipped_spike_does_not_change_the_weights(root: Path, one: dict[str, Ended]) -> None:
     skipped = one["skip"]
     assert skipped.error is None
-    assert skipped.state["updates"] == STEPS - 1 and skipped.state["nonfinite_skips"] == 0
+    assert skipped.state["updates"] == STEPS - 1
+    assert skipped.state["nonfinite_skips"] == 0
     assert skipped.lrs[POISONED] == skipped.lrs[POISONED - 1]
     assert [record["skipped_updates"] for record in records(root / "skip")] == [0] * 10 + [1] * 6
-    assert all(float(count) == STEPS - 1 for name, count in skipped.optimizer.items() if name.endswith(".step"))
+    counts = [float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")]
+    assert set(counts) == {STEPS - 1}
     assert skipped.losses[:POISONED] == one["log"].losses[:POISONED]
 
 
-def test_a_rewind_goes_back_and_leaves_out_the_rows_of_the_last_steps(root: Path, one: dict[str, Ended]) -> None:
+def test_rewind_continues_without_the_rows_of_the_last_steps(root: Path, one: dict[str, Ended]) -> None:
     run = one["rewind"]
     assert run.error is None
     assert run.state["step"] == STEPS and run.state["updates"] == STEPS
-    # back to step 8 from the spike of 11; the data of 10 and 11 are left out, so the run reads two steps more
+    # The spike of step 11 leads back to step 8. The rows of steps 10 and 11 are skipped, so two more steps are read.
     assert run.state["samples_consumed"] == 8 * (STEPS + 2)
     assert guard_of(root / "rewind", 12)["rewinds"] == guard_of(root / "rewind", STEPS)["rewinds"] == [[11, 8, 72, 88]]
     assert guard_of(root / "rewind", 8)["rewinds"] == []
     assert max(run.losses[10:]) < one["log"].losses[10]
 
 
-def test_the_history_of_a_rewound_run_holds_each_step_once(root: Path, one: dict[str, Ended]) -> None:
-    found = records(root / "rewind")
-    assert [record["step"] for record in found] == list(range(1, STEPS + 1))
-    assert [record["rewinds"] for record in found] == [0] * 8 + [1] * 8
-    # step 9 is made again from the same state and rows, to the bit
+def test_metrics_of_a_rewound_run_have_each_step_once(root: Path, one: dict[str, Ended]) -> None:
+    rows = records(root / "rewind")
+    assert [record["step"] for record in rows] == list(range(1, STEPS + 1))
+    assert [record["rewinds"] for record in rows] == [0] * 8 + [1] * 8
+    # Step 9 is repeated with the same state and rows, so its loss is bitwise equal.
     assert one["rewind"].losses[8] == one["rewind"].losses[10]
-    # losses has 10 steps, and 8 after going back
-    assert [record["loss"] for record in found] == one["rewind"].losses[:8] + one["rewind"].losses[10:]
+    # ``losses`` has 10 values before the rewind, and 8 after it.
+    assert [record["loss"] for record in rows] == one["rewind"].losses[:8] + one["rewind"].losses[10:]
     log = (root / "rewind/logs/rank-0.log").read_text()
     assert "continuing after step 8" in log
     assert "without rows 72 to 87 in the order of the data" in log
 
 
 @pytest.mark.parametrize("name", ["resumed", "late resumed"])
-def test_a_rewound_run_that_ends_and_continues_is_the_one_that_never_ended(
-    root: Path, one: dict[str, Ended], name: str
-) -> None:
-    """Killed before the first save after going back, and after it."""
-
+def test_killed_run_with_a_rewind_resumes_bitwise(root: Path, one: dict[str, Ended], name: str) -> None:
+    """One run is killed before the first save after the rewind, the other after it."""
     straight, resumed = one["rewind"], one[name]
     assert resumed.error is None
     assert resumed.state == straight.state
@@ -190,15 +190,18 @@ def test_a_rewound_run_that_ends_and_continues_is_the_one_that_never_ended(
     assert_bitwise(resumed.optimizer, straight.optimizer)
     folder = root / ("killed" if name == "resumed" else "late")
     keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "order_hash", "rewinds", "spikes", "skipped_updates")
-    mine, theirs = ([[r[key] for key in keys] for r in records(path)] for path in (folder, root / "rewind"))
-    assert mine == theirs
+
+    def columns(place: Path) -> list[list[Any]]:
+        return [[record[key] for key in keys] for record in records(place)]
+
+    assert columns(folder) == columns(root / "rewind")
 
 
 @pytest.mark.nightly(
     "on two ranks",
-    by="tests/resilience/guards/test_loss_spikes.py::test_a_spike_is_logged_and_counted_and_changes_no_number",
+    by="tests/resilience/guards/test_loss_spikes.py::test_logged_spike_is_counted_and_changes_no_weight",
 )
-def test_every_number_of_ranks_decides_alike(root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]) -> None:
+def test_two_ranks_rewind_like_one(root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]) -> None:
     for rank in two:
         assert rank["rewind"].state == rank["resumed"].state == one["rewind"].state
         assert rank["pp"].state == one["rewind"].state
@@ -208,7 +211,7 @@ def test_every_number_of_ranks_decides_alike(root: Path, one: dict[str, Ended], 
         assert guard_of(root / name, STEPS)["rewinds"] == [[11, 8, 72, 88]]
 
 
-def test_rows_of_a_stream_are_left_out_alike(root: Path, one: dict[str, Ended]) -> None:
+def test_rewind_skips_the_same_rows_of_a_stream(root: Path, one: dict[str, Ended]) -> None:
     straight, resumed = one["stream"], one["stream resumed"]
     assert straight.error is None and resumed.error is None
     assert guard_of(root / "stream", STEPS)["rewinds"] == [[11, 8, 72, 88]]
@@ -217,17 +220,18 @@ def test_rows_of_a_stream_are_left_out_alike(root: Path, one: dict[str, Ended]) 
     assert_bitwise(resumed.weights, straight.weights)
 
 
-def test_data_that_end_earlier_by_what_was_left_out_end_the_run_well(root: Path, one: dict[str, Ended]) -> None:
+def test_skipped_rows_end_the_epoch_earlier_without_an_error(root: Path, one: dict[str, Ended]) -> None:
     straight, resumed = one["epoch"], one["epoch resumed"]
     assert straight.error is None and resumed.error is None
     assert straight.state["step"] == EPOCH - 2
     assert straight.state["samples_consumed"] == 8 * EPOCH
     assert (root / f"epoch/checkpoint/step-{EPOCH - 2}").is_dir()
-    assert resumed.state == straight.state and resumed.lrs == straight.lrs[-len(resumed.lrs) :]
+    assert resumed.state == straight.state
+    assert resumed.lrs == straight.lrs[-len(resumed.lrs) :]
     assert_bitwise(resumed.weights, straight.weights)
 
 
-def test_without_an_old_checkpoint_the_rows_of_the_spike_alone_are_left_out(root: Path, one: dict[str, Ended]) -> None:
+def test_without_an_old_checkpoint_only_rows_of_the_spike_are_skipped(root: Path, one: dict[str, Ended]) -> None:
     assert one["far"].error is None
     assert guard_of(root / "far", STEPS)["rewinds"] == [[11, 10, 80, 88]]
     assert one["far"].state["samples_consumed"] == 8 * (STEPS + 1)
@@ -235,7 +239,7 @@ def test_without_an_old_checkpoint_the_rows_of_the_spike_alone_are_left_out(root
     assert "no checkpoint is 11 steps older" in (root / "far/logs/rank-0.log").read_text()
 
 
-def test_going_back_is_bounded(root: Path, one: dict[str, Ended]) -> None:
+def test_number_of_rewinds_is_limited(root: Path, one: dict[str, Ended]) -> None:
     assert one["twice"].error is None
     assert guard_of(root / "twice", STEPS)["rewinds"] == [[11, 8, 80, 88], [11, 8, 88, 96]]
     error = one["thrice"].error

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: on every rank alike, with nothing lost that was right before."""
+"""Losses that are not finite end the run, or skip one update, on all ranks, and leave the weights correct."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def config(folder: Path, steps: int = 5, **training: Any) -> Config:
 
 
 def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None) -> Ended:
-    """A whole run in which the loss of one rank is multiplied by ``bad[call]`` in the call-th forward, from 1."""
+    """Train to the end. Forward pass n (from 1) of one rank has its loss multiplied by ``bad[n]``."""
     original, calls = cross_entropy._CrossEntropySum, []
 
     def apply(*arguments: Any) -> Any:
         if not torch.is_grad_enabled():
-            return original.apply(*arguments)  # the second look at a step that failed
+            return original.apply(*arguments)  # the second forward pass after a failed step
         calls.append(None)
         factor = bad.get(len(calls), 1.0) if rank == BAD_RANK else 1.0
         return original.apply(*arguments) * factor
@@ -80,11 +80,11 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     return made_once(tmp_path_factory, "nonfinite-runs", lambda: run_ranks(2, all_runs, root))
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(runs: list[dict[str, Ended]]) -> None:
+def test_nonfinite_loss_stops_all_ranks_before_the_update(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         error, good = rank["stop"].error, rank["good"]
         assert isinstance(error, NumericalError) and error.exit_code == 4
-        assert str(error).startswith("step 3: the loss of rank 1 is not finite: suspect the device, or ")
+        assert str(error).startswith("step 3: the loss of rank 1 is not finite: check the device, or ")
         assert "; reason: the weights are still those of step 2; " in str(error)
         assert "\n" not in str(error)
         assert_bitwise(rank["stop"].weights, good.weights)
@@ -92,8 +92,8 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(runs: list[
         assert rank["stop"].state == good.state
 
 
-def test_the_log_of_the_rank_names_its_samples(root: Path, runs: list[dict[str, Ended]]) -> None:
-    # the stream of the run that stopped was read once more than its steps say
+def test_log_of_the_rank_names_its_samples(root: Path, runs: list[dict[str, Ended]]) -> None:
+    # The failed step read its rows, but is not counted as a step.
     ids = runs[BAD_RANK]["stop"].sample_ids[2]
     assert len(ids) == 4
     line = f"ERROR step 3: the loss of this rank is not finite; sample ids {ids}"
@@ -101,29 +101,31 @@ def test_the_log_of_the_rank_names_its_samples(root: Path, runs: list[dict[str, 
     assert "sample ids" not in (root / "stop/logs/rank-0.log").read_text()
 
 
-def test_a_skipped_update_leaves_the_schedule_and_continues(runs: list[dict[str, Ended]]) -> None:
+def test_run_continues_after_a_skipped_update_and_its_schedule_waits(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         skipped, good = rank["skip"], rank["good"]
         assert skipped.error is None
         assert skipped.losses[:2] == good.losses
-        assert skipped.lrs[3] == skipped.lrs[2]  # the update that was skipped is the next one
+        assert skipped.lrs[3] == skipped.lrs[2]  # the schedule counts updates, and this one was skipped
         assert skipped.state["step"] == 5
         assert skipped.state["updates"] == 4
         assert skipped.state["nonfinite_skips"] == 0
-        assert all(float(count) == 4 for name, count in skipped.optimizer.items() if name.endswith(".step"))
+        counts = [float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")]
+        assert set(counts) == {4}
         assert skipped.state["samples_consumed"] == 40
     assert_bitwise(runs[0]["skip"].weights, runs[1]["skip"].weights)
 
 
-def test_skips_in_a_row_are_bounded(runs: list[dict[str, Ended]]) -> None:
+def test_number_of_consecutive_skips_is_limited(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         assert isinstance(rank["bounded"].error, NumericalError)
         assert str(rank["bounded"].error).startswith("step 3: the loss of rank 1 is not finite")
         assert rank["bounded"].state["updates"] == 0
-        assert rank["separate"].error is None and rank["separate"].state["updates"] == 3
+        assert rank["separate"].error is None
+        assert rank["separate"].state["updates"] == 3
 
 
-def test_skips_of_a_thousand_steps_are_bounded(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_fraction_of_skipped_steps_is_limited(root: Path, runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         assert isinstance(rank["share"].error, NumericalError)
         assert str(rank["share"].error).startswith("step 4: the loss of rank 1 is not finite")
@@ -132,13 +134,13 @@ def test_skips_of_a_thousand_steps_are_bounded(root: Path, runs: list[dict[str, 
     assert [record["skipped_updates"] for record in records] == [0, 1, 1]
 
 
-def test_an_overflow_of_float16_halves_the_scale_on_every_rank(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_float16_overflow_halves_the_loss_scale_on_every_rank(root: Path, runs: list[dict[str, Ended]]) -> None:
     for number, rank in enumerate(runs):
         run = rank["half straight"]
-        assert run.error is None  # the policy is to stop, and an overflow is no reason to
+        assert run.error is None  # the policy is to stop, but an overflow only lowers the scale
         assert run.lrs[2] == run.lrs[1] != run.lrs[0]
         assert run.state["step"] == 5 and run.state["updates"] == 4
-        # halved at step 2, doubled after steps 3, 4 and 5
+        # The scale is halved at step 2, and doubled after steps 3, 4 and 5.
         assert run.scaler == {"scale": 1024.0, "finite_steps": 0}
         assert rank["half killed"].scaler == {"scale": 512.0, "finite_steps": 2}
         log = (root / f"half-straight/logs/rank-{number}.log").read_text()
@@ -146,24 +148,26 @@ def test_an_overflow_of_float16_halves_the_scale_on_every_rank(root: Path, runs:
     assert_bitwise(runs[0]["half straight"].weights, runs[1]["half straight"].weights)
 
 
-def test_the_loss_scale_survives_a_resume(runs: list[dict[str, Ended]]) -> None:
+def test_resumed_run_has_the_same_loss_scale(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         straight, resumed = rank["half straight"], rank["half resumed"]
         assert resumed.error is None
-        assert resumed.scaler == straight.scaler and resumed.state == straight.state
-        assert resumed.losses == straight.losses[4:] and resumed.lrs == straight.lrs[4:]
+        assert resumed.scaler == straight.scaler
+        assert resumed.state == straight.state
+        assert resumed.losses == straight.losses[4:]
+        assert resumed.lrs == straight.lrs[4:]
         assert_bitwise(resumed.weights, straight.weights)
 
 
-def test_no_scale_saves_numbers_that_are_never_finite(runs: list[dict[str, Ended]]) -> None:
+def test_run_ends_if_even_the_smallest_loss_scale_overflows(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         assert isinstance(rank["half hopeless"].error, NumericalError)
-        # from 2**10 to the smallest scale, 2**-14, in 24 halvings; the step after them stops
+        # Steps 1 to 17 halve the scale from 8 to the smallest one, 2**-14. Step 18 ends the run.
         assert rank["half hopeless"].state["step"] == 17
         assert rank["half hopeless"].state["updates"] == 0
 
 
-def test_the_history_writes_what_is_not_finite_as_null(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_nonfinite_metrics_are_written_as_null(root: Path, runs: list[dict[str, Ended]]) -> None:
     records = [json.loads(line) for line in (root / "skip/metrics.jsonl").read_text().splitlines()]
     assert [record["loss"] is None for record in records] == [False, False, True, False, False]
     assert records[2]["grad_norm"] is None

@@ -1,4 +1,4 @@
-"""No checkpoint holds a weight or optimizer state that is not finite: an update may make one, unseen by its loss."""
+"""A checkpoint never contains a weight or optimizer state that is not finite, also if the loss was finite."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ PLACES: dict[str, tuple[Callable[[trainer.Run], torch.Tensor], float]] = {
 }
 
 
-def ends(rank: int, folder: Path, place: str, mode: str, steps: int) -> str:
-    """How a run ends of which the last rank has a number that is not finite after the fourth update."""
-    of, value = PLACES[place]
+def error_of_run(rank: int, folder: Path, place: str, mode: str, steps: int) -> str:
+    """Return the error of a run whose last rank has a non-finite value in ``place`` after the fourth update."""
+    tensor_of, value = PLACES[place]
     step = trainer.step
 
     def poisoned(run: trainer.Run) -> trainer.Outcome | None:
         outcome = step(run)
         if run.state.step == 4 and rank == torch.distributed.get_world_size() - 1:
-            local_tensor(of(run).detach()).view(-1)[0] = value
+            local_tensor(tensor_of(run).detach()).view(-1)[0] = value
         return outcome
 
     trainer.step = poisoned
@@ -65,15 +65,14 @@ def ends(rank: int, folder: Path, place: str, mode: str, steps: int) -> str:
         nightly=[("a weight", "disabled", 8), ("the optimizer", "disabled", 4), ("the optimizer", "async", 8)],
     ),
 )
-def test_an_update_that_left_a_number_not_finite_is_reported_before_it_is_saved(
-    place: str, mode: str, steps: int, tmp_path: Path
-) -> None:
-    told = run_ranks(2, ends, tmp_path, place, mode, steps)
+def test_nonfinite_update_is_reported_and_not_saved(place: str, mode: str, steps: int, tmp_path: Path) -> None:
+    messages = run_ranks(2, error_of_run, tmp_path, place, mode, steps)
     name = "ffn.w1.weight" if place == "a weight" else "exp_avg_sq"
-    assert told[0] == told[1] and "\n" not in told[0]
-    assert told[0].startswith("step 4: non-finite values after the update in ")
-    assert name in told[0] and "(rank 1): continue from step 2" in told[0]
-    assert told[0].endswith("; reason: this step was not saved")
-    kept = sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*"))
-    assert kept == ["step-2"]
+    assert messages[0] == messages[1]
+    assert "\n" not in messages[0]
+    assert messages[0].startswith("step 4: non-finite values after the update in ")
+    assert name in messages[0]
+    assert "(rank 1): continue from step 2" in messages[0]
+    assert messages[0].endswith("; reason: this step was not saved")
+    assert [path.name for path in (tmp_path / "checkpoint").glob("step-*")] == ["step-2"]
     assert json.loads((tmp_path / "checkpoint/step-2/manifest.json").read_text())["step"] == 2

@@ -1,4 +1,4 @@
-"""What a run remembers of its numbers: exact counts, the rule of spikes, and nothing that a bad file can change."""
+"""The guard of losses: its rule for spikes, its limit on skipped steps, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS, Guard, Rewind
 from shardtrain.utils.errors import CheckpointError
 
 
-def test_a_spike_is_so_many_standard_deviations_above_the_mean_of_the_window() -> None:
-    chosen, guard = random.Random(0), Guard()
-    values = [chosen.gauss(3, 0.1) for _ in range(200)]
+def test_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
+    rng, guard = random.Random(0), Guard()
+    values = [rng.gauss(3, 0.1) for _ in range(200)]
     for value in values:
         guard.add(value, 1.0, 128)
     mean, spread = statistics.fmean(values[-128:]), statistics.stdev(values[-128:])
@@ -25,37 +25,40 @@ def test_a_spike_is_so_many_standard_deviations_above_the_mean_of_the_window() -
     assert guard.find_spike(mean - 20 * spread, 1.0, 128, 6) == ""
     assert "the gradient norm 10.1 is far above the 1 ± 0" in guard.find_spike(3.0, 10.1, 128, 6)
     assert guard.find_spike(3.0, 9.9, 128, 6) == ""
-    # values that differ by rounding alone have no spikes
+    # differences by rounding are not spikes
     assert guard.find_spike(3.0, 1.0 + 1e-7, 128, 6) == ""
 
 
 def spikes_of(series: Iterable[tuple[float, float]]) -> list[int]:
-    """Steps at which the rule finds a spike, with the defaults of [training]."""
-    guard, found = Guard(), []
+    """Return the steps at which the rule finds a spike, with the defaults of [training]."""
+    guard = Guard()
+    steps = []
     for step, (loss, norm) in enumerate(series):
         if guard.find_spike(loss, norm, 128, 6.0):
-            found.append(step)
+            steps.append(step)
         guard.add(loss, norm, 128)
-    return found
+    return steps
 
 
 def healthy(seed: int, steps: int) -> list[tuple[float, float]]:
-    """A loss that falls, and a gradient norm with the long tail that those of small batches have."""
-    chosen = random.Random(seed)
-    return [
-        (2.0 + 5.0 / (1 + step / 50) + chosen.gauss(0, 0.15), chosen.lognormvariate(0, 0.25) + chosen.expovariate(3.0))
-        for step in range(steps)
-    ]
+    """Return a falling loss, and gradient norms with the long tail that small batches cause."""
+    rng = random.Random(seed)
+    series = []
+    for step in range(steps):
+        loss = 2.0 + 5.0 / (1 + step / 50) + rng.gauss(0, 0.15)
+        norm = rng.lognormvariate(0, 0.25) + rng.expovariate(3.0)
+        series.append((loss, norm))
+    return series
 
 
 @pytest.mark.parametrize("seed", cases([0], nightly=range(1, 8)))
-def test_a_healthy_run_warns_of_no_spike_and_a_true_one_is_seen(seed: int) -> None:
+def test_only_true_spikes_are_reported(seed: int) -> None:
     steps = 5_300
     series = healthy(seed, steps)
     assert spikes_of(series) == []
-    chosen = random.Random(seed)
-    for size, part in ((1.5, 0), (20.0, 1)):  # the loss by ten deviations of a step's, or the norm by its twentyfold
-        places = sorted(chosen.sample(range(500, steps, 300), 5))
+    rng = random.Random(seed)
+    for size, part in ((1.5, 0), (20.0, 1)):  # adds ten standard deviations to the loss, or sets the norm to 26
+        places = sorted(rng.sample(range(500, steps, 300), 5))
         changed = list(series)
         for place in places:
             loss, norm = changed[place]
@@ -63,7 +66,7 @@ def test_a_healthy_run_warns_of_no_spike_and_a_true_one_is_seen(seed: int) -> No
         assert spikes_of(changed) == places
 
 
-def test_a_window_judges_when_half_of_it_is_there() -> None:
+def test_rule_starts_when_half_of_the_window_is_full() -> None:
     for window, least in ((128, 64), (30, 20), (20, 20), (6, 6), (2, 2)):
         guard = Guard()
         for count in range(least + 1):
@@ -71,7 +74,7 @@ def test_a_window_judges_when_half_of_it_is_there() -> None:
             guard.add(1.0 + 1e-3 * (count % 2), 1.0, window)
 
 
-def test_a_new_level_is_taken_after_a_few_steps() -> None:
+def test_higher_loss_that_stays_is_a_spike_for_four_steps() -> None:
     guard = Guard()
     for step in range(128):
         guard.add(2.0 + 1e-3 * (step % 2), 1.0, 128)
@@ -83,16 +86,16 @@ def test_a_new_level_is_taken_after_a_few_steps() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "allowed"), [(0.01, 10), (0.0, 0), (0.0105, 10), (1.0, RECENT_STEPS)])
-def test_skips_are_bounded_over_the_last_thousand_steps(fraction: float, allowed: int) -> None:
+def test_skips_within_a_thousand_steps_are_limited(fraction: float, allowed: int) -> None:
     guard = Guard()
     results = [guard.may_skip(step, fraction) for step in range(1, RECENT_STEPS + 1)]
     assert results == [True] * allowed + [False] * (RECENT_STEPS - allowed)
-    if 0 < allowed < RECENT_STEPS:  # the first of them is a thousand steps old
+    if 0 < allowed < RECENT_STEPS:  # the first skip is now a thousand steps old
         assert guard.may_skip(RECENT_STEPS + 1, fraction)
         assert not Guard(skipped_steps=list(range(2, 2 + allowed))).may_skip(RECENT_STEPS + 1, fraction)
 
 
-def test_rows_are_left_out_with_their_whole_step() -> None:
+def test_steps_that_contain_skipped_rows_are_left_out() -> None:
     guard = Guard(rewinds=[Rewind(9, 4, 40, 56), Rewind(9, 4, 50, 60)])
     assert [guard.leaves_out(row, row + 8) for row in (24, 32, 40, 56, 64)] == [False, False, True, True, False]
     for first in range(0, 70, 3):
@@ -102,7 +105,7 @@ def test_rows_are_left_out_with_their_whole_step() -> None:
             assert guard.steps_left_out(first, 96, step) == expected, (first, step)
 
 
-def test_it_survives_json_and_refuses_what_is_none() -> None:
+def test_state_survives_json_and_bad_state_is_refused() -> None:
     guard = Guard([1.5, 0.1], [2.0, 1 / 3], [4, 7], 3, [Rewind(9, 4, 40, 56)])
     other = Guard()
     other.load(json.loads(json.dumps(guard.to_dict())))
