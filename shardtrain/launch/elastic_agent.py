@@ -132,7 +132,7 @@ class TrainingAgent(NodeAgent):
         self._explain()
         self._are_done = self.cause is None
         self._are_running = False
-        if self._are_done:
+        if self.cause is None:
             return result
         result.state = WorkerState.FAILED
         self._limit_restarts(self.cause.exit_code, worker_group.spec.max_restarts)

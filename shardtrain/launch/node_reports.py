@@ -44,6 +44,7 @@ _KEY = "shardtrain/nodes"
 _ENDED = f"{_KEY}/ended"
 _FAILED = f"{_KEY}/failed"
 _MET = f"{_KEY}/met"
+_READ = f"{_KEY}/read"
 
 
 def _described_node(fields: Any) -> tuple[int, str, int | None]:
@@ -84,7 +85,7 @@ class NodeReports:
                 # All nodes report this error. The node that serves the store must stay until the
                 # other nodes have read it.
                 with contextlib.suppress(DistError, TimeoutError):
-                    within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await_all(_MET))
+                    within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await(_MET, len(self._nodes)))
                 rule = f"is set on {len(same)} nodes ({', '.join(same)})"
                 raise ConfigError(Problem("--node_rank", given_rank, rule, "use a different rank on each node, from 0"))
 
@@ -144,7 +145,7 @@ class NodeReports:
         self._has_reported = True
         if not failed_nodes:
             return
-        self._await_all(_ENDED)
+        self._await(_ENDED, len(self._nodes))
         for number in range(len(self._nodes)):
             if number == self._number or not self._store.check([f"{_KEY}/end/{number}"]):
                 continue
@@ -152,6 +153,9 @@ class NodeReports:
             with contextlib.suppress(RendezvousError, ValueError, TypeError, KeyError):
                 failures = [failure.from_fields(fields) for fields in self._read("end", number)]
                 reports[number] = [replace(one, time_seconds=one.time_seconds + met_at) for one in failures]
+        # The node that serves the store stays until all that have reported have read the reports.
+        self._store.add(_READ, 1)
+        self._await(_READ, len(reports))
 
     def _read_nodes(self, count: int) -> list[tuple[int, str, int | None]]:
         """Return first rank, host and ``--node_rank`` of each node. Wait until all nodes have written them."""
@@ -171,10 +175,10 @@ class NodeReports:
             raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}") from None
         return nodes
 
-    def _await_all(self, counter: str) -> None:
-        """Wait at most ``WAIT_SECONDS`` until every node has added 1 to ``counter``."""
+    def _await(self, counter: str, count: int) -> None:
+        """Wait at most ``WAIT_SECONDS`` until ``count`` nodes have added 1 to ``counter``."""
         until = time.monotonic() + WAIT_SECONDS
-        while self._store.add(counter, 0) < len(self._nodes) and time.monotonic() < until:
+        while self._store.add(counter, 0) < count and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
     def _write(self, kind: str, value: object) -> None:

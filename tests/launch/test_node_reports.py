@@ -182,11 +182,30 @@ class _Late:
     def __init__(self, store: _Served) -> None:
         self.set = store.set
         self.add = store.add
+        self.check = store.check
         self._served = store
 
     def get(self, key: str) -> bytes:
         time.sleep(0.1)
         return bytes(self._served.get(key))
+
+
+def test_two_nodes_name_the_same_cause_although_one_reads_slowly(tmp_path):
+    """The node that serves the store stays until the other one has read its report."""
+    store = _Served()
+    (tmp_path / "logs").mkdir()
+
+    def node(number: int) -> Failure | None:
+        reports = NodeReports(_Late(store) if number else store, "run", number, 2, number)
+        try:
+            return reports.explain([replace(KILLED, rank=number, time_seconds=time.time() + number)], False, tmp_path)
+        finally:
+            if number == 0:
+                store.is_lost.set()
+
+    with ThreadPoolExecutor(2) as nodes:
+        causes = list(nodes.map(node, range(2)))
+    assert [cause and cause.rank for cause in causes] == [0, 0]
 
 
 def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkeypatch):
