@@ -1,7 +1,7 @@
-"""Find what a model sets in ``__init__`` and training would lose, so that it is rejected instead.
+"""Detection of state that a model sets in ``__init__`` and that training would lose. Such models are rejected.
 
-A model is built on the meta device, so tensors have no values. Later its parameters are replaced by sharded ones, which
-``initial()`` draws, and its buffers start at zero.
+A model is built on the meta device, so its tensors have no values. Training then replaces its parameters with sharded
+ones with the distributions of ``initial()``, and sets its buffers to zero.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DRAWS = {
     *(name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")),
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "random_",
 }  # fmt: skip
-"""Functions that draw into a tensor, of torch.nn.init (normal_, kaiming_uniform_ and others) and of tensors."""
+"""Functions that set random values of a tensor: those of torch.nn.init, and methods of tensors."""
 _SETS_NO_VALUE = ("requires_grad_", "detach_", "share_memory_")
 _NOT_ZERO = (
     *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "rand", "randn"),
     *("tensor", "as_tensor", "arange", "linspace", "logspace", "eye"),
 )
-"""Functions that make a tensor of other numbers than zeros."""
+"""Functions that create a tensor with values other than zero."""
 _TORCH = Path(torch.__file__).parent
 _INIT_FILE = str(_TORCH / "nn" / "init.py")
 _PLUMBING = (_INIT_FILE, str(_TORCH / "overrides.py"), str(_TORCH / "utils" / "_device.py"), __file__)
-"""Files of frames between the code that sets a value and the function mode that sees it."""
+"""Files of the stack frames between the code that sets a value and ``Values``, which observes the call."""
 _STATE_DICT_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -44,9 +44,9 @@ _STATE_DICT_HOOKS = (
 
 
 class Values(TorchFunctionMode):
-    """Skips drawing while a model is built on the meta device, and notes which function set the values of a tensor.
+    """Function mode that records the function that set each tensor's values, for building a model on the meta device.
 
-    PyTorch would compute the shape of each draw in Python, for which it imports its compiler: half a second.
+    It also skips random initialization. PyTorch would import its compiler to compute the shapes, which takes 0.5 s.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class Values(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = [*args[:1], *(value for name, value in (kwargs or {}).items() if name == "tensor")]
+        tensors = [*args[:1], *(value for name, value in (kwargs or {}).items() if name == "tensor")]
         name = getattr(func, "__name__", "")
-        if given and isinstance(given[0], Tensor) and given[0].is_meta:
-            self._note_write(func, name, given[0])
+        if tensors and isinstance(tensors[0], Tensor) and tensors[0].is_meta:
+            self._note_write(func, name, tensors[0])
             if name in _DRAWS:
-                return given[0]
+                return tensors[0]
         result = func(*args, **(kwargs or {}))
         if name in _NOT_ZERO and isinstance(result, Tensor):
             self._note(name, result, sys._getframe())
@@ -70,13 +70,14 @@ class Values(TorchFunctionMode):
         return result
 
     def set_by(self, tensor: Tensor) -> tuple[str, bool]:
-        """Return the function that set a tensor's values, if any, and whether the model's own code called it."""
+        """Return the function that set a tensor's values ("" if none), and True if the model's own code called it."""
         name, is_own, _ = self._set_by.get(_storage(tensor), ("", False, None))
         return name, is_own
 
     def _note_write(self, func: Any, name: str, tensor: Tensor) -> None:
+        """Record a function if it sets values of a tensor in place."""
         frame = sys._getframe(1)
-        # orthogonal_ and trunc_normal_ return at once on the meta device, after reading is_meta
+        # On the meta device, orthogonal_ and trunc_normal_ return after reading is_meta.
         caller = frame.f_back
         if _attribute_of(func) == "is_meta" and caller is not None and caller.f_code.co_filename == _INIT_FILE:
             self._note(caller.f_code.co_name.removeprefix("_no_grad_"), tensor, frame)
@@ -87,10 +88,10 @@ class Values(TorchFunctionMode):
     def _note(self, name: str, tensor: Tensor, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code.co_filename in _PLUMBING:
             frame = frame.f_back
-        # the default values of a layer of PyTorch's, or of an installed library, are meant to be replaced
+        # Do not report default values of layers from PyTorch or installed libraries: training should replace them.
         file = Path(frame.f_code.co_filename if frame else "")
         is_own = _TORCH not in file.parents and "site-packages" not in file.parts
-        # the storage is kept, because the address of a freed one is used again
+        # Keep a reference to the storage, because the address of a freed storage is reused.
         self._set_by[_storage(tensor)] = (name, is_own, tensor.untyped_storage())
 
 
@@ -104,9 +105,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def unsupported_parameters(model: nn.Module) -> list[str]:
-    """Return a sentence for each parameter without a shape and each weight that PyTorch computes from others."""
+    """Return a message for each parameter without a shape, and for each weight computed from other parameters."""
     sentences = [
-        f"parameter {name} has no shape yet; give the sizes in __init__, as nn.Linear does in place of nn.LazyLinear"
+        f"parameter {name} has no shape; set its sizes in __init__ (for example, nn.Linear instead of nn.LazyLinear)"
         for name, parameter in model.named_parameters()
         if isinstance(parameter, UninitializedParameter)
     ]
@@ -117,36 +118,36 @@ def unsupported_parameters(model: nn.Module) -> list[str]:
             "torch.nn.utils.spectral_norm",
         }:
             sentences.append(
-                f"{path} computes its weight from other parameters (parametrize, weight_norm, spectral_norm), which "
-                "have no words of a layout; compute it in forward, as F.linear(x, F.normalize(self.weight, dim=-1))"
+                f"{path} computes its weight from other parameters (parametrize, weight_norm, spectral_norm), which a "
+                "layout does not support; compute it in forward, as F.linear(x, F.normalize(self.weight, dim=-1))"
             )
     return sentences
 
 
 def lost(model: nn.Module, layout: Layout, values: Values) -> list[str]:
-    """Return a sentence for everything set in ``__init__`` that the trained parameters and modules would not have."""
+    """Return a message for each value, hook or attribute set in ``__init__`` that would be lost in training."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     sharing = _sharing(model)
     sentences = [
-        f"parameters {one} and {other} share memory, and would be two weights in training; tie them by registering one "
-        f"parameter twice ({other} = {one}), or give each its own"
+        f"parameters {one} and {other} share memory, but would be separate in training; tie them by registering one "
+        f"parameter twice ({other} = {one}), or use separate memory"
         for one, other in sharing
     ]
     for name, parameter in model.named_parameters():
         function, is_own = values.set_by(parameter)
-        # Constructing a parameter from torch.ones or the like only sets a placeholder, which initial() replaces
+        # A parameter built from torch.ones or a similar function is a placeholder that initial() replaces.
         if function and is_own and function not in _NOT_ZERO and not any(name in pair for pair in sharing):
             sentences.append(
-                f"__init__ sets values of parameter {name} (by {function}), and initial() draws it afterwards; "
-                "remove that, and let initial() say how it starts"
+                f"__init__ sets values of parameter {name} (with {function}), but initial() overwrites them; "
+                "remove that, and define the initial values in initial()"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             sentences.append(
-                f"__init__ registers a hook on the gradient of parameter {name}, which its shards do not have; change "
-                "the gradient by a torch.autograd.Function in forward, or in an optimizer of your own"
+                f"__init__ registers a hook on the gradient of parameter {name}, which its shards would lose; change "
+                "the gradient with a torch.autograd.Function in forward, or in your own optimizer"
             )
         sentences += [
-            f"__init__ sets the attribute {attribute} of parameter {name}, which its shards do not have; keep it "
+            f"__init__ sets the attribute {attribute} of parameter {name}, which its shards would lose; store it "
             "on the module"
             for attribute in vars(parameter)
         ]
@@ -154,40 +155,41 @@ def lost(model: nn.Module, layout: Layout, values: Values) -> list[str]:
         function, _ = values.set_by(buffer)
         if not any(matches(name, pattern) for pattern in layout.buffers):
             sentences.append(
-                f"buffer {name} would lose its values; compute it in forward, or name it in LAYOUT.buffers if it "
+                f"buffer {name} would lose its values; compute it in forward, or add it to LAYOUT.buffers if it "
                 "starts at zero"
             )
         elif function in _NOT_ZERO or function in _DRAWS - {"zeros_"}:
             sentences.append(
-                f"buffer {name} of LAYOUT.buffers starts at zero, and __init__ makes it by {function}; compute it in "
-                "forward, or write torch.zeros"
+                f"buffer {name} in LAYOUT.buffers must start at zero, but __init__ sets it with {function}; compute it "
+                "in forward, or use torch.zeros"
             )
     for path, module in model.named_modules():
         owner = path or "the model"
         sentences += [
-            f"__init__ registers a hook of state_dict or load_state_dict on {owner}, and checkpoints call "
-            "neither; remove it"
+            f"__init__ registers a hook of state_dict or load_state_dict on {owner}, but checkpoints call neither; "
+            "remove it"
             for kind in _STATE_DICT_HOOKS
             if getattr(module, kind)
         ]
         for name, value in vars(module).items():
-            # in a list or a table of a module, too
+            # Lists and dictionaries of a module may contain tensors too.
             leaves = [] if name in ("_parameters", "_buffers", "_modules") else tree_leaves(value)
-            kept = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
-            if kept and id(kept[0]) in names:
+            meta_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
+            parameter_name = names.get(id(meta_tensors[0])) if meta_tensors else None
+            if parameter_name is not None:
                 sentences.append(
-                    f"{owner} keeps parameter {names[id(kept[0])]} as the plain attribute {name}, which its shards do "
+                    f"{owner} stores parameter {parameter_name} as the plain attribute {name}, which its shards do "
                     "not replace; register it there as a parameter, or read it from the module that owns it"
                 )
-            elif kept:
+            elif meta_tensors:
                 sentences.append(
-                    f"{owner} keeps a tensor as {name}, which would lose its values; compute it in forward"
+                    f"{owner} stores a tensor as {name}, which would lose its values; compute it in forward"
                 )
     return sentences
 
 
 def _sharing(model: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of different parameters that have an element in common, as ``nn.Parameter(other.data)`` has."""
+    """Return pairs of different parameters with a common element, for example by ``nn.Parameter(other.data)``."""
     seen: dict[int, list[tuple[str, int, int]]] = {}
     pairs = []
     for name, parameter in model.named_parameters():

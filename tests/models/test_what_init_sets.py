@@ -30,12 +30,12 @@ def with_line(place: str, line: str) -> list[tuple[str, str]]:
     return [(old, f"{old}\n        {line}"), ("from torch import nn\n", "import torch\nfrom torch import nn\n")]
 
 
-SETS = f"__init__ sets values of parameter {UP}.weight (by {{}}), and initial() draws it afterwards"
-HOOK = f"__init__ registers a hook on the gradient of parameter {UP}.weight, which its shards do not have"
-STATE_DICT = f"__init__ registers a hook of state_dict or load_state_dict on {UP}, and checkpoints call neither"
+SETS = f"__init__ sets values of parameter {UP}.weight (with {{}}), but initial() overwrites them"
+HOOK = f"__init__ registers a hook on the gradient of parameter {UP}.weight, which its shards would lose"
+STATE_DICT = f"__init__ registers a hook of state_dict or load_state_dict on {UP}, but checkpoints call neither"
 COMPUTED = f"{UP} computes its weight from other parameters"
-SHARED = "parameters tokens.weight and out.weight share memory, and would be two weights in training"
-ALIAS = "the model keeps parameter tokens.weight as the plain attribute w"
+SHARED = "parameters tokens.weight and out.weight share memory, but would be separate in training"
+ALIAS = "the model stores parameter tokens.weight as the plain attribute w"
 REJECTED = {
     # hooks
     "hook": ("mlp", "self.up.weight.register_hook(lambda g: 2 * g)", HOOK),
@@ -57,12 +57,12 @@ REJECTED = {
     "apply": (
         "model",
         "self.apply(lambda m: nn.init.ones_(m.weight) if type(m) is nn.Embedding else None)",
-        "__init__ sets values of parameter tokens.weight (by fill_)",
+        "__init__ sets values of parameter tokens.weight (with fill_)",
     ),
     "attribute": (
         "mlp",
         "self.up.weight.scale = 0.5",
-        f"__init__ sets the attribute scale of parameter {UP}.weight, which its shards do not have",
+        f"__init__ sets the attribute scale of parameter {UP}.weight, which its shards would lose",
     ),
     # weights that are computed, or that have no shape
     "weight norm": ("mlp", "nn.utils.parametrizations.weight_norm(self.up)", COMPUTED),
@@ -70,7 +70,7 @@ REJECTED = {
     "spectral norm": ("mlp", "nn.utils.parametrizations.spectral_norm(self.up)", COMPUTED),
     "spectral norm by hook": ("mlp", "nn.utils.spectral_norm(self.up)", COMPUTED),
     "orthogonal": ("mlp", "nn.utils.parametrizations.orthogonal(self.up)", COMPUTED),
-    "lazy": ("mlp", "self.up = nn.LazyLinear(4 * dim)", f"parameter {UP}.weight has no shape yet; give the sizes"),
+    "lazy": ("mlp", "self.up = nn.LazyLinear(4 * dim)", f"parameter {UP}.weight has no shape; set its sizes"),
     # tensors under several names
     "alias": ("model", "object.__setattr__(self, 'w', self.tokens.weight)", ALIAS),
     "alias in a list": ("model", "self.w = [self.tokens.weight]", ALIAS),
@@ -82,9 +82,9 @@ REJECTED = {
     "buffer of ones that is saved": (
         "mlp",
         "self.register_buffer('b', torch.ones(3))",
-        "buffer blocks.*.mlp.b of LAYOUT.buffers starts at zero, and __init__ makes it by ones",
+        "buffer blocks.*.mlp.b in LAYOUT.buffers must start at zero, but __init__ sets it with ones",
     ),
-    "tensor": ("mlp", "self.b = torch.arange(3)", "blocks.*.mlp keeps a tensor as b, which would lose its values"),
+    "tensor": ("mlp", "self.b = torch.arange(3)", "blocks.*.mlp stores a tensor as b, which would lose its values"),
 }
 
 

@@ -190,7 +190,7 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
 
     # --num_gpus selects the first devices of each host.
     if "num_gpus" in options:
-        uses_fewer = bool(first.slots) and processes_per_host < first.slots
+        uses_fewer = first.slots is not None and processes_per_host < first.slots
         if uses_fewer and "include" not in options:
             devices = ",".join(map(str, range(processes_per_host)))
             words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in hosts)]

@@ -287,7 +287,7 @@ FAULTS: dict[str, Fault] = {
     "a table of the meta device": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.table = torch.arange(64.0)"),
          *before_ffn("x = x * self.table[:1]")],
-        "dp_shard=2", "refused", ["ffn keeps a tensor as table", "compute it in forward"],
+        "dp_shard=2", "refused", ["ffn stores a tensor as table", "compute it in forward"],
     ),
     "heads of the config": Fault(
         [(UNFLATTEN, "unflatten(-1, (self.c.num_heads, -1))")],
