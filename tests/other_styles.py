@@ -24,8 +24,8 @@ NOT_POSSIBLE = {
     **{name: {"pp=2": "forward is a chain"} for name in NO_CHAIN},
     **{name: {"cp=2": "names no attention core"} for name in NO_ATTENTION},
     "griffin": {"cp=2": "outside of the attention core"},
-    "kerple": {"cp=2": "is given more than queries, keys, values"},
+    "kerple": {"cp=2": "receives other arguments than queries, keys, values"},
     "falcon": {"tp=2": "does not divide the 1 KV heads"},
-    "sinks": {"cp=2": "is given more than queries, keys, values"},
-    "t5_bias": {"cp=2": "is given more than queries, keys, values"},
+    "sinks": {"cp=2": "receives other arguments than queries, keys, values"},
+    "t5_bias": {"cp=2": "receives other arguments than queries, keys, values"},
 }

@@ -18,9 +18,7 @@ HOST = ("cpu", "meta")
 
 
 def found() -> str:
-    """Return the type of the accelerator that PyTorch finds, such as "cuda" (also ROCm) or "xpu";
-    "" without one.
-    """
+    """Return the type of this host's accelerator, such as "cuda" (also for ROCm) or "xpu". "" if it has none."""
     if not torch.accelerator.is_available():
         return ""
     device = torch.accelerator.current_accelerator()
@@ -62,9 +60,7 @@ def collectives(device: torch.device | str) -> str:
 
 
 def pins_memory(device: torch.device | str | None = None) -> bool:
-    """True if host memory should be pinned: with an accelerator to copy to. None checks for any
-    accelerator.
-    """
+    """True if host memory should be pinned, because copies go to an accelerator. None checks for any accelerator."""
     if device is None:
         return bool(found())
     return is_accelerator(device)
@@ -81,9 +77,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 class Reading:
-    """An asynchronous copy of a tensor to the host. ``get`` waits for the copy, but not for kernels
-    enqueued later.
-    """
+    """An asynchronous copy of a tensor to the host. ``get`` waits for the copy, but not for later kernels."""
 
     def __init__(self, tensor: Tensor, what: str) -> None:
         self.what = what
@@ -91,7 +85,7 @@ class Reading:
         self._event: Any = None
         self._numbers = tensor.detach()
         if is_accelerator(tensor.device):
-            # The copy goes to pinned memory. The event follows it in the queue
+            # Copy to pinned memory. The event follows the copy in the queue.
             self._numbers = self._numbers.to("cpu", non_blocking=True)
             self._event = module(tensor.device).Event()
             self._event.record()
@@ -104,9 +98,7 @@ class Reading:
 
 
 def read(tensor: Tensor, what: str) -> list[Any]:
-    """Return the values of a tensor as nested lists. The host waits for an accelerator. ``what``
-    describes the value.
-    """
+    """Return the values of a tensor as nested lists. The host waits for the device. ``what`` describes the value."""
     return Reading(tensor, what).get()
 
 
@@ -140,9 +132,7 @@ def records_memory_history(device: torch.device | str) -> bool:
 
 
 def profiler_activity(device: torch.device | str) -> Any:
-    """Return the profiler's activity for kernels of a device; None for the CPU, or if PyTorch has
-    no such activity.
-    """
+    """Return the profiler's activity for kernels of a device. None for the CPU, or if PyTorch does not support it."""
     kind = torch.device(device).type
     if not is_accelerator(kind):
         return None

@@ -1,4 +1,4 @@
-"""Check that a user's attention core satisfies the contract of docs/own_model.md, before parallelism
+"""Check of a user's attention core against the contract in docs/own_model.md, before parallelism
 replaces the core.
 
 A core is a module without weights that computes ``softmax(cap(scale q k) - slope distance) v`` with
@@ -29,9 +29,7 @@ from shardtrain.ops.user_state import trial
 CLOSE = 1e-4
 """Tolerated relative error: float32 arithmetic in another order, with a margin."""
 _TOKENS = 13
-"""Length of the test rows. Numbers of heads and batch sizes are seldom 13, so the dimension of
-tokens is recognizable.
-"""
+"""Length of test rows. Few models have 13 heads or batches of 13, so this size identifies the dimension of tokens."""
 _MAX_SCORES = 1 << 24
 """Number of attention scores of the longest test row, which detects windows. It takes about a second."""
 
@@ -64,12 +62,11 @@ class CoreCall:
 def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
     """Return the call of each core by its path, from a forward pass on the meta device.
 
-    Cores that the pass does not reach are missing. Experts are skipped, because their shapes depend
-    on values.
+    Cores that the pass does not reach are missing. Experts are skipped, because their shapes depend on values.
     """
     calls: dict[str, CoreCall] = {}
-    # Trace a copy, because a forward pass may store tensors, such as rotary angles. Documents and
-    # positions are separate tensors, so the hook can identify the documents
+    # Trace a copy, because a forward pass may store tensors, such as rotary angles. Documents and positions are
+    # separate tensors, so the hook can identify the documents.
     model = copy.deepcopy(model)
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     documents_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
@@ -80,7 +77,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
         shapes = tuple(tuple(value.shape) for value in values[:3] if isinstance(value, Tensor))
         fourth = values[3] if len(values) > 3 else None
         has_mask = isinstance(fourth, Tensor) and fourth is not documents_BT
-        # Only the scores of sinks, one per query head, may follow the documents
+        # Only the scores of sinks, one per query head, may follow the documents.
         extra = [value for value in values[4:] if value is not None]
         if getattr(core, "has_sinks", False) and len(extra) == 1 and len(shapes[0]) == 4:
             heads = shapes[0][1 if getattr(core, "heads_first", False) else 2]
@@ -91,7 +88,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
     def recorder_of(path: str) -> Callable[..., None]:
         return lambda _, inputs, keywords: record(path, inputs, keywords)
 
-    # Hook each core, and replace each block of experts by the identity
+    # Add a hook to each core, and replace each block of experts by the identity.
     handles = []
     experts = []
     for path, module in model.named_modules():
@@ -106,7 +103,8 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
     try:
         with trial(model), torch.no_grad(), torch.device("meta"):
             model(tokens_BT, tokens_BT, **options)
-    except Exception:  # a forward that requires values fails here; its errors are reported when it runs with values
+    except Exception:
+        # A forward pass that needs values fails here. Its errors are reported when it runs with values.
         pass
     finally:
         for handle in handles:
@@ -130,10 +128,10 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
     window = int(getattr(core, "window", 0) or 0)
     scoring = attention_scores.scores_of(core)
     if scoring.slopes and len(scoring.slopes) != heads:
-        return Broken(f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads", "give one per query head")
+        return Broken(f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads", "set one per query head")
     core = copy.deepcopy(core)
 
-    # Compare the core with attention computed from its attributes, in float32 on random tensors
+    # Compare the core with attention computed from its attributes, in float32 on random tensors.
     def difference(tokens: int, heads: int, key_heads: int, documents_BT: Tensor | None) -> Broken | None:
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
@@ -156,7 +154,7 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
             "express it by these attributes, as docs/own_model.md explains",
         )
 
-    # Test without documents and with two documents
+    # Test without documents and with two documents.
     broken = difference(_TOKENS, heads, key_heads, None)
     if broken is None and call is not None and call.has_documents:
         two_documents_BT = (torch.arange(_TOKENS) >= 5).long().expand(2, -1)
@@ -164,7 +162,7 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
     if broken is not None:
         return broken
 
-    # Test one long row, to detect a window. One group of heads is enough unless heads have different slopes
+    # Test one long row, to detect a window. One group of heads is enough unless heads have different slopes.
     few_heads, few_key_heads = (heads, key_heads) if scoring.slopes else (heads // key_heads, 1)
     longest = min(seq_len, int((_MAX_SCORES / few_heads) ** 0.5))
     if longest <= _TOKENS:
@@ -184,7 +182,7 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
     if key_heads % 2 or call.shapes[2][-1] != width:
         return None
 
-    # Each half of the heads must have the same output as among all heads
+    # Each half of the heads must have the same output as in a call with all heads.
     slopes = getattr(core, "alibi_slopes", None)
     q, k, v = _random(2, _TOKENS, heads, key_heads, width)
     core = copy.deepcopy(core).eval()
@@ -192,7 +190,7 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
     if isinstance(full_output, Broken):
         return full_output
     sinks_N = _sinks(core, heads)
-    fix = "take counts from shapes, and differences between heads from the attribute alibi_slopes, one per query head"
+    fix = "read the number of heads from shapes; only alibi_slopes, one per query head, may differ between heads"
     for half in (0, 1):
         if slopes:
             core.alibi_slopes = tuple(slopes[half * heads // 2 : (half + 1) * heads // 2])  # type: ignore[assignment]
@@ -200,19 +198,20 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
         half_sinks = None if sinks_N is None else sinks_N.chunk(2)[half]
         output = run(core, half_q, half_k, half_v, None, heads_first, half_sinks)
         if isinstance(output, Broken):
-            rule = "cannot be given half of its heads" + output.rule.removeprefix("cannot be tried on small tensors")
+            rule = "fails with half of its heads" + output.rule.removeprefix("fails on small tensors")
             return Broken(rule, fix)
         expected = full_output.chunk(2, dim=2)[half]
         # ``not <=`` is also true for NaN.
         if output.shape != expected.shape or not _error(output, expected) <= CLOSE:
-            rule = "returns other values for some of its heads than for the same heads among all"
+            rule = "returns different values for half of its heads than in a call with all heads"
             return Broken(rule, fix)
     return None
 
 
 def broken_number_of_heads(core: nn.Module, call: CoreCall | None, ranks: int) -> Broken | None:
-    """Return a problem if ranks cannot divide the heads of a core equally. The configuration may
-    not have the number.
+    """Return a problem if the number of key-value heads is not divisible by ``ranks``.
+
+    This checks the traced call, because the configuration may not contain the number of heads.
     """
     if call is None or not call.has_heads:
         return None
@@ -220,7 +219,7 @@ def broken_number_of_heads(core: nn.Module, call: CoreCall | None, ranks: int) -
     key_heads = _sizes(core, call, heads_first)[1]
     if key_heads % ranks == 0:
         return None
-    return Broken(f"has {key_heads} key-value heads, which {ranks} ranks cannot share", "use fewer ranks")
+    return Broken(f"has {key_heads} key-value heads, which {ranks} ranks cannot divide", "use a divisor of them")
 
 
 def run(
@@ -241,10 +240,11 @@ def run(
     try:
         with trial(core), torch.no_grad():
             output = core(*inputs)
-    except Exception as error:  # a user's code may raise any exception
+    except Exception as error:
+        # The user's code may raise any exception.
         text = str(error).splitlines() or [""]
-        fix = "correct it; it must run on a CPU in float32, and store no tensor (the model is built on the meta device)"
-        return Broken(f"cannot be tried on small tensors: {type(error).__name__}: {text[0]}", fix)
+        fix = "correct it; it must run on a CPU in float32 and store no tensors (the model is built on the meta device)"
+        return Broken(f"fails on small tensors: {type(error).__name__}: {text[0]}", fix)
     if not isinstance(output, Tensor):
         return Broken(f"returns {type(output).__name__}, not a tensor", "return only (B, T, N, H)")
     return output.transpose(1, 2) if heads_first and output.ndim == 4 else output
@@ -259,21 +259,22 @@ def _broken_call(core: nn.Module, call: CoreCall | None) -> Broken | None:
     """Return the first violation of the calling convention, or None."""
     if next(core.parameters(), None) is not None:
         fix = "move them out: a core has no weights (sinks are its fifth argument, see has_sinks)"
-        return Broken("holds parameters", fix)
+        return Broken("contains parameters", fix)
     if call is None:
         return None
     if call.num_extra or call.has_mask:
-        rule = "is given more than queries, keys, values and documents_BT, such as a mask or a bias"
+        rule = "receives other arguments than queries, keys, values and documents_BT, such as a mask or a bias"
         return Broken(rule, "use the attributes window and alibi_slopes; no other bias is supported")
     if not call.has_heads:
-        return Broken(f"is given shapes {call.shapes}, not (B, T, heads, H) three times", "unflatten the heads before")
+        rule = f"receives shapes {call.shapes} instead of three tensors (B, T, heads, H)"
+        return Broken(rule, "unflatten the heads before the call")
     if _looks_heads_first(call) and not getattr(core, "heads_first", False):
-        rule = "is given (B, N, T, H), heads before tokens"
+        rule = "receives (B, N, T, H), with heads before tokens"
         return Broken(rule, "set the attribute heads_first = True of the core, or transpose within it")
     widths = [shape[-1] for shape in call.shapes]
     if len(set(widths)) > 1:
-        rule = f"is given heads of different widths {widths}"
-        return Broken(rule, "pad values with zeros to the width of queries, and cut the output")
+        rule = f"receives heads of different widths {widths}"
+        return Broken(rule, "pad values with zeros to the width of queries, and truncate the output")
     return None
 
 
@@ -282,8 +283,9 @@ def _looks_heads_first(call: CoreCall) -> bool:
 
 
 def _sizes(core: nn.Module, call: CoreCall | None, heads_first: bool | None = None) -> tuple[int, int, int]:
-    """Return query heads, key-value heads and the width of a head. They are guessed if the model
-    was not traced.
+    """Return the numbers of query heads and key-value heads, and the width of a head.
+
+    If the model was not traced, they are test sizes.
     """
     if call is None:
         heads = len(getattr(core, "alibi_slopes", None) or ()) or 4
@@ -297,7 +299,7 @@ def _sizes(core: nn.Module, call: CoreCall | None, heads_first: bool | None = No
 def _random(rows: int, tokens: int, heads: int, key_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(rows, tokens, count, width, generator=generator) for count in (heads, key_heads, key_heads))
-    # Large scores reveal a soft cap
+    # Use large scores, to detect a soft cap.
     return 4.0 * q, k, v
 
 
@@ -316,40 +318,38 @@ def _diagnose(
     scoring: attention_scores.Scores,
     heads_first: bool,
 ) -> Broken | None:
-    """Find the property of a core that its attributes do not specify, by experiments. Return None
-    if none fits.
-    """
+    """Find by experiments the property of a core that its attributes do not specify. None if no experiment fits."""
 
     def output_of(k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT) -> Tensor:
         return run(core, q, k, v, documents_BT, heads_first)  # type: ignore[no-any-return]
 
-    # Random numbers: two calls differ
+    # Random numbers: two calls differ.
     first = output_of()
     if _error(output_of(), first) > 0:
-        return Broken("returns other values each time, as with dropout", "remove dropout from the core")
+        return Broken("returns different values in each call, as with dropout", "remove dropout from the core")
 
-    # A fixed dtype: rounding the inputs to it first does not change the output
+    # A fixed dtype: rounding the inputs to it first does not change the output.
     for dtype in (torch.bfloat16, torch.float16):
         rounded = [x.to(dtype).float() for x in (q, k, v)]
         if _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first) == 0:
             rule = f"computes in {str(dtype).removeprefix('torch.')} regardless of the dtype of its inputs"
             return Broken(rule, "remove the cast: training.mixed_precision_param is the compute dtype of a model")
 
-    # No causal mask: another value of the last token changes earlier outputs
+    # No causal mask: another value of the last token changes earlier outputs.
     last_token = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
     if not float(output_of(v=v + last_token)[:, :-1].sub(first[:, :-1]).abs().max()) <= CLOSE:
-        return Broken("lets tokens see later ones", "use a causal mask; a core without one cannot be split")
+        return Broken("lets tokens attend to later tokens", "use a causal mask; other cores cannot be split")
 
-    # Weights that do not sum to one: values of one have another output than one
+    # Weights that do not sum to one: if all values are one, the output is not one.
     if not float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) <= CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
         return Broken(rule, "remove it from the core; sinks can be its fifth argument (has_sinks = True)")
 
-    # Documents without effect: without them, the core has the function of its attributes
+    # Documents without effect: without documents, the core computes the function of its attributes.
     if documents_BT is not None:
         plain = attention_scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
         if _error(output_of(documents_BT=None), plain) <= CLOSE:
-            return Broken("lets documents see each other", "use documents_BT, or remove that argument")
+            return Broken("lets tokens attend to other documents", "use documents_BT, or remove that argument")
     return _fit(core, output_of, q, k, scoring)
 
 
@@ -369,8 +369,7 @@ def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attenti
         dots_BN = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double() * size).sum(-1)
         return dots_BN, p_BN.log() - (1.0 - p_BN).log()
 
-    # Fit a line to log(p_0 / p_1) over the dot products, for each head. A soft cap does not affect
-    # small scores
+    # For each head, fit a line to log(p_0 / p_1) over the dot products. A soft cap does not affect small scores.
     points = [differences(size) for size in (0.01, 0.02, 0.04)]
     x = torch.cat([dots_BN for dots_BN, _ in points])
     y = torch.cat([logs_BN for _, logs_BN in points])
@@ -380,30 +379,30 @@ def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attenti
     if not bool(torch.isfinite(scale_N).all()) or residual > 1e-2:
         return None
 
-    # Compare scale and slope with the attributes
+    # Compare scale and slope with the attributes.
     expected_scale = width**-0.5 if scoring.scale is None else scoring.scale
     if float((scale_N / expected_scale - 1).abs().max()) > 0.02:
         measured = f"{float(scale_N.mean()):.4g}"
-        rule = f"scales q k by {measured}, and not by {expected_scale:.4g}"
+        rule = f"scales q k by {measured} instead of {expected_scale:.4g}"
         return Broken(rule, f"set the attribute scale of the core, here to {measured}")
     slopes_N = torch.tensor(scoring.slopes or [0.0] * heads, dtype=torch.float64)
     if float((slope_N - slopes_N).abs().max()) > max(1e-3, 3.0 * residual):
         state = "has other values" if scoring.slopes else "is not set"
-        rule = f"adds a bias that depends on the distance, as ALiBi does, but its attribute alibi_slopes {state}"
+        rule = f"adds a bias that depends on the distance like ALiBi, but its attribute alibi_slopes {state}"
         return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias is supported")
 
-    # Slopes make weights unequal, so the tests of chunk and window do not work with them
+    # Skip the tests of chunk and window with slopes. They require equal weights.
     if not scoring.slopes:
         broken = _broken_range(core, output_of, k)
         if broken is not None:
             return broken
 
-    # A soft cap makes large scores smaller than those of the line. A difference of scores above 10
-    # leaves no digits of the smaller weight
+    # A soft cap makes large scores smaller than the line. Ignore score differences above 10, because the smaller weight
+    # then has no precision.
     x, y = differences(2.5)
     is_below_line = y.abs() < 0.99 * (scale_N * x).abs()
     if not scoring.softcap and bool((is_below_line & (y.abs() < 10)).any()):
-        return Broken("bounds its scores", "set the attribute softcap of the core to the bound")
+        return Broken("limits its scores", "set the attribute softcap of the core to the bound")
     return None
 
 
@@ -422,20 +421,20 @@ def _broken_range(core: nn.Module, output_of: Any, k: Tensor) -> Broken | None:
         marked[:, token] = 1.0
         return output_of(k=zero_keys, v=marked)  # type: ignore[no-any-return]
 
-    # If the first token after those that attend to token 0 only attends to itself, it begins a new chunk
+    # If the first token that does not attend to token 0 only attends to itself, it begins a new chunk.
     reach = int((output_with_mark(0)[0, :, 0, 0] > 0).sum())
     if 1 < reach < tokens and reach != chunk:
         weight_of_itself = float(output_with_mark(reach)[:, reach].mean())
         if round(weight_of_itself, 3) == 1.0:
-            rule = f"lets a token see only its chunk of {reach} tokens, but its attribute chunk is {chunk}"
+            rule = f"only lets a token attend to its chunk of {reach} tokens, but its attribute chunk is {chunk}"
             return Broken(rule, f"set the attribute chunk of the core, here to {reach}")
 
-    # The weight of the last token in its own row is 1 / number of tokens that it attends to
+    # The weight of the last token for itself is 1 / number of tokens that it attends to.
     weight = float(output_with_mark(-1)[:, -1].mean())
     num_seen = round(1.0 / max(weight, 1.0 / (tokens + 1)))
     if num_seen == min(window or tokens, tokens):
         return None
     sees_all = num_seen >= tokens
     seen = "all tokens before it" if sees_all else f"{num_seen} tokens"
-    rule = f"lets a token see {seen}, but its attribute window is {window}"
+    rule = f"lets a token attend to {seen}, but its attribute window is {window}"
     return Broken(rule, f"set the attribute window of the core, here to {0 if sees_all else num_seen}")

@@ -16,7 +16,7 @@ from shardtrain.ops import attention_scores
 
 
 class _Operation(Protocol):
-    """A custom operation: called with the arguments of the function that it was made of."""
+    """A custom operation. Its arguments are those of the registered function."""
 
     def __call__(self, *arguments: Any) -> Any: ...
 
@@ -29,14 +29,14 @@ def register_attention(
 ) -> _Operation:
     """Register attention and its backward pass as the custom operations ``shardtrain::NAME`` and ``NAME_backward``.
 
-    A compiler then does not look inside, selective recomputation can keep the result, and tensors without data pass
-    through.
+    A compiler then treats attention as one operation, selective recomputation can save its result, and it supports
+    tensors on the meta device.
 
     Args:
-        name: name of the operation.
-        forward: maps (q, k, v, documents, [sinks,] window, scale) to the output and its log-sum-exp.
-        backward: maps (gradient, q, k, v, [output,] log-sum-exp, documents, window, scale) to the gradients of q, k, v.
-        keeps_output: True if ``backward`` takes the output. The sinks need it too.
+        name: Name of the operation.
+        forward: Maps (q, k, v, documents, [sinks,] window, scale) to the output and its log-sum-exp.
+        backward: Maps (gradient, q, k, v, [output,] log-sum-exp, documents, window, scale) to the gradients of q, k, v.
+        keeps_output: True if ``backward`` takes the output. Gradients of sinks need it too.
     """
     operation = torch.library.custom_op(f"shardtrain::{name}", forward, mutates_args=())
     backward_operation = torch.library.custom_op(f"shardtrain::{name}_backward", backward, mutates_args=())
@@ -52,7 +52,7 @@ def register_attention(
         results = output if keeps_output else output[1:]
         ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, *results, documents_BT, *sinks)
         ctx.num_sinks = len(sinks)
-        # Nothing is differentiated by the log-sum-exp, and no zeros need to be made for its gradient
+        # No gradient reaches the log-sum-exp. Do not allocate zeros for it.
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:

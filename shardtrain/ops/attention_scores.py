@@ -53,9 +53,7 @@ def scores_of(core: Any) -> Scores:
 
 
 def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a sink per head to the result of attention.
-
-    Return the new output and log-sum-exp (gpt-oss, OpenAI 2025).
+    """Add a sink per head to the result of attention, and return the new output and log-sum-exp (gpt-oss, OpenAI 2025).
 
     A sink is an additional key with a value of zero and the same score for every query of its head.
     It only changes the sum of the softmax.
@@ -121,7 +119,8 @@ def masked_attention(
     score_BNls, _ = _score(q, k, k.size(2) - q.size(2), scores)
     if seen is not None:
         score_BNls = score_BNls.masked_fill(~seen, -torch.inf)
-    if sinks_N is not None:  # one more column, whose value is zero
+    if sinks_N is not None:
+        # Add a column for the sink to the softmax, and drop it, because its value is zero.
         column_BNl1 = sinks_N.to(score_BNls.dtype)[:, None, None].expand(*score_BNls.shape[:3], 1)
         weight_BNls = torch.cat((score_BNls, column_BNl1), dim=-1).softmax(-1)[..., :-1]
     else:
@@ -169,7 +168,8 @@ def attend_backward(
     grads = (d_score @ k, d_score.transpose(-2, -1) @ q, dv)
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     groups = q_BlNH.size(2) // k_BsKH.size(2)
-    if groups > 1:  # each key head served several query heads
+    if groups > 1:
+        # Several query heads share each key head.
         dk, dv = (x.unflatten(2, (-1, groups)).sum(3) for x in (dk, dv))
     return dq.to(q_BlNH.dtype), dk.to(k_BsKH.dtype), dv.to(v_BsKH.dtype)
 
@@ -203,14 +203,12 @@ def _score(
 
 
 def _scale(q_BNlH: Tensor, scores: Scores) -> float:
+    """Return the factor of q k."""
     return q_BNlH.size(-1) ** -0.5 if scores.scale is None else scores.scale
 
 
 def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values as (B, N, tokens, H), in float32 or wider.
-
-    Repeat grouped keys and values.
-    """
+    """Return queries, keys and values as (B, N, tokens, H) in float32 or wider, with repeated grouped heads."""
     groups = q_BlNH.size(2) // k_BsKH.size(2)
     dtype = torch.promote_types(q_BlNH.dtype, torch.float32)
     k, v = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (k_BsKH, v_BsKH))

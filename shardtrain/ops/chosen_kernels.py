@@ -14,13 +14,12 @@ from torch import Tensor
 WORTH_IT = 1.05
 """Minimum speedup over PyTorch's kernel. Slower kernels are not used."""
 NARROW_HEAD = 32
-"""Features per narrow head. Blocks gain more over the flash kernel in float32 if heads are narrow.
-
-Narrow and wide heads are therefore measured separately.
-"""
+"""Features per narrow head. Narrow and wide heads are measured separately, because the speedup of attention by blocks
+in float32 depends on the width."""
 WIDE_HEAD = 128
+"""Features per head in the measurement of wide heads."""
 LONG_ROW = 1024
-"""Tokens. On longer rows without documents and windows, the flash kernel is at least as fast as blocks."""
+"""Number of tokens in a row, without documents and windows, above which the flash kernel is as fast as blocks."""
 FAILED = -1.0
 """Value of a failed measurement: the kernel, or PyTorch's kernel for the comparison, raised an error."""
 
@@ -29,16 +28,14 @@ FAILED = -1.0
 class Kernels:
     """Speedup of each alternative kernel over PyTorch's kernel.
 
-    The value is 0 if this build of PyTorch lacks the operators, and FAILED if the measurement raised an
-    error.
+    The value is 0 if this build of PyTorch lacks the operators, and FAILED if the measurement raised an error.
 
     Attributes:
         onednn_linear: Linear layers in float32 with oneDNN: the forward pass and the gradient of the input.
         onednn_weight_gradient: Gradients of the weights of linear layers in float32 with oneDNN.
         blocked_attention: Attention in bfloat16 by matrix products.
         blocked_attention_float32: Attention in float32 for heads of at most NARROW_HEAD features.
-        blocked_attention_float32_wide: Attention in float32 for wider heads, measured with WIDE_HEAD
-            features.
+        blocked_attention_float32_wide: Attention in float32 for wider heads, measured with WIDE_HEAD features.
         rms_norm: RMSNorm in chunks of rows.
         packed_linear: Linear layers in bfloat16 with few rows and a packed weight, for generation.
         packed_linear_float32: Linear layers in float32 with few rows and a packed weight.
@@ -54,14 +51,11 @@ class Kernels:
     packed_linear_float32: float = 0.0
 
     def uses(self, name: str) -> bool:
-        """True if a kernel, by the name of its field, is used."""
+        """True if a kernel is fast enough to be used. ``name`` is the name of its field."""
         return bool(getattr(self, name) >= WORTH_IT)
 
     def describe(self) -> str:
-        """Return a line for the log of training.
-
-        Packed weights are omitted, because training does not use them.
-        """
+        """Return a line for the training log. It omits packed weights, which training does not use."""
         phrases = {
             "onednn_linear": "linear layers in float32 by oneDNN",
             "onednn_weight_gradient": "gradients of their weights too",

@@ -1,4 +1,4 @@
-"""Kernels that a device supports: attention, grouped products and bfloat16."""
+"""Kernels that a device supports: attention, grouped matrix products, and bfloat16."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def has_flash_attention(device: torch.device) -> bool:
 def prefer_attention(device: torch.device, flash: str = "FA2") -> AbstractContextManager[Any]:
     """Return a context in which PyTorch prefers the fastest attention kernels of a device.
 
-    cuDNN is first from compute capability 9.0 on. With ``flash`` other than PyTorch's FA2, that kernel is
-    first.
-    The other kernels remain as fallbacks, for example for float32.
+    cuDNN is first from compute capability 9.0 on. If ``flash`` names another kernel than PyTorch's FA2, that kernel is
+    first. The other kernels remain as fallbacks, for example for float32.
 
     Raises:
         ImportError: the package of the requested flash attention is not installed.
@@ -37,7 +36,8 @@ def prefer_attention(device: torch.device, flash: str = "FA2") -> AbstractContex
     if device.type != "cuda":
         return nullcontext()
     if flash != "FA2":
-        attention.activate_flash_attention_impl(flash)  # documents and split sequences take it, too
+        # Also used for documents and split sequences.
+        attention.activate_flash_attention_impl(flash)
     # PyTorch uses the first of these kernels that supports the inputs.
     capability = torch.cuda.get_device_capability(device)
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

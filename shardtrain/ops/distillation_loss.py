@@ -1,15 +1,15 @@
-"""What a student learns of a teacher: cross-entropy mixed with a divergence of two distributions, as sums over tokens.
+"""Distillation loss: cross-entropy mixed with a divergence of student and teacher, as sums over tokens.
 
-For each target token, with s and t the logits of student and teacher, T the temperature and r the ratio:
-``(1 - r) * cross_entropy(s) + r * T^2 * D(softmax(t / T), softmax(s / T))``. The factor T^2 keeps the gradient of the
-second term as large as it is at T = 1 (Hinton et al. 2015, section 2). D is one of
+The loss of a target token is ``(1 - r) * cross_entropy(s) + r * T^2 * D(softmax(t / T), softmax(s / T))``, with logits
+s and t of student and teacher, temperature T and ratio r. The factor T^2 makes the magnitude of the second gradient
+independent of T (Hinton et al. 2015, section 2). D is one of
 
 - forward_kl: KL(teacher || student) (Hinton et al. 2015);
 - reverse_kl: KL(student || teacher) (MiniLLM, Gu et al. 2023);
 - jsd: b KL(teacher || m) + (1 - b) KL(student || m) with m = b teacher + (1 - b) student (GKD, Agarwal et al. 2023).
 
-As in ``cross_entropy.py``, sums are in float64 over chunks of tokens in float32, the gradient is computed with them,
-and columns of the vocabulary may be split over ranks.
+As in ``cross_entropy.py``, chunks of tokens are float32, sums are float64, the gradient is computed with the loss, and
+columns of the vocabulary may be split over ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from shardtrain.ops.targets import IGNORE
 
 @dataclass(frozen=True)
 class Mix:
-    """What is summed: see the module."""
+    """Parameters of the loss; see the module's docstring.
+
+    Attributes:
+        ratio: Weight r of the divergence.
+        temperature: T.
+        divergence: forward_kl, reverse_kl or jsd.
+        jsd_beta: Weight b of the teacher for jsd.
+    """
 
     ratio: float
     temperature: float
@@ -37,7 +44,7 @@ class Mix:
 
 
 class WholeVocabulary:
-    """All columns on each rank, see ``split_cross_entropy.Vocabulary``."""
+    """Vocabulary that is not split: every rank has all columns. Implements ``split_cross_entropy.Vocabulary``."""
 
     offset = 0
 
@@ -45,15 +52,15 @@ class WholeVocabulary:
         self.size = self.columns = columns
 
     def max(self, values: Tensor) -> Tensor:
-        """The values."""
+        """Return the values unchanged, because no other rank has columns."""
         return values
 
     def sum(self, values: Tensor) -> Tensor:
-        """The values."""
+        """Return the values unchanged, because no other rank has columns."""
         return values
 
     def gather(self, values: Tensor) -> Tensor:
-        """The values of the one rank."""
+        """Return the values with a new first dimension for the single rank."""
         return values.unsqueeze(0)
 
 
@@ -65,10 +72,10 @@ def distillation_sum(
     weight: Tensor | float = 1.0,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``weight`` times the sum over targets that are not IGNORE, a float32 scalar, and its two parts.
+    """Return ``weight`` times the sum of the loss over targets except IGNORE, a float32 scalar, and its two parts.
 
-    The parts (2,), float64, without gradient and without weight, are the sums of cross-entropy and of D. Where the two
-    have different numbers of columns, which end in rows that no token has, D is over those that both have.
+    The parts, (2,) in float64, are the unweighted sums of cross-entropy and of D, without gradient. If student and
+    teacher have different numbers of columns because of padding, D only includes their common columns.
     """
     if vocabulary is None:
         vocabulary = WholeVocabulary(logits_BTV.size(-1))
@@ -77,19 +84,19 @@ def distillation_sum(
     logits_NV = logits_BTV.flatten(0, -2)
     teacher_NV = teacher_BTV.flatten(0, -2)
     targets_N = targets_BT.flatten()
-    found: tuple[Tensor, Tensor] = _DistillationSum.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _DistillationSum.apply(  # type: ignore[no-untyped-call]
         logits_NV, teacher_NV, targets_N, weight, mix, vocabulary, rows
     )
-    return found
+    return result
 
 
 def _chunk(
     logits_nV: Tensor, teacher_nV: Tensor, targets_n: Tensor, mix: Mix, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
-    """Sums (2,) of cross-entropy and D of n tokens, float64, and the gradient (n, V) of their mix, float32."""
+    """Return the float64 sums (2,) of cross-entropy and D of n tokens, and the float32 gradient (n, V) of their mix."""
     logits_nV = logits_nV.float()
     teacher_nV = teacher_nV.float()
-    # Cross-entropy with the target, which is a column of one rank
+    # Compute the cross-entropy. Only one rank has the column of a target.
     kept_n = targets_n != IGNORE
     log_nV = _log_softmax(logits_nV, vocabulary)
     local_n = targets_n - vocabulary.offset
@@ -98,21 +105,21 @@ def _chunk(
     losses_n = -vocabulary.sum(log_nV.gather(1, index_n1).squeeze(1) * here_n)
     gradient_nV = log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1)).mul_(1 - mix.ratio)
 
-    # D over the columns that both have; at a temperature of 1 the student's log-probabilities are those from above
+    # Compute D over the common columns. At temperature 1, reuse the student's log-probabilities from above.
     both = min(logits_nV.size(-1), teacher_nV.size(-1))
     temperature = mix.temperature
     if temperature != 1.0 or both < logits_nV.size(-1):
         log_nV = _log_softmax(logits_nV[:, :both] / temperature, vocabulary)
     log_teacher_nV = _log_softmax(teacher_nV[:, :both] / temperature, vocabulary)
     divergences_n, slope_nV = _divergence(log_teacher_nV, log_nV, mix, vocabulary)
-    # D has the factor T^2, and is of logits over T: its gradient by a logit has T
+    # D is multiplied by T^2 and depends on logits / T, so its gradient with respect to a logit has the factor T.
     gradient_nV[:, :both].add_(slope_nV, alpha=mix.ratio * temperature)
     sums_2 = torch.stack([(part_n * kept_n).sum(dtype=torch.float64) for part_n in (losses_n, divergences_n)])
     return sums_2, gradient_nV.mul_(kept_n.unsqueeze(1))
 
 
 def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """D of the teacher's p and the student's q, (n,), and its gradient by what q is the softmax of."""
+    """Return D (n,) of the teacher's p and the student's q, and its gradient with respect to the logits of q."""
     p_nV = log_p_nV.exp()
     q_nV = log_q_nV.exp()
     if mix.divergence == "forward_kl":
@@ -121,7 +128,7 @@ def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabu
         terms_nV = _expected(q_nV, log_q_nV - log_p_nV)
         divergences_n = vocabulary.sum(terms_nV.sum(-1))
         return divergences_n, terms_nV - q_nV * divergences_n.unsqueeze(1)
-    # The mixture m in the log domain; the parts of both divergences are added up over ranks in one sum
+    # Compute the mixture m in the log domain. One collective sums both divergences over ranks.
     beta = mix.jsd_beta
     log_m_nV = torch.logaddexp(log_p_nV + math.log(beta), log_q_nV + math.log1p(-beta))
     of_teacher_n = _expected(p_nV, log_p_nV - log_m_nV).sum(-1)
@@ -132,11 +139,12 @@ def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabu
 
 
 def _expected(p_nV: Tensor, values_nV: Tensor) -> Tensor:
-    """``p * values``, and 0 where p is: a model may give a token the logit -inf."""
+    """Return ``p * values``, and 0 where p is 0: the values may be infinite there, if a logit is -inf."""
     return torch.where(p_nV > 0, p_nV * values_nV, 0.0)
 
 
 def _log_softmax(logits_nV: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Return the log-softmax over the columns of all ranks."""
     if isinstance(vocabulary, WholeVocabulary):
         return F.log_softmax(logits_nV, dim=-1)
     shifted_nV = logits_nV - vocabulary.max(logits_nV.amax(dim=-1)).unsqueeze(1)

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
-    """True if a tensor is a DTensor.
+    """True if a tensor is a DTensor. Do not import their module, which takes half a second.
 
-    Their module is not imported here, which takes half a second: if nothing has imported it, no
-    DTensor exists.
+    If no other code has imported it, no DTensor exists.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -34,8 +33,8 @@ def sharded_dim(placement: Placement) -> int | None:
     """Return the tensor dimension that a placement shards, or None for other placements."""
     from torch.distributed.tensor.placement_types import Shard
 
-    # FSDP over tensor parallelism has the private placement _StridedShard, which is a subclass of
-    # Shard in some versions
+    # FSDP over tensor parallelism has the private placement _StridedShard, which is a subclass of Shard in some
+    # versions of PyTorch.
     is_sharded = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
     return int(placement.dim) if is_sharded else None  # type: ignore[attr-defined]
 
@@ -68,14 +67,14 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
     coordinate = mesh.get_coordinate() if place is None else place
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
 
-    # A stable sort keeps the order of the axes of plain shards, and moves strided ones to the end
+    # A stable sort keeps the order of plain shards, and moves strided shards to the end.
     placements = list(enumerate(tensor.placements))
     strided_last = sorted(placements, key=lambda item: type(item[1]).__name__ == "_StridedShard")
     for axis, placement in strided_last:
         dim = sharded_dim(placement)
         if dim is None:
             continue
-        # Like torch.chunk, round the size of the parts up. The last ranks may have smaller or empty parts
+        # Like torch.chunk, round up the size of the parts. The last ranks may have smaller or empty parts.
         start, stop = slices[dim]
         chunk = -(-(stop - start) // mesh.size(axis))
         first = min(start + chunk * coordinate[axis], stop)
@@ -84,14 +83,11 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank. A collective if the tensor is distributed. For tests,
-    export and verify.
-    """
+    """Return the full tensor on every rank, for tests, export and verify. A collective if the tensor is distributed."""
     if not is_distributed(tensor):
         return tensor
-    # Parameters sharded by FSDP and tensor parallelism require two gathers. Silence PyTorch's
-    # warning about their speed. Set the level only once, because setting it clears the caches of
-    # all loggers
+    # Parameters sharded by FSDP and tensor parallelism require two gathers. Silence PyTorch's warning about their
+    # speed. Set the level only once, because setting it clears the caches of all loggers.
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if logger.level != logging.ERROR:
         logger.setLevel(logging.ERROR)
@@ -103,8 +99,7 @@ NORM_CHUNK_NUMEL = 1 << 16
 
 
 def squared_norm(tensors: list[Tensor]) -> Tensor:
-    """Return the sum of squares of local tensors, a float64 scalar on their device. At least one
-    tensor is required.
+    """Return the sum of squares of at least one local tensor, a float64 scalar on their device.
 
     On a CPU, squares are added in float64, in chunks without a copy of a tensor. PyTorch's norm
     adds float32 squares in a few long chains: its error is 4e-6 for half a million elements and
@@ -114,7 +109,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     if device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).double().square().sum()
-    # Copy each chunk into one float64 buffer, which converts it. The dot product squares and adds
+    # Convert each chunk by copying it to a float64 buffer. The dot product squares and adds.
     total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(NORM_CHUNK_NUMEL, max(tensor.numel() for tensor in tensors)), dtype=torch.float64)
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """Attention to a part of the keys with a device's flash kernel (Dao et al. 2022), forward and backward.
 
-Outputs over parts of the keys can be merged with their log-sum-exps.
-The backward pass of each part is exact with the merged output and log-sum-exp.
+Outputs over parts of the keys can be merged with their log-sum-exps. The backward pass of each part is exact if it
+receives the merged output and log-sum-exp.
 Shape suffixes: B batch, l queries, s keys, N heads, K key-value heads, H head.
 """
 
@@ -40,7 +40,7 @@ def attend(
 
     if accelerator.is_accelerator(q_BlNH.device):
         if q_BlNH.dtype not in (torch.float16, torch.bfloat16):
-            rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
+            rule = "has no flash attention kernel on CUDA, which split sequences require"
             fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
             raise ConfigError(
                 Problem("training.mixed_precision_param", str(q_BlNH.dtype).removeprefix("torch."), rule, fix)
@@ -105,7 +105,8 @@ def attend_backward(
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
     groups = q_BlNH.size(2) // k_BsKH.size(2)
-    if groups > 1:  # each key head served several query heads
+    if groups > 1:
+        # Several query heads share each key head.
         dk, dv = (x.unflatten(2, (-1, groups)).float().sum(3).to(x.dtype) for x in (dk, dv))
     return dq, dk, dv
 
@@ -141,6 +142,7 @@ class _Rows:
 
 
 def _end_to_end(*tensors: Tensor) -> list[Tensor]:
+    """Concatenate the rows of each tensor."""
     return [x.flatten(0, 1).contiguous() for x in tensors]
 
 
@@ -157,16 +159,14 @@ def attend_ragged(
     window: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention within concatenated sequences on CUDA.
+    """Compute causal attention within concatenated sequences on CUDA. Return output (S, N, H) and log-sum-exp (N, S).
 
-    Return output (S, N, H) and log-sum-exp (N, S).
-
-    It calls the same operator as ``torch.nn.attention.varlen``, but also returns the log-sum-exp.
+    This calls the operator of ``torch.nn.attention.varlen``, but also returns the log-sum-exp.
 
     Args:
         starts: First token of each sequence, followed by S. An int32 tensor on the device.
         longest: Number of tokens of the longest sequence.
-        window: Number of tokens that a token sees. 0 for no window.
+        window: Number of tokens that a token attends to. 0 for no window.
     """
     q, k, v = (x.contiguous() for x in (q_SNH, k_SKH, v_SKH))
     lengths = (starts, starts, longest, longest)

@@ -3,8 +3,8 @@
 An operand is scaled so its largest element fits, and rounded to float8. The product is divided by
 both scales. There is one scale per tensor ("tensorwise"), or one per row of the left operand and
 per column of the right one ("rowwise"). Scales are powers of two, rounded down. They only change
-exponents, so the rounding of an element depends on other elements only if it is about 2^-14 of the
-largest. Ranks with other tokens, or other columns of a weight, therefore round equally without
+exponents, so the rounding of an element only depends on other elements if it is below about 2^-14
+of the largest. Ranks with different tokens or columns of a weight therefore round equally without
 exchanging their largest elements.
 
 Weights are stored in their own dtype and rounded at each use. With ``emulate``, rounded operands
@@ -59,9 +59,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return PyTorch's dtype of a format on this device. AMD's MI300 has its own formats, without a
-    negative zero.
-    """
+    """Return PyTorch's dtype of a format on this device. AMD's MI300 has separate formats without negative zero."""
     is_mi300 = False
     if torch.version.hip and torch.cuda.is_available():
         is_mi300 = "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
@@ -101,6 +99,7 @@ def to_float8(x: Tensor, dim: int | None, name: str, amax: Tensor | None = None)
 
 
 def _largest(x: Tensor, dim: int | None) -> Tensor:
+    """Return the largest magnitude along ``dim``, or of all elements. 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros(()) if dim is None else x.sum(dim, keepdim=True)
     return x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
@@ -149,9 +148,7 @@ def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate:
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T and its gradients. Operands are saved in their own dtype, and rounded for each product
-    with its scales.
-    """
+    """x W^T and its gradients. Operands are saved in their own dtype, and rounded for each product."""
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_OI: Tensor, recipe: str, emulate: bool) -> Tensor:
@@ -244,9 +241,7 @@ def convert(module: nn.Linear, recipe: str, emulate: bool) -> None:
 
 
 class _Grouped(torch.autograd.Function):
-    """Product of rows with the weights of their experts, and its gradients. All operands are e4m3
-    with scales per row.
-    """
+    """Product of rows and the weights of their experts, and its gradients. Operands are e4m3 with scales per row."""
 
     @staticmethod
     def forward(
@@ -276,8 +271,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def grouped_product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor, multiply: Multiply, emulate: bool) -> Tensor:
-    """Multiply each row (R, I), sorted by expert, by the weight of its expert in float8. Return (R,
-    O). Differentiable.
+    """Multiply each row (R, I), sorted by expert, by the weight of its expert in float8. Return (R, O).
 
     Emulation calls ``multiply``, the same product in the dtype of its operands.
     """
@@ -334,5 +328,6 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
 
 
 def _largest_of_each(x_RI: Tensor, expert_R: Tensor, experts: int) -> Tensor:
+    """Return the largest magnitude of each column among an expert's rows, (E, I)."""
     largest_EI = x_RI.new_zeros(experts, x_RI.size(1))
     return largest_EI.scatter_reduce_(0, expert_R[:, None].expand_as(x_RI), x_RI.abs(), "amax")

@@ -23,20 +23,19 @@ from shardtrain.ops.accelerator import is_accelerator
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
 BLOCK_NUMEL = 1 << 16
-"""Elements per block. Small, so a rank discards few of the elements it draws. It must never change,
-because it determines the weights.
-"""
+"""Elements per block. It is small, so a rank discards few of its random numbers. It must never change, because it
+determines the weights."""
 GROUP_NUMEL = 1 << 22
-"""Elements of adjacent blocks that an accelerator transforms with one kernel. A CPU transforms each
-block separately, while it is in the cache.
-"""
+"""Elements that an accelerator transforms with one kernel. A CPU transforms each block while it is in the cache."""
 
 
 def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int) -> dict[str, Draw]:
     """Return the initial distribution of each parameter of the unsharded model. The first matching rule wins.
 
-    The factor of the depth is included in ``std``. Raises KeyError for a parameter without a rule,
-    which ``models.build`` reports earlier.
+    The factor of the depth is included in ``std``.
+
+    Raises:
+        KeyError: a parameter has no rule. ``models.build`` reports this earlier.
     """
     draws = {}
     for name in names:
@@ -56,9 +55,7 @@ def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_la
 
 @torch.no_grad()
 def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
-    """Fill this rank's part of a parameter in place. The values are equal on every mesh of one
-    device type.
-    """
+    """Initialize this rank's part of a parameter in place. The values are equal on every mesh of one device type."""
     local = local_tensor(parameter)
     slices = local_slices(parameter)
     if draw.distribution in ("ones", "zeros"):

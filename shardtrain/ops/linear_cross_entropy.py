@@ -1,10 +1,10 @@
-"""The last linear layer and its cross-entropy together, a chunk of tokens at a time: all logits never exist.
+"""Fused last linear layer and cross-entropy in chunks of tokens. Memory only holds the logits of one chunk.
 
-As in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989) the gradients are computed with the loss, so that the logits of a
-chunk are freed before those of the next are made. What is held instead is the gradient of the weight, in float32, since
-it is a sum over chunks.
+As in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989), gradients are computed together with the loss, and the logits of
+a chunk are freed before the next chunk. The gradient of the weight is stored instead, in float32, because it is a sum
+over chunks.
 
-Shape suffixes: N tokens, n tokens of a chunk, D features, V vocabulary.
+Shape suffixes: N tokens, n tokens per chunk, D features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,33 +19,30 @@ from shardtrain.ops import cross_entropy, device_kernels
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
 
 CHUNKS = 8
-"""At most: more would read and write the gradient of the weight more often than is saved."""
+"""Maximum number of chunks. Each chunk reads and writes the gradient of the weight once."""
 WORTH_IT_BYTES = 1 << 28
-"""What must be saved, for the two to be computed together."""
+"""Minimum of ``saved_bytes`` for which the fused computation is used."""
 
 
 def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> int:
-    """Memory that computing them together saves at the peak of the loss; negative where it takes more.
+    """Return the memory that the fused computation saves at its peak, in bytes. Negative if it needs more memory."""
+    # Separate layers: all logits and their gradients in the model's dtype, and float32 copies of both for one chunk.
+    separate_rows = min(tokens, max(1, cross_entropy.CHUNK_NUMEL // vocabulary))
+    separate = 2 * tokens * vocabulary * element_bytes + 8 * separate_rows * vocabulary
 
-    Saved are all logits and their gradients but those of a chunk; a chunk has float32 copies either way.
-    """
-    # Apart: all logits and their gradients in the type of the model, and of one chunk a float32 copy of either
-    usual_rows = min(tokens, max(1, cross_entropy.CHUNK_NUMEL // vocabulary))
-    apart = 2 * tokens * vocabulary * element_bytes + 8 * usual_rows * vocabulary
-
-    # Together: the same of one chunk alone, and the gradient of the weight in float32
+    # Fused: the same for only one chunk, and the float32 gradient of the weight.
     rows = rows_of_chunk(tokens, vocabulary)
-    together = 2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim
-    return apart - together
+    fused = 2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim
+    return separate - fused
 
 
 def linear_cross_entropy_sum(
     hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, weight: Tensor, chunk: ChunkFunction | None = None
 ) -> Tensor:
-    """``cross_entropy_sum(hidden @ weight_VD.T, targets, weight)``, a float32 scalar, without all logits.
+    """Return ``cross_entropy_sum(hidden @ weight_VD.T, targets, weight)``, a float32 scalar.
 
-    Logits have the type of their factors, and their gradients are rounded to it as there; the gradient of ``weight_VD``
-    is a float32 sum of the chunks' products, rounded once.
+    Logits and their gradients have the dtype of ``hidden_BTD``, as in separate layers. The gradient of ``weight_VD`` is
+    summed over chunks in float32 and rounded once.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
@@ -66,7 +63,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dhidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
 
-        # The gradient of the weight is a sum over chunks: in the model's own type each addition would round it
+        # The gradient of the weight is a sum over chunks. In a 16-bit dtype, each addition would round it.
         exact = torch.promote_types(weight_VD.dtype, torch.float32)
         dweight_VD = torch.zeros_like(weight_VD, dtype=exact) if needs_weight else None
         is_short = hidden_ND.dtype in (torch.bfloat16, torch.float16)
@@ -80,11 +77,12 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             gradient_nV = gradient_nV.to(hidden_nD.dtype)
             if dhidden_ND is not None:
                 dhidden_ND[start : start + rows] = gradient_nV @ weight_VD
-            if dweight_VD is not None and adds_in_one_kernel:  # which reads and writes the sum once
+            if dweight_VD is not None and adds_in_one_kernel:
+                # This kernel multiplies and adds, so it reads and writes the sum only once.
                 torch.ops.aten.addmm.dtype_out(dweight_VD, gradient_nV.t(), hidden_nD, dweight_VD.dtype, out=dweight_VD)
             elif dweight_VD is not None:
                 dweight_VD += gradient_nV.t() @ hidden_nD
-            # Freed before the next chunk makes its own, or two chunks of the vocabulary's width would exist at the peak
+            # Free the gradient before the next chunk. Otherwise two chunks would be in memory.
             del gradient_nV
         dweight = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dhidden_ND, dweight)

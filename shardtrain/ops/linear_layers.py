@@ -1,4 +1,4 @@
-"""Linear layers that are replaced by faster ones, as other modules see them."""
+"""Tests for plain linear layers, for modules that replace or inspect them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def computes_linear(module: nn.Module) -> bool:
-    """True if a module multiplies like ``nn.Linear``; a class that FSDP has derived counts too."""
+    """True if a module multiplies like ``nn.Linear``, including classes that FSDP derives."""
     is_unchanged = type(module).forward is nn.Linear.forward or getattr(type(module), "is_plain_linear", False)
     return is_unchanged and "forward" not in module.__dict__

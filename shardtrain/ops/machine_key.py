@@ -1,4 +1,4 @@
-"""A key of this kind of processor, for files of measurements and of compiled code."""
+"""Key of this type of processor, for cached measurements and compiled code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 
 def machine_key(*facts: str) -> str:
-    """Return part of a file name that identifies this processor, this version of PyTorch and ``facts``."""
-    return hashlib.sha256("\n".join([_processor(), torch.__version__, *facts]).encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits that identify this processor, this version of PyTorch and ``facts``."""
+    text = "\n".join([_processor(), torch.__version__, *facts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -20,6 +21,10 @@ def _processor() -> str:
             lines = file.read(16384).splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
+    fields = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if value:
+            fields[name.strip()] = value
     names = ("vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features")
-    found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines) if value}
-    return "\n".join(found.get(name, "") for name in names)
+    return "\n".join(fields.get(name, "") for name in names)

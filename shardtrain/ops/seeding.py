@@ -1,4 +1,4 @@
-"""Random numbers as a function of (seed, step, place in the mesh): nothing to save, nothing to restore."""
+"""Random seeds as a function of (seed, step, rank in the mesh), so checkpoints contain no generator states."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 
 def seed_of(seed: int, *parts: int) -> int:
-    """A number in 0..2^32-1 that depends on all parts.
+    """Return a seed from 0 to 2^32 - 1 that depends on all parts.
 
-    The range is what every generator accepts: DTensor's has overflowed on seeds of 2^63 and above.
+    Every generator accepts this range. DTensor's generator has overflowed with seeds of 2^63 and more.
 
     >>> seed_of(2**64 - 1, 3) == seed_of(2**64 - 1, 3) < 2**32
     True
@@ -25,10 +25,11 @@ def seed_of(seed: int, *parts: int) -> int:
 def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequence_rank: int = 0) -> None:
     """Seed Python, NumPy and PyTorch for one step.
 
-    Ranks that hold different activations get different numbers, so that none drops what its peer drops: those of other
-    pipeline stages, of other samples, and of other parts of the sequence (context parallelism, and tensor parallelism,
-    which splits activations along the sequence between layers and by heads and features within them). A resumed run
-    needs no generator state. The first part of a sequence has the numbers of a mesh that does not split it.
+    Ranks with different activations get different random numbers, so their dropout masks are independent. Activations
+    differ between pipeline stages, between samples, and between parts of a sequence. Sequences are split by context
+    parallelism, and by tensor parallelism (along the sequence between layers, by heads and features within layers).
+
+    The first part of a sequence gets the random numbers of a mesh that does not split it.
     """
     place = (pipeline_rank, batch_rank, sequence_rank) if sequence_rank else (pipeline_rank, batch_rank)
     value = seed_of(seed, step, *place)
@@ -38,8 +39,9 @@ def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequenc
 
 
 def set_determinism(warn_only: bool = False) -> None:
-    """Ask PyTorch for kernels that give the same bits every time; others fail, or warn with ``warn_only``."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs for it
+    """Require deterministic kernels from PyTorch. Other kernels raise an error, or only warn with ``warn_only``."""
+    # cuBLAS is only deterministic with a fixed workspace.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False

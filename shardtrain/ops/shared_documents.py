@@ -1,6 +1,6 @@
-"""Documents that a stretch of queries and a stretch of keys have in common: rows and places of their tokens.
+"""Find the documents that occur in both a range of queries and a range of keys, with the ranges of their tokens.
 
-Separate from ``document_mask.py`` because kernels that it dispatches to also cut their work by documents.
+Separate from ``document_mask.py`` because kernels that it calls split their work by documents too.
 Shape suffixes: B batch, T tokens, l queries, s keys.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Shared(NamedTuple):
-    """A document that occurs in a stretch of queries and in a stretch of keys: its row, and its places in both."""
+    """A document in both a range of queries and a range of keys: its row, and its token range in both."""
 
     row: slice
     queries: slice
@@ -21,35 +21,35 @@ class Shared(NamedTuple):
 
 
 def shared(queries_Bl: Tensor, keys_Bs: Tensor) -> list[Shared]:
-    """Return the documents that occur both in a stretch of queries and in a stretch of keys.
+    """Return the documents that occur in both a range of queries and a range of keys.
 
     Args:
-        queries_Bl: number of the document of each query. Numbers ascend along a row.
-        keys_Bs: number of the document of each key.
+        queries_Bl: Document number of each query. Numbers ascend along a row.
+        keys_Bs: Document number of each key.
 
     Raises:
-        ValueError: if the numbers of a row do not ascend.
+        ValueError: the numbers of a row do not ascend.
 
     >>> shared(torch.tensor([[3, 3, 4]]), torch.tensor([[2, 3]]))
     [Shared(row=slice(0, 1, None), queries=slice(0, 2, None), keys=slice(1, 2, None))]
     """
-    of_queries = _places(queries_Bl)
-    of_keys = of_queries if keys_Bs is queries_Bl else _places(keys_Bs)
-    found = []
-    for row, (queries, keys) in enumerate(zip(of_queries, of_keys, strict=True)):
-        for number, places in queries.items():
+    query_ranges = _ranges(queries_Bl)
+    key_ranges = query_ranges if keys_Bs is queries_Bl else _ranges(keys_Bs)
+    documents = []
+    for row, (queries, keys) in enumerate(zip(query_ranges, key_ranges, strict=True)):
+        for number, tokens in queries.items():
             if number in keys:
-                found.append(Shared(slice(row, row + 1), places, keys[number]))
-    return found
+                documents.append(Shared(slice(row, row + 1), tokens, keys[number]))
+    return documents
 
 
-def _places(documents_Bl: Tensor) -> list[dict[int, slice]]:
-    """For each row, map the number of each document to the places of its tokens."""
+def _ranges(documents_Bl: Tensor) -> list[dict[int, slice]]:
+    """Return the token range of each document, by document number, for each row."""
     rows = []
     for documents_l in documents_Bl:
         numbers, lengths = torch.unique_consecutive(documents_l, return_counts=True)
         if bool((numbers[1:] <= numbers[:-1]).any()):
-            raise ValueError("documents_BT must ascend along each row: a number came back, or a smaller one followed")
+            raise ValueError("documents_BT must ascend along each row, with consecutive tokens for each document")
         stops = lengths.cumsum(0)
         starts = stops - lengths
         ranges = zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True)
@@ -57,6 +57,6 @@ def _places(documents_Bl: Tensor) -> list[dict[int, slice]]:
     return rows
 
 
-def shifted(places: slice, by: int) -> slice:
-    """Return places of a stretch as places of the row, in which the stretch begins at ``by``."""
-    return slice(places.start + by, places.stop + by)
+def shifted(tokens: slice, by: int) -> slice:
+    """Return a token range moved by ``by`` tokens."""
+    return slice(tokens.start + by, tokens.stop + by)

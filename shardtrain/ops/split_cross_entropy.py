@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose columns are split over ranks: loss parallelism."""
+"""Cross-entropy of logits with columns split over ranks (loss parallelism)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from torch import Tensor
 from shardtrain.ops.targets import IGNORE
 
 MOST_KEPT_NUMEL = 1 << 24
-"""Exponentials that are kept beside logits of 16 bits: 64 MiB."""
+"""Maximum number of float32 exponentials to keep in addition to 16-bit logits: 64 MiB."""
 
 
 class Vocabulary(Protocol):
-    """How the vocabulary is split: its size, this rank's first id, and collectives of the ranks that share a token.
+    """Split of the vocabulary over ranks, with collectives of the ranks that share a token.
 
-    ``columns`` is the size of the largest part: equal on all ranks, so that all reduce chunks of the same tokens.
+    Attributes:
+        size: Number of columns of all ranks.
+        offset: First column of this rank.
+        columns: Largest number of columns of a rank. Equal on all ranks, so all process the same chunks of tokens.
     """
 
     size: int
@@ -26,15 +29,16 @@ class Vocabulary(Protocol):
     def max(self, values: Tensor) -> Tensor: ...
     def sum(self, values: Tensor) -> Tensor: ...
     def gather(self, values: Tensor) -> Tensor:
-        """The values of each rank, one after the other along a new first dimension."""
+        """Return the values of all ranks along a new first dimension."""
         ...
 
 
 class SplitCrossEntropySum(torch.autograd.Function):
-    """As ``cross_entropy_sum``, of logits whose columns are split over ranks; each rank of the split gets one loss.
+    """``cross_entropy_sum`` of logits with columns split over ranks. Every rank returns the same loss.
 
-    Softmax is found as flash attention finds it (Dao et al. 2022): each rank takes the largest logit of its columns,
-    the sum of exponentials below it, and the target's logit, three numbers a token, which ranks exchange once.
+    The softmax is computed as in flash attention (Dao et al. 2022). For each token, a rank computes the largest logit
+    of its columns, the sum of exponentials relative to it, and the target's logit. One collective exchanges these three
+    numbers.
     """
 
     @staticmethod
@@ -43,16 +47,13 @@ class SplitCrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         num_tokens, columns = logits_Nv.shape
 
-        # Of the targets, those that this rank has a column for; the others take some column, and here_N drops it
+        # Find the targets in this rank's columns. Other targets get an arbitrary column, which here_N excludes.
         kept_N = targets_N != IGNORE
         local_N = targets_N - vocabulary.offset
         here_N = kept_N & (local_N >= 0) & (local_N < columns)
         index_N1 = local_N.clamp(0, max(0, columns - 1)).unsqueeze(1)
 
-        # Of each token: the largest logit, the sum of exponentials below it, and the logit of its target. Columns that
-        # are all minus infinity, and a rank without columns, add nothing: the lowest finite number stands for these,
-        # since exp(-inf - -inf) would be NaN
-        # Exponentials are kept for the gradient where that is cheap: in its own memory if it is float32, on a CPU else
+        # Keep exponentials for the gradient if that is cheap: in the memory of a float32 gradient, or on a CPU.
         needs_gradient = ctx.needs_input_grad[0]
         gradient_Nv = torch.empty_like(logits_Nv) if needs_gradient else None
         exponentials_Nv = None
@@ -60,6 +61,9 @@ class SplitCrossEntropySum(torch.autograd.Function):
             exponentials_Nv = gradient_Nv
         elif needs_gradient and logits_Nv.device.type == "cpu" and logits_Nv.numel() <= MOST_KEPT_NUMEL:
             exponentials_Nv = torch.empty_like(logits_Nv, dtype=torch.float32)
+
+        # Compute each token's largest logit, sum of exponentials relative to it, and target logit. If all columns are
+        # minus infinity, or the rank has no columns, use the lowest finite number: exp(-inf - -inf) would be NaN.
         own_3N = torch.zeros(3, num_tokens, dtype=torch.float32, device=logits_Nv.device)
         lowest = torch.finfo(torch.float32).min
         own_3N[0] = lowest
@@ -71,18 +75,19 @@ class SplitCrossEntropySum(torch.autograd.Function):
             own_3N[1, part] = torch.sub(logits_nv, largest_n1, out=above).exp_().sum(dim=-1)
             own_3N[2, part] = torch.where(here_N[part], logits_nv.gather(1, index_N1[part]).squeeze(1), 0.0)
 
-        # The one collective. All ranks of the split enter it, also one that has no column
+        # The only collective. All ranks of the split call it, including ranks without columns.
         largest_RN, sums_RN, target_RN = vocabulary.gather(own_3N).unbind(1)
         largest_N = largest_RN.amax(0)
         total_N = (sums_RN * (largest_RN - largest_N).exp_()).sum(0)
-        # The target is the logit of one rank, and zero on the others
+        # Only one rank has the logit of the target. It is zero on the others.
         losses_N = (total_N.log() - (target_RN.sum(0) - largest_N)) * kept_N
         loss = losses_N.sum(dtype=torch.float64)
 
-        # softmax - one_hot(target) for this rank's columns, which needs nothing more of the others
+        # Compute the gradient, softmax - one_hot(target), for this rank's columns. It needs no communication.
         if gradient_Nv is not None:
             scale_N1 = (kept_N / total_N).mul_(weight).unsqueeze(1)
-            if exponentials_Nv is not None:  # they are of this rank's largest logit
+            # Kept exponentials are relative to this rank's largest logit.
+            if exponentials_Nv is not None:
                 scale_N1 *= (own_3N[0] - largest_N).exp_().unsqueeze(1)
             for part in chunks if columns else ():
                 if exponentials_Nv is not None:

@@ -19,7 +19,7 @@ _FIRST = -0x40A7B892E31B1A47
 _SECOND = -0x6B2FB644ECCEEE15
 
 LEVELS = 1 << 16
-"""Number of different random numbers: 16 bits, the difference between float32 and bfloat16."""
+"""Number of different random numbers: 16 bits, the bits of float32 that bfloat16 lacks."""
 
 
 def key_of(seed: int, name: str) -> int:
@@ -60,9 +60,8 @@ def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Ten
 
 def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
     """Round finite float32 numbers to one of the two nearest bfloat16 values. Exact values do not change."""
-    # A bfloat16 lacks the lower 16 bits of a float32. Add a random number from 0 to 65,535 to these bits.
-    # The probability of a carry into the upper bits is proportional to their value. Then clear the lower
-    # bits.
+    # A bfloat16 lacks the lower 16 bits of a float32. Add a random number from 0 to 65,535 to these bits. The
+    # probability of a carry into the upper bits is proportional to their value. Then clear the lower bits.
     bits = x.view(torch.int32) + chance.to(torch.int32)
     up_or_down = (bits & -LEVELS).view(torch.float32)
     return torch.where(torch.isfinite(x), up_or_down, x).to(torch.bfloat16)

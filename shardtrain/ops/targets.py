@@ -1,7 +1,7 @@
-"""What a target may be besides a token, and a document number besides a count; data are prepared without torch."""
+"""Special values of targets and document numbers. Separate because data preparation does not import torch."""
 
 IGNORE = -100
-"""Target of a token that carries no loss (PyTorch's and Hugging Face's convention)."""
+"""Target of a token without loss (PyTorch's and Hugging Face's convention)."""
 
 FILLER_DOCUMENT = 2**31 - 1
-"""Number, among the documents of a row, of what follows the last one: no token of any text."""
+"""Document number of the padding after the last document of a row."""

@@ -1,4 +1,4 @@
-"""Parameters that two modules share. Some PyTorch calls silently untie them; these functions tie them again."""
+"""Tied parameters: parameters shared by several modules. Some PyTorch functions untie them; these tie them again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Groups of names under which one and the same parameter is found, e.g. [["embed.weight", "head.weight"]]."""
+    """Return the groups of names of the same parameter, such as [["embed.weight", "head.weight"]]."""
     names_by_tensor: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_tensor.setdefault(id(parameter), []).append(name)
@@ -15,7 +15,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module, groups: list[list[str]]) -> None:
-    """Make the later names of each group the parameter of the first, where they no longer are."""
+    """Register the parameter of the first name in each group under the group's other names."""
     for first, *others in groups:
         parameter = model.get_parameter(first)
         for name in others:
@@ -25,7 +25,7 @@ def tie(model: nn.Module, groups: list[list[str]]) -> None:
 
 
 def to_empty(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Allocate the memory of a model on the meta device. ``nn.Module.to_empty`` alone would untie its parameters."""
+    """Allocate memory for a model on the meta device, and keep its ties, which ``nn.Module.to_empty`` removes."""
     ties = tied_names(model)
     model.to_empty(device=device)
     tie(model, ties)

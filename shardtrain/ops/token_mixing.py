@@ -1,8 +1,7 @@
-"""Find operations that mix or count tokens outside of the attention core. On a part of a sequence
-they are wrong.
+"""Find operations outside of the attention core that mix or count tokens. They are wrong on a part of a sequence.
 
-A TorchFunctionMode observes a forward pass on the meta device. The number of tokens divides no
-dimension of a weight, so a dimension of that size is the dimension of tokens.
+A TorchFunctionMode observes a forward pass on the meta device. The number of tokens divides no dimension of a weight,
+so a dimension of that size is the dimension of tokens.
 """
 
 from __future__ import annotations
@@ -21,47 +20,52 @@ from shardtrain.ops.user_state import trial
 
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37)
 _ALONG = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "softmax", "log_softmax", "flip", "roll", "sort")
-"""Functions that mix along one dimension, their second argument or ``dim``; for roll the third, or
-``dims``.
-"""
+"""Functions that mix elements along a dimension. It is their second argument or ``dim``; for roll, the third or
+``dims``."""
 _ALWAYS = ("conv1d", "scaled_dot_product_attention")
 
 
-def outside_of_cores(whole: nn.Module, layout: Layout) -> Broken | None:
+def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
     """Return the first place where a model mixes or counts tokens outside of its attention cores.
 
     Context parallelism does not support that. Return None if there is none, if the model does not
     run on the meta device, or if no test length is unique.
     """
-    modules = dict(whole.named_modules())
+    modules = dict(model.named_modules())
     cores = {path for path in modules if matches(path, layout.context)}
     kinds = {type(modules[path]) for path in cores}
     for path, module in modules.items():
         if type(module) in kinds and path not in cores:
             name = type(module).__name__
             return Broken(
-                f"has {path}, of the class {name} of its cores, which LAYOUT.context does not name", "name it"
+                f"has {path} of the same class {name} as its cores, which LAYOUT.context does not match", "add it"
             )
-    return _first_mix(whole, layout, cores, "the attention core", "do it in the core")
+    return _first_mix(model, layout, cores, "the attention core", "move it to the core")
 
 
-def outside_of_gathered(whole: nn.Module, layout: Layout) -> Broken | None:
+def outside_of_gathered(model: nn.Module, layout: Layout) -> Broken | None:
     """Return the first place where a model mixes tokens outside of modules with the style "gather".
 
     Only in these modules a tensor-parallel rank has all tokens.
     """
-    gathered = {path for path, _ in whole.named_modules() if style_of(layout, path) == "gather"}
-    return _first_mix(whole, layout, gathered, 'modules with the style "gather"', "do it in one of these")
+    gathered = {path for path, _ in model.named_modules() if style_of(layout, path) == "gather"}
+    return _first_mix(model, layout, gathered, 'modules with the style "gather"', "move it to one of these modules")
 
 
-def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str) -> Broken | None:
-    sizes = {size for parameter in whole.parameters() for size in parameter.shape}
-    length = next((length for length in _LENGTHS if not any(size % length == 0 for size in sizes)), None)
-    if length is None:
+def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str) -> Broken | None:
+    """Run a copy of the model and return the first mix of tokens outside of the ``allowed`` modules.
+
+    ``where`` and ``fix`` are parts of the message. None if no mix occurs, or if it cannot be detected.
+    """
+    # Choose a number of tokens that divides no size of a weight.
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    lengths = [length for length in _LENGTHS if all(size % length for size in sizes)]
+    if not lengths:
         return None
+    length = lengths[0]
 
-    # In a copy of the model, replace cores and experts by no-ops, and record the module that is running
-    model = copy.deepcopy(whole)
+    # In a copy of the model, replace cores and experts by no-ops, and record the running module.
+    model = copy.deepcopy(model)
     watch = _Watch(length, allowed, where, fix)
 
     def enter(path: str) -> None:
@@ -74,7 +78,7 @@ def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, 
         if layout.context and matches(path, layout.context):
             module.forward = lambda q, *_, **__: torch.empty_like(q)  # type: ignore[method-assign]
         elif layout.expert and matches(path, layout.expert):
-            # The shapes of experts depend on values. They do not mix tokens
+            # The shapes in experts depend on values. Experts do not mix tokens.
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
         module.register_forward_pre_hook(lambda *_, path=path: enter(path))
         module.register_forward_hook(leave, always_call=True)
@@ -84,14 +88,18 @@ def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, 
     try:
         with trial(model), torch.no_grad(), torch.device("meta"), watch:
             model(row_1T, row_1T)
-    except Exception:  # a forward that requires values fails here; its errors are reported when it runs with values
+    except Exception:
+        # A forward pass that needs values fails here. Its errors are reported when it runs with values.
         pass
     return watch.found
 
 
 class _Watch(TorchFunctionMode):
-    """Record in ``found`` the first violation outside of the ``allowed`` modules. ``stack`` has the
-    running modules.
+    """Function mode that records the first violation outside of the ``allowed`` modules.
+
+    Attributes:
+        found: The violation.
+        stack: Paths of the running modules, innermost last.
     """
 
     def __init__(self, length: int, allowed: set[str], where: str, fix: str) -> None:
@@ -114,35 +122,35 @@ class _Watch(TorchFunctionMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         place = f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
 
-        # A new tensor with the length of the sequence counts tokens. With tensor parallelism the
-        # model's own forward has all tokens, and may count them
+        # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's own forward
+        # has all tokens and may count them.
         may_count = "core" not in self._where and len(self.stack) <= 1
         is_counted = not inputs and any(self._length in x.shape for x in outputs)
         if is_counted and not may_count:
-            rule = f"counts the tokens that it is given, by {name} {place}: a rank has a part of them"
-            self.found = Broken(rule, "take positions from the argument of forward")
+            rule = f"counts its tokens with {name} {place}, but a rank only has a part of them"
+            self.found = Broken(rule, "use the positions that forward receives")
 
         token_inputs = [x for x in inputs if x.is_floating_point() and self._length in x.shape]
         if token_inputs and outputs and self._mixes(name, token_inputs[0], args, kwargs, outputs):
-            rule = f"mixes tokens outside of {self._where}, by {name} {place}: a rank has a part of them"
+            rule = f"mixes tokens outside of {self._where} with {name} {place}, but a rank only has a part of them"
             self.found = Broken(rule, self._fix)
 
     def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], outputs: list[Tensor]) -> bool:
         """True if a function of ``x`` mixes its tokens, judged by its name and the shapes of its outputs."""
         if name in _ALWAYS:
             return True
-        # new_zeros and others only use dtype and device of x
+        # new_zeros and similar functions only use the dtype and device of x.
         if name.startswith("new_"):
             return False
         if name == "pad":
-            # Pairs of sizes, from the last dimension on
+            # Pairs of sizes, starting with the last dimension.
             pads = list(args[1] if len(args) > 1 else kwargs.get("pad", ()))
             return any(pad and x.shape[-1 - i // 2] == self._length for i, pad in enumerate(pads))
         if name in _ALONG:
             return any(x.shape[dim] == self._length for dim in _dims_of(name, args, kwargs))
 
-        # An output without tokens has summed or dropped them. Two dimensions of tokens are a
-        # product of tokens
+        # An output without a dimension of tokens has summed or dropped them. Two such dimensions are a product of
+        # tokens.
         for y in outputs:
             if not y.is_floating_point():
                 continue

@@ -151,7 +151,7 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
     counts = [0, 3, 250, 62, 61, 1000, 3, 17]
     expert_SK = choice_of(counts, 4)
     for by_size in (False, True):
-        places = expert_mix.Places(expert_SK, EXPERTS, roomy=True, by_size=by_size)
+        places = expert_mix.Places(expert_SK, EXPERTS, is_padded=True, by_size=by_size)
         sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
         order = places.order_E if by_size else torch.arange(EXPERTS)
         # Each size covers the rows of its expert. It is a multiple of a power of two of at most an eighth of the mean:
@@ -177,12 +177,12 @@ def test_batches_have_the_lowest_cost() -> None:
     counts = [0, 3, 3, 17, 61, 62, 70, 250, 1000]
 
     def cost(split: list[tuple[int, int]]) -> int:
-        return sum(experts * size + expert_mix._CALL for experts, size in split)
+        return sum(experts * size + expert_mix._CALL_ROWS for experts, size in split)
 
     def ways(remaining: list[int]) -> list[list[tuple[int, int]]]:
         if not remaining:
             return [[]]
-        allowed = [n for n in expert_mix._TOGETHER if n <= len(remaining)]
+        allowed = [n for n in expert_mix._BATCH_SIZES if n <= len(remaining)]
         return [[(n, remaining[n - 1]), *others] for n in allowed for others in ways(remaining[n:])]
 
     split = expert_mix.batches(counts, 0)
@@ -222,7 +222,7 @@ def test_fused_experts_are_as_accurate_in_16_bits(sizes: tuple[int, int], dtype:
 @pytest.mark.parametrize("by_size", [False, True])
 def test_frozen_weight_has_no_gradient_and_others_are_unchanged(by_size: bool) -> None:
     expert_SK = choice_of([7, 0, 3, 3, 3, 0, 1, 15], 4)
-    places = expert_mix.Places(expert_SK, EXPERTS, roomy=False, by_size=by_size)
+    places = expert_mix.Places(expert_SK, EXPERTS, is_padded=False, by_size=by_size)
     generator = torch.Generator().manual_seed(7)
     shapes = ((8, DIM), (8, 4), (EXPERTS, FFN, DIM), (EXPERTS, DIM, FFN), (EXPERTS, FFN, DIM))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]

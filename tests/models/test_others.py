@@ -62,8 +62,8 @@ MIXTURES = ("granite_moe", "mla_moe")
 
 # Sizes that replace those of a file. Dropout masks depend on the mesh and have separate tests.
 OVERRIDES: dict[str, dict[str, Any]] = {"dropout": {"dropout": 0.0}}
-WHOLE_CORE = "is given more than queries, keys, values and documents_BT"
-OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot share"
+WHOLE_CORE = "receives other arguments than queries, keys, values and documents_BT"
+OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot divide"
 # file -> part of the name of a mesh -> reason for the rejection
 REFUSED: dict[str, dict[str, str]] = {
     **{name: {"pp": "needs a forward that is a chain"} for name in NO_CHAIN},

@@ -89,21 +89,21 @@ KEPT: dict[str, tuple[nn.Module, CoreCall]] = {
     "sinks and a soft cap": (SinkAttentionCore(0, 0.3, 4.0), GIVEN),
 }
 BROKEN: dict[str, tuple[nn.Module, CoreCall, str]] = {
-    "scale": (User(0.2), GIVEN, "scales q k by 0.2, and not by 0.3536"),
-    "other scale": (User(0.2, scale=0.3), GIVEN, "scales q k by 0.2, and not by 0.3"),
-    "soft cap": (User(cap=50.0), GIVEN, "bounds its scores"),
+    "scale": (User(0.2), GIVEN, "scales q k by 0.2 instead of 0.3536"),
+    "other scale": (User(0.2, scale=0.3), GIVEN, "scales q k by 0.2 instead of 0.3"),
+    "soft cap": (User(cap=50.0), GIVEN, "limits its scores"),
     "slopes": (User(slopes=True), GIVEN, "alibi_slopes is not set"),
     "too few slopes": (User(slopes=True, alibi_slopes=SLOPES[:2]), GIVEN, "has 2 alibi_slopes for 4 query heads"),
-    "short window": (User(sees=5), GIVEN, "lets a token see 5 tokens, but its attribute window is 0"),
-    "long window": (User(sees=40), GIVEN, "lets a token see 40 tokens"),
-    "later tokens": (User(causal=False), GIVEN, "lets tokens see later ones"),
-    "dropout": (User(drop=0.1), GIVEN, "other values each time, as with dropout"),
+    "short window": (User(sees=5), GIVEN, "lets a token attend to 5 tokens, but its attribute window is 0"),
+    "long window": (User(sees=40), GIVEN, "lets a token attend to 40 tokens"),
+    "later tokens": (User(causal=False), GIVEN, "lets tokens attend to later tokens"),
+    "dropout": (User(drop=0.1), GIVEN, "different values in each call, as with dropout"),
     "sink": (User(sink=True), GIVEN, "weights that do not sum to one, as with an attention sink"),
-    "chunks": (Chunked(), GIVEN, "only its chunk of 5 tokens, but its attribute chunk is 0"),
-    "documents": (User(documents=False), GIVEN, "lets documents see each other"),
+    "chunks": (Chunked(), GIVEN, "attend to its chunk of 5 tokens, but its attribute chunk is 0"),
+    "documents": (User(documents=False), GIVEN, "lets tokens attend to other documents"),
     "another shape": (Flat(), GIVEN, r"returns (B, T, N H) for queries (B, T, N, H)"),
-    "weights": (Weighted(), GIVEN, "holds parameters"),
-    "heads first": (User(), HEADS_FIRST, "is given (B, N, T, H), heads before tokens"),
+    "weights": (Weighted(), GIVEN, "contains parameters"),
+    "heads first": (User(), HEADS_FIRST, "receives (B, N, T, H), with heads before tokens"),
     "a mask": (User(), CoreCall(GIVEN.shapes, 0, False, True), "such as a mask or a bias"),
     "more": (User(), CoreCall(GIVEN.shapes, 1, True, False), "such as a mask or a bias"),
     "widths": (User(), CoreCall((*GIVEN.shapes[:2], (1, T, K, 6)), 0, True, False), "different widths [8, 8, 6]"),
@@ -134,7 +134,7 @@ class NanForSomeHeads(AttentionCore):
 
 def test_core_that_returns_nan_for_some_heads_cannot_be_split() -> None:
     broken = attention_core.broken_when_heads_are_dealt(NanForSomeHeads(), GIVEN)
-    assert broken is not None and "other values for some of its heads" in broken.rule
+    assert broken is not None and "different values for half of its heads" in broken.rule
 
 
 def test_window_longer_than_the_rows_is_accepted() -> None:
@@ -148,12 +148,12 @@ def test_heads_that_differ_by_more_than_their_slopes_cannot_be_split() -> None:
             return super().forward(q, k, v, documents_BT)
 
     broken = attention_core.broken_when_heads_are_dealt(FromCount(slopes=True), GIVEN)
-    assert broken is not None and "other values for some of its heads" in broken.rule
+    assert broken is not None and "different values for half of its heads" in broken.rule
     fixed = attention_core.broken_when_heads_are_dealt(User(slopes=True), GIVEN)
-    assert fixed is not None and "cannot be given half of its heads" in fixed.rule
+    assert fixed is not None and "fails with half of its heads" in fixed.rule
 
 
 def test_indivisible_key_heads_are_detected_by_shapes() -> None:
     broken = attention_core.broken_number_of_heads(User(), GIVEN, 4)
-    assert broken is not None and "2 key-value heads, which 4 ranks cannot share" in broken.rule
+    assert broken is not None and "2 key-value heads, which 4 ranks cannot divide" in broken.rule
     assert attention_core.broken_number_of_heads(User(), GIVEN, 2) is None

@@ -92,7 +92,7 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
         speeds = kernel_speed.remembered_or_measured()
     assert speeds.blocked_attention == chosen_kernels.FAILED and not speeds.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
-        f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); PyTorch's own is used"
+        f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); using PyTorch's kernel"
         for name in ("bfloat16", "float32 with narrow heads", "float32 with wide heads")
     ]
     again = kernel_speed.remembered_or_measured()

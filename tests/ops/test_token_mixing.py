@@ -24,23 +24,23 @@ FAULTS: dict[str, tuple[str, str, str | None, str | None]] = {
     "a constant of its type": (
         EMBEDDED, EMBEDDED + "        x = x + x.new_ones(x.size(0), 1, 1)\n", None, None,
     ),
-    "counted": (EMBEDDED, ARANGE + EMBEDDED, "counts the tokens that it is given, by arange in the model's", None),
+    "counted": (EMBEDDED, ARANGE + EMBEDDED, "counts its tokens with arange in the model's", None),
     "a shift in a gathered module": (
-        IN_FFN, IN_FFN.replace("up(x)", "up(x + F.pad(x, (0, 0, 1, -1)))"), "by pad in blocks.0.ffn", None,
+        IN_FFN, IN_FFN.replace("up(x)", "up(x + F.pad(x, (0, 0, 1, -1)))"), "with pad in blocks.0.ffn", None,
     ),
     "a shift on the residual stream": (
-        IN_BLOCK, "        x = x + x.roll(1, dims=1)\n" + IN_BLOCK, "by roll in blocks.0:", "by roll in blocks.0:",
+        IN_BLOCK, "        x = x + x.roll(1, dims=1)\n" + IN_BLOCK, "with roll in blocks.0,", "with roll in blocks.0,",
     ),
     "the mean of all tokens": (
         IN_BLOCK, "        x = x + x.mean(1, keepdim=True)\n" + IN_BLOCK,
-        "by mean in blocks.0:", "by mean in blocks.0:",
+        "with mean in blocks.0,", "with mean in blocks.0,",
     ),
     "attention outside the core": (
         IN_BLOCK, "        x = x + F.scaled_dot_product_attention(x, x, x)\n" + IN_BLOCK,
-        "by scaled_dot_product_attention in blocks.0:", "by scaled_dot_product_attention in blocks.0:",
+        "with scaled_dot_product_attention in blocks.0,", "with scaled_dot_product_attention in blocks.0,",
     ),
     "a running sum": (
-        IN_FFN, "x = x.cumsum(1)\n        " + IN_FFN, "by cumsum in blocks.0.ffn", None,
+        IN_FFN, "x = x.cumsum(1)\n        " + IN_FFN, "with cumsum in blocks.0.ffn", None,
     ),
     "a sum over features": (IN_FFN, "x = x.cumsum(-1) + x.mean(-1, keepdim=True)\n        " + IN_FFN, None, None),
 }  # fmt: skip
@@ -70,7 +70,7 @@ def test_second_core_missing_in_the_layout_is_found() -> None:
     attention = model.get_submodule("layers.0.attn")
     attention.second = type(attention.core)()
     broken = token_mixing.outside_of_cores(model, layout)
-    assert broken is not None and broken.rule.startswith("has layers.0.attn.second, of the class AttentionCore")
+    assert broken is not None and broken.rule.startswith("has layers.0.attn.second of the same class AttentionCore")
 
 
 FAMILIES = ["llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]

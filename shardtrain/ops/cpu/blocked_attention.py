@@ -1,18 +1,17 @@
-"""Attention on a CPU by matrix products of a block of queries at a time, forward and backward.
+"""Attention on a CPU by matrix products of blocks of queries, forward and backward.
 
-PyTorch's flash kernel for CPUs multiplies small tiles one by one. ``torch.bmm`` of whole blocks reaches the kernels of
-MKL and oneDNN, which are faster. A block contains all keys of its queries. Like flash attention (Dao et al. 2022), the
-backward pass recomputes the weights from the log-sum-exp, so memory grows with the sequence and not with its square.
+PyTorch's flash kernel for CPUs multiplies small tiles. ``torch.bmm`` of larger blocks uses the faster kernels of MKL
+and oneDNN. A block contains all keys of its queries. Like flash attention (Dao et al. 2022), the backward pass
+recomputes the weights from the log-sum-exp, so memory grows with the length of the sequence instead of its square.
 
-Scores, the softmax and the derivatives of scores are float32 for inputs of 16 bits, too: a score rounded to bfloat16
-has an absolute error that grows with the score, and so does the relative error of its weight. Only the products whose
-result is an output or a gradient multiply 16 bits, as in the flash kernel.
+Scores, softmax and derivatives of scores are float32 also for 16-bit inputs. Rounding a score to bfloat16 has an error
+proportional to the score, and this error becomes the relative error of its weight. Only products that return an output
+or a gradient have 16-bit operands, as in the flash kernel.
 
-Scores are in units of log 2, because ``torch.exp2`` takes a third of the time of ``torch.exp`` (on AMD, where the
-latter is MKL's).
+Scores are in units of log 2, because ``torch.exp2`` takes a third of the time of ``torch.exp`` on AMD processors.
 
-Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads of a key-value head, H head;
-of a block: r rows, k key-value heads, P = r k pairs of a row and a key-value head, n queries, X = G n, m keys.
+Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads per key-value head, H head.
+In a block: r rows, k key-value heads, P = r k pairs of row and key-value head, n queries, X = G n, m keys.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from torch import Tensor
 from shardtrain.ops.sliding_window import Band, mask
 
 _QUERIES = {2: 128, 4: 64}
-"""Queries per block, by the bytes of a number. More queries make larger products, but more keys are computed that a
-query must not see."""
+"""Queries per block by bytes per element. More queries make larger products, but compute more masked scores."""
 _SCORES_BYTES = 1 << 20
-"""Size of a block of scores. It is read and written several times while a core's own cache holds it."""
+"""Size of a block of scores. It must fit into the cache of a core, because it is read and written several times."""
 _VECTOR = 32
-"""Numbers: a multiple of what a processor adds at a time."""
+"""Elements: a multiple of the vector length of a processor."""
 
 CAUSAL = Band(-(1 << 62), 0)
+"""Band of a causal mask."""
 
 
 class Piece(NamedTuple):
     """A block of the attention matrix: queries, and keys that they may attend to.
 
     Attributes:
-        batch: rows of the batch.
-        queries, keys: token positions.
-        band: which keys each query sees.
+        batch: Range of rows.
+        queries, keys: Token ranges.
+        band: Visible keys of each query.
     """
 
     batch: slice
@@ -59,13 +58,13 @@ def attend(
 
     Each query must see a key of the ``band``. ``scale`` defaults to 1 / sqrt(H).
     """
-    return attend_in_pieces(q_BlNH, heads_first(k_BsKH, v_BsKH), [_whole(q_BlNH, k_BsKH, band)], scale)
+    return attend_in_pieces(q_BlNH, heads_first(k_BsKH, v_BsKH), [_single_piece(q_BlNH, k_BsKH, band)], scale)
 
 
 def attend_in_pieces(
     q_BlNH: Tensor, keys_values_2BKsH: Tensor, pieces: Iterable[Piece], scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` for keys and values from ``heads_first``, in pieces. Each query must be in exactly one piece."""
+    """Compute ``attend`` in pieces, with keys and values from ``heads_first``. Each query must be in one piece."""
     heads = keys_values_2BKsH.size(2)
     scale = _resolved(scale, q_BlNH)
     out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
@@ -79,16 +78,16 @@ def attend_in_pieces(
             q_PXH = _pairs(q_BKGlH[block.queries]).to(lse_BNl.dtype) * (scale * math.log2(math.e))
             k_PmH = _keys(k_BKmH, block).to(lse_BNl.dtype)
             scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
-            for stretch, hidden_nm in block.hidden:
-                scores_PXm.unflatten(1, (-1, len(hidden_nm)))[..., stretch] += hidden_nm
-            most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
-            weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
+            for key_range, mask_nm in block.masks:
+                scores_PXm.unflatten(1, (-1, len(mask_nm)))[..., key_range] += mask_nm
+            largest_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
+            weights_PXm = scores_PXm.sub_(largest_PX1).exp2_()
             sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
-            # Normalize the weights instead of the output, which would be rounded to 16 bits twice: before and after
+            # Normalize the weights instead of the output. The output would be rounded to 16 bits before and after.
             p_PXm = weights_PXm.div_(sums_PX1).to(q_BlNH.dtype)
             out_rkGnH = out_BKGlH[block.queries]
             out_rkGnH.copy_(torch.bmm(p_PXm, _keys(v_BKmH, block)).view(out_rkGnH.shape))
-            lse_BKGl[block.queries] = sums_PX1.log2_().add_(most_PX1).view(out_rkGnH.shape[:-1])
+            lse_BKGl[block.queries] = sums_PX1.log2_().add_(largest_PX1).view(out_rkGnH.shape[:-1])
     return out_BlNH, lse_BNl
 
 
@@ -106,7 +105,7 @@ def attend_backward(
     ``lse_BNl`` is the second result of ``attend``. Gradients of keys and values are summed over blocks of queries in
     float32.
     """
-    pieces = [_whole(q_BlNH, k_BsKH, band)]
+    pieces = [_single_piece(q_BlNH, k_BsKH, band)]
     inputs = (gradient_BlNH, q_BlNH, heads_first(k_BsKH, v_BsKH), lse_BNl)
     dq_BlNH, dkeys_values_2BKsH = attend_in_pieces_backward(*inputs, pieces, scale)
     dk_BsKH, dv_BsKH = (tokens_first(x_BKsH, q_BlNH.dtype) for x_BKsH in dkeys_values_2BKsH)
@@ -128,7 +127,7 @@ def attend_in_pieces_backward(
     heads = keys_values_2BKsH.size(2)
     scale = _resolved(scale, q_BlNH)
     exact = lse_BNl.dtype
-    # A block holds all keys of its queries, so dq is written once. Several blocks share a key: dk and dv are sums
+    # A block contains all keys of its queries, so dq is written once. Blocks share keys, so dk and dv are sums.
     dq_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     sums_2BKsH = torch.zeros_like(keys_values_2BKsH, dtype=exact)
     for batch, queries, keys, band in pieces:
@@ -136,21 +135,22 @@ def attend_in_pieces_backward(
         gradient_BKGlH = _grouped(gradient_BlNH[batch, queries], heads)
         dq_BKGlH = _grouped(dq_BlNH[batch, queries], heads)
         lse_BKGl = lse_BNl[batch, :, queries].unflatten(1, (heads, -1))
-        of_keys = (*keys_values_2BKsH[:, batch, :, keys], *sums_2BKsH[:, batch, :, keys])
-        for block in _blocks(q_BKGlH, of_keys[0], band, exact):
+        key_tensors = (*keys_values_2BKsH[:, batch, :, keys], *sums_2BKsH[:, batch, :, keys])
+        for block in _blocks(q_BKGlH, key_tensors[0], band, exact):
             q_PXH = _pairs(q_BKGlH[block.queries])
             gradient_PXH = _pairs(gradient_BKGlH[block.queries])
-            k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in of_keys)
-            # Keys by queries, so that only one of the five products reads a matrix across its rows
+            k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in key_tensors)
+            # Compute scores with keys as rows. Then only one of the five products reads a matrix by columns.
             scaled_q_PXH = q_PXH.to(exact) * (scale * math.log2(math.e))
             lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
             scores_PmX = torch.bmm(k_PmH.to(exact), scaled_q_PXH.transpose(1, 2)).sub_(lse_P1X)
-            for stretch, hidden_nm in block.hidden:
-                scores_PmX[:, stretch].unflatten(2, (-1, len(hidden_nm))).add_(hidden_nm.t().contiguous()[:, None])
+            for key_range, mask_nm in block.masks:
+                mask_m1n = mask_nm.t().contiguous()[:, None]
+                scores_PmX[:, key_range].unflatten(2, (-1, len(mask_nm))).add_(mask_m1n)
             p_PmX = scores_PmX.exp2_()
             _add_product(dv_PmH, p_PmX.to(q_PXH.dtype), gradient_PXH)
             # ds = scale p (dp - sum of p dp over keys). Flash kernels compute the sum as gradient times output, which
-            # in 16 bits adds the rounding of the output
+            # includes the rounding error of a 16-bit output.
             scaled_PXH = gradient_PXH.to(exact) * scale
             dp_PmX = torch.bmm(v_PmH.to(exact), scaled_PXH.transpose(1, 2))
             sums_P1X = torch.linalg.vecdot(dp_PmX, p_PmX, dim=1).unsqueeze(1)
@@ -178,7 +178,7 @@ def place_heads_first(k_BsKH: Tensor, v_BsKH: Tensor, out_2BKsH: Tensor) -> None
 def tokens_first(x_BKsH: Tensor, dtype: torch.dtype) -> Tensor:
     """Return gradients of keys or values in the layout before ``heads_first``: (B, s, K, H)."""
     B, K, keys, H = x_BKsH.shape
-    # Always a copy, so that keys and values have separate memory
+    # Always copy, so keys and values have separate memory.
     return x_BKsH.new_empty(B, keys, K, H, dtype=dtype).copy_(x_BKsH.transpose(1, 2))
 
 
@@ -189,18 +189,21 @@ def empty_lse(q_BlNH: Tensor) -> Tensor:
 
 
 class ScoreBlock(NamedTuple):
-    """Rows, key-value heads, queries and keys that are multiplied at once, and the mask of the keys."""
+    """Rows, key-value heads, queries and keys of one matrix product, with masks.
+
+    Attributes:
+        queries: Indexes (B, K, G, l).
+        keys: Indexes (B, K, s).
+        masks: Ranges of the block's keys, with additive masks (n, m).
+    """
 
     queries: tuple[slice, slice, slice, slice]
-    """Indexes (B, K, G, l)."""
     keys: tuple[slice, slice, slice]
-    """Indexes (B, K, s)."""
-    hidden: list[tuple[slice, Tensor]]
-    """Stretches of the block's keys, and what is added to their scores (n, m): minus infinity where hidden."""
+    masks: list[tuple[slice, Tensor]]
 
 
 def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> Iterator[ScoreBlock]:
-    """Yield the blocks of a piece, whose scores have the given dtype."""
+    """Yield the blocks of a piece. ``dtype`` is the dtype of the scores."""
     rows, heads, groups, num_queries, _ = q_BKGlH.shape
     num_keys = k_BKsH.size(2)
     queries_at_once = _QUERIES[min(q_BKGlH.element_size(), 4)]
@@ -210,20 +213,24 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> 
         high = min(num_keys, band.last + stop)
         queries = slice(start, stop)
         keys = slice(low, high)
-        # Keys that all queries of the block see need no mask. They are a stretch in the middle, from the first key that
-        # the last query sees to the last that the first one does. A window hides keys before it, causality those after.
-        # Whole vectors of a processor are masked faster, so the stretch begins and ends with one
+
+        # Keys that are visible to all queries of the block need no mask. They are in the middle, from the first key of
+        # the last query to the last key of the first query. Round both ends to the vector length, because complete
+        # vectors are masked faster.
         open_low = low + _round_up(max(0, band.first + stop - 1 - low))
         open_high = low + _round_down(max(0, band.last + start + 1 - low))
-        masked = [(low, min(open_low, high)), (open_high, high)] if open_low <= open_high else [(low, high)]
-        hidden = []
-        for begin, end in masked:
+        masked_ranges = [(low, high)]
+        if open_low <= open_high:
+            masked_ranges = [(low, min(open_low, high)), (open_high, high)]
+        masks = []
+        for begin, end in masked_ranges:
             if begin < end:
                 shifted = Band(band.first + start - begin, band.last + start - begin)
-                hidden_nm = mask(stop - start, end - begin, shifted, q_BKGlH).to(dtype)
-                hidden.append((slice(begin - low, end - low), hidden_nm))
-        # As many pairs of row and head at once as have scores that the cache holds, but at least one: entire rows, or
-        # heads of one row
+                mask_nm = mask(stop - start, end - begin, shifted, q_BKGlH).to(dtype)
+                masks.append((slice(begin - low, end - low), mask_nm))
+
+        # Multiply as many pairs of row and head together as have scores that fit into the cache, but at least one.
+        # They are entire rows, or heads of one row.
         scores_bytes = groups * (stop - start) * (high - low) * dtype.itemsize
         at_once = max(1, _SCORES_BYTES // scores_bytes)
         rows_at_once = max(1, at_once // heads)
@@ -231,7 +238,7 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> 
         for row in range(0, rows, rows_at_once):
             for head in range(0, heads, heads_at_once):
                 pairs = (slice(row, row + rows_at_once), slice(head, head + heads_at_once))
-                yield ScoreBlock((*pairs, slice(None), queries), (*pairs, keys), hidden)
+                yield ScoreBlock((*pairs, slice(None), queries), (*pairs, keys), masks)
 
 
 def _add_product(sum_Pab: Tensor, left_Pac: Tensor, right_Pcb: Tensor) -> None:
@@ -243,10 +250,11 @@ def _add_product(sum_Pab: Tensor, left_Pac: Tensor, right_Pcb: Tensor) -> None:
 
 
 def _resolved(scale: float | None, q_BlNH: Tensor) -> float:
+    """Return the scale, by default 1 / sqrt(H)."""
     return float(q_BlNH.size(-1) ** -0.5) if scale is None else scale
 
 
-def _whole(q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> Piece:
+def _single_piece(q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> Piece:
     return Piece(slice(None), slice(0, q_BlNH.size(1)), slice(0, k_BsKH.size(1)), band)
 
 
@@ -256,11 +264,12 @@ def _grouped(x_BlNH: Tensor, heads: int) -> Tensor:
 
 
 def _pairs(x_rkGnH: Tensor) -> Tensor:
+    """Return queries of a block by pairs of row and key-value head: (P, X, H)."""
     return x_rkGnH.flatten(2, 3).flatten(0, 1)
 
 
 def _keys(x_BKsH: Tensor, block: ScoreBlock) -> Tensor:
-    """Return a view (P, m, H) of a block's keys: entire rows, or heads of one row, are equally far apart."""
+    """Return a view (P, m, H) of a block's keys. It exists because pairs are entire rows, or heads of one row."""
     x_rkmH = x_BKsH[block.keys]
     return x_rkmH.view(-1, *x_rkmH.shape[2:])
 

@@ -1,4 +1,4 @@
-"""Attention within packed documents by blocks of matrix products, as one operation with its own backward pass.
+"""Attention within packed documents by blocks of matrix products, as a custom operation with its own backward pass.
 
 Shape suffixes: B batch, T tokens, N heads, K key-value heads, H head.
 """
@@ -18,16 +18,19 @@ from shardtrain.ops.sliding_window import Band
 def attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> Tensor:
-    """Return what ``document_mask.attention`` returns, by blocks; without sinks."""
+    """Compute ``document_mask.attention`` by blocks. Sinks are not supported."""
     return operation(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
 
 
 def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[blocked_attention.Piece]:
-    """Yield each document of each row, or all rows at once without documents."""
+    """Yield a piece for each document of each row. Without documents, yield one piece for all rows."""
     tokens = slice(0, q_BTNH.size(1))
     band = Band(1 - window, 0) if window else blocked_attention.CAUSAL
-    rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
-    return (blocked_attention.Piece(row, document, document, band) for row, document, _ in rows)
+    documents = [Shared(slice(None), tokens, tokens)]
+    if documents_BT is not None:
+        documents = shared(documents_BT, documents_BT)
+    for row, document, _ in documents:
+        yield blocked_attention.Piece(row, document, document, band)
 
 
 def _forward(

@@ -1,11 +1,13 @@
-"""How fast the kernels of ``chosen_kernels.py`` are on this machine: measured once, and remembered.
+"""Measurement of the kernels in ``chosen_kernels.py`` on this machine. Results are cached.
 
-MKL and oneDNN multiply float32 at 95 and 105 GFLOP/s on one core of AMD's Zen 4, and at 90 and 200 on one of Zen 5. A
-machine that has measured keeps its choice, so that a run that is continued has the bits of one that never stopped.
+The fastest kernel depends on the processor: on one core of AMD's Zen 4, MKL and oneDNN multiply float32 at 95 and 105
+GFLOP/s, and on Zen 5 at 90 and 200. The cache makes a machine use the same kernels again, so a resumed run is bitwise
+equal to an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,16 +29,16 @@ from shardtrain.utils import atomic_io, user_cache
 from shardtrain.utils.log import logger
 
 _CLEAR = 1.25
-"""A kernel that is this many times faster or slower after two rounds is not measured further."""
+"""Measurement of a kernel ends after two rounds if it is faster or slower than PyTorch's by this factor."""
 _ENOUGH_SECONDS = 0.06
-"""Time for which other kernels are measured, so that the result is also useful if other processes are active."""
+"""Duration of other measurements. It is long enough for a useful result while other processes are active."""
 _MOST_ROUNDS = 100
 _PRESSURE = "/proc/pressure/memory"
 _MOST_PERCENT = 1.0
-"""Limit for the share of the last ten seconds in which some process of the machine waited for memory."""
+"""Limit in percent for the time that any process waited for memory during the last ten seconds."""
 _SHORT_OF_MEMORY = "short_of_memory"
 _KERNELS_OF = "November 2026"
-"""When a kernel last became faster or slower. Change it, so that machines measure again."""
+"""Part of the cache key. Change it when the speed of a kernel changes, to make all machines measure again."""
 _KEPT_SECONDS = 3600
 """Lifetime of measurements that were taken under memory pressure."""
 
@@ -52,38 +54,38 @@ def remembered_or_measured() -> Kernels:
     if kernels is not None:
         return kernels
     kernels = measure()
-    path = _cache_file(threads)
-    try:
-        content = asdict(kernels) | ({_SHORT_OF_MEMORY: True} if _is_short_of_memory() else {})
-        atomic_io.write(path, json.dumps(content), create_folder=True)
-    except OSError:  # a home that cannot be written costs each start the measurement
-        pass
+    content: dict[str, float | bool] = asdict(kernels)
+    if _is_short_of_memory():
+        content[_SHORT_OF_MEMORY] = True
+    # Without a writable cache folder, each start measures again.
+    with contextlib.suppress(OSError):
+        atomic_io.write(_cache_file(threads), json.dumps(content), create_folder=True)
     return kernels
 
 
 def remembered(threads: int) -> Kernels | None:
     """Return the cached measurements of this machine for a number of threads, or None."""
-    # A file of another version, or one that was cut short, is not an error: the machine is measured again
+    # A truncated file, or one of another version, is not an error: measure again.
     try:
         with _cache_file(threads).open("rb") as file:
-            found = json.loads(file.read(4096))
+            content = json.loads(file.read(4096))
             age_seconds = time.time() - os.fstat(file.fileno()).st_mtime
-        if found.pop(_SHORT_OF_MEMORY, False) and age_seconds > _KEPT_SECONDS:
+        if content.pop(_SHORT_OF_MEMORY, False) and age_seconds > _KEPT_SECONDS:
             return None
-        return Kernels(**{name: float(value) for name, value in found.items()})
+        return Kernels(**{name: float(value) for name, value in content.items()})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def measure() -> Kernels:
-    """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 500 ms on one core.
+    """Time each kernel and PyTorch's kernel, forward and backward, on a small layer. Takes about 500 ms on one core.
 
-    Memory has to be kept already as it will be in training (``utils/allocator.py``): clearing the pages of new blocks,
-    of which one of the two may need more, would be measured too.
+    Configure the allocator as for training before the call (``utils/allocator.py``). Otherwise the time to clear the
+    pages of new memory is included, which differs between kernels.
     """
     generator = torch.Generator().manual_seed(0)
 
-    # Linear layers in float32, and the gradients of their weights
+    # Linear layers in float32, and the gradients of their weights.
     linear = weight_gradient = 0.0
     if onednn_linear.is_available():
         x_RI, weight_OI, gradient_RO = (
@@ -100,16 +102,15 @@ def measure() -> Kernels:
             lambda: onednn_linear.product(gradient_RO.t(), x_RI.t()),
         )
 
-    # Attention by blocks, in both types
+    # Attention by blocks, in both dtypes. A result for few rows in float32 would not be representative.
     in_bfloat16 = _attention_speed("attention in bfloat16 by blocks", torch.bfloat16, NARROW_HEAD, 1, generator)
-    # Few rows say little of float32
+
     narrow = _attention_speed(
         "attention in float32 with narrow heads by blocks", torch.float32, NARROW_HEAD, 2, generator
     )
     wide = _attention_speed("attention in float32 with wide heads by blocks", torch.float32, WIDE_HEAD, 1, generator)
 
-    # RMSNorm
-    # as many rows as fill caches: PyTorch's own reads and writes whole tensors, which costs little where they are near
+    # RMSNorm, with more rows than fit into caches. In a cache, PyTorch's passes over entire tensors would be cheap.
     x_RD = torch.randn(4096, 256, generator=generator).requires_grad_()
     norm = _measured(
         "RMSNorm by rows",
@@ -117,7 +118,7 @@ def measure() -> Kernels:
         partial(_forward_backward, rms_norm.RowwiseRMSNorm(256, eps=1e-5), x_RD),
     )
 
-    # Packed weights, which generation uses
+    # Packed weights, for generation.
     packed = {
         torch.bfloat16: _packed_speed(torch.bfloat16, generator),
         torch.float32: _packed_speed(torch.float32, generator),
@@ -134,27 +135,32 @@ def measure() -> Kernels:
     )
 
 
-def _attention_speed(words: str, dtype: torch.dtype, width: int, times: int, generator: torch.Generator) -> float:
+def _attention_speed(name: str, dtype: torch.dtype, width: int, times: int, generator: torch.Generator) -> float:
+    """Return the speedup of attention by blocks over the flash kernel. ``times`` multiplies rows and heads."""
+    # Shapes are (B, T, heads, H), with two query heads per key-value head.
     q, k, v, gradient = (
         torch.randn(times, 512, times * heads, width, generator=generator).to(dtype) for heads in (4, 2, 2, 4)
-    )  # (B, T, heads, H), grouped
-    return _measured(words, partial(_flash, q, k, v, gradient), partial(_in_blocks, q, k, v, gradient))
+    )
+    return _measured(name, partial(_flash, q, k, v, gradient), partial(_in_blocks, q, k, v, gradient))
 
 
 def _packed_speed(dtype: torch.dtype, generator: torch.Generator) -> float:
+    """Return the speedup of a packed weight over PyTorch's linear layer."""
     if not packed_linear.is_available(dtype):
         return 0.0
     x_RI = torch.randn(4, 1024, generator=generator).to(dtype)
     weight_OI = torch.randn(1024, 1024, generator=generator).to(dtype)
-    packed: list[Tensor] = []  # the first round packs, so that what it raises is caught
+
+    # Pack in the first round, so _measured catches errors of packing too.
+    packed: list[Tensor] = []
 
     def ours() -> Tensor:
         if not packed:
             packed.append(packed_linear.pack(weight_OI))
         return packed_linear.product(x_RI, packed[0])
 
-    words = f"packed weights in {str(dtype).removeprefix('torch.')}"
-    return _measured(words, lambda: F.linear(x_RI, weight_OI), ours)
+    name = f"packed weights in {str(dtype).removeprefix('torch.')}"
+    return _measured(name, lambda: F.linear(x_RI, weight_OI), ours)
 
 
 def _forward_backward(module: torch.nn.Module, x_RD: Tensor) -> None:
@@ -172,48 +178,51 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
     blocked_attention.attend_backward(gradient, q, k, v, lse)
 
 
-def _measured(words: str, pytorch: Callable[[], object], ours: Callable[[], object]) -> float:
-    """``_times_as_fast``, or FAILED with a warning: a build of PyTorch or a processor may lack what a kernel calls."""
+def _measured(name: str, pytorch: Callable[[], object], ours: Callable[[], object]) -> float:
+    """Return the speedup. Log a warning and return FAILED if PyTorch or the processor lacks an operation."""
     try:
         return _times_as_fast(pytorch, ours)
     except (RuntimeError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines() or [""]
         logger.warning(
-            f"CPU kernels: {words} failed ({type(error).__name__}: {reason[0][:200]}); PyTorch's own is used"
+            f"CPU kernels: {name} failed ({type(error).__name__}: {reason[0][:200]}); using PyTorch's kernel"
         )
         return FAILED
 
 
 def _times_as_fast(pytorch: Callable[[], object], ours: Callable[[], object]) -> float:
-    """How many times as fast ``ours`` is, by the best of a few rounds in turns: a busy machine slows both."""
-    # On one thread CPU time, since other processes may take the core away within a round. Several threads wait for each
-    # other, which CPU time does not show
+    """Return the speedup of ``ours``, from the shortest times of alternating rounds. A busy machine slows both."""
+    # With one thread, measure CPU time, because other processes may use the core during a round. With several threads,
+    # measure wall time, because CPU time does not include their waiting for each other.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    seconds = [float("inf"), float("inf")]
-    spent = 0.0
+    shortest_seconds = [float("inf"), float("inf")]
+    total_seconds = 0.0
     with torch.no_grad():
-        for number in range(_MOST_ROUNDS):
-            for place, function in enumerate((pytorch, ours)):
-                began = clock()
+        for round_number in range(_MOST_ROUNDS):
+            for index, function in enumerate((pytorch, ours)):
+                start = clock()
                 function()
-                passed = clock() - began
-                if number:  # the first warms up
-                    seconds[place] = min(seconds[place], passed)
-                    spent += passed
-            is_clear = number >= 2 and not 1 / _CLEAR < seconds[0] / seconds[1] < _CLEAR
-            if is_clear or (number >= 3 and spent > _ENOUGH_SECONDS):
+                seconds = clock() - start
+                # The first round is a warm-up.
+                if round_number > 0:
+                    shortest_seconds[index] = min(shortest_seconds[index], seconds)
+                    total_seconds += seconds
+            ratio = shortest_seconds[0] / shortest_seconds[1]
+            is_clear = round_number >= 2 and not 1 / _CLEAR < ratio < _CLEAR
+            if is_clear or (round_number >= 3 and total_seconds > _ENOUGH_SECONDS):
                 break
-    return seconds[0] / seconds[1]
+    return shortest_seconds[0] / shortest_seconds[1]
 
 
 def _is_short_of_memory() -> bool:
-    """Whether processes of this machine have waited for memory for a part of the last ten seconds."""
+    """True if processes of this machine waited for memory during the last ten seconds."""
     try:
         with open(_PRESSURE) as file:
-            share = re.search(r"some avg10=([0-9.]+)", file.read(256))
-    except OSError:  # a kernel that does not count it
+            percent = re.search(r"some avg10=([0-9.]+)", file.read(256))
+    except OSError:
+        # This kernel of the operating system does not measure memory pressure.
         return False
-    return share is not None and float(share[1]) > _MOST_PERCENT
+    return percent is not None and float(percent[1]) > _MOST_PERCENT
 
 
 def _cache_file(threads: int) -> Path:

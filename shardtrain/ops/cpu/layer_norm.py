@@ -1,10 +1,10 @@
-"""LayerNorm on a CPU in 16 bits, with gradients of weight and bias that are added up in float32.
+"""LayerNorm on a CPU in 16 bits, with gradients of weight and bias summed in float32.
 
-PyTorch 2.13 adds them up in the type of the weight, so that they lose what is small beside the sum: over 2,560 rows in
-bfloat16 the gradient of a bias is 13 % off, and over 16,384 rows 80 %. On accelerators it adds in float32, and so does
-a compiler. Computed some rows at a time, as ``rms_norm.py``.
+PyTorch 2.13 sums these gradients in the dtype of the weight, which loses small terms. In bfloat16, the gradient of a
+bias has an error of 13 % over 2,560 rows, and of 80 % over 16,384 rows. PyTorch sums in float32 on accelerators and in
+compiled code. Like ``rms_norm.py``, this module processes chunks of rows.
 
-Shape suffixes: R rows, r rows at a time, D features of a row.
+Shape suffixes: R rows, r rows per chunk, D features.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from shardtrain.ops.cpu.rms_norm import chunks
 
 
 class Float32SumLayerNorm(nn.LayerNorm):
-    """LayerNorm (Ba et al. 2016) over the last dimension, with a weight and perhaps a bias."""
+    """LayerNorm (Ba et al. 2016) over the last dimension, with a weight and an optional bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (..., D)."""
+        """Normalize (..., D)."""
         tensors = [input, self.weight]
         if self.bias is not None:
             tensors.append(self.bias)
-        # A DTensor, or a tensor of another device, is left to PyTorch
-        are_plain = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
-        are_short = all(x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
-        if torch.compiler.is_compiling() or not are_plain or not are_short or len(self.normalized_shape) != 1:
+        # Use PyTorch for DTensors, other devices and other dtypes.
+        is_plain = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+        is_16_bit = all(x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
+        is_last_dimension = len(self.normalized_shape) == 1
+        if torch.compiler.is_compiling() or not (is_plain and is_16_bit and is_last_dimension):
             return super().forward(input)
         return _LayerNorm.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-any-return]
 
 
 def use(model: nn.Module) -> None:
-    """Let each plain LayerNorm with a weight add up its gradients in float32, in place; names and parameters stay."""
+    """Convert each ``nn.LayerNorm`` with a weight, in place. Parameters and their names are unchanged."""
     for module in model.modules():
         if type(module) is nn.LayerNorm and module.weight is not None:
             module.__class__ = Float32SumLayerNorm
@@ -75,7 +76,7 @@ class _LayerNorm(torch.autograd.Function):
             normed_rD = (x_RD[rows].float() - mean_R1[rows]).mul_(inverse_r1)
             dweight_D += (gradient_rD * normed_rD).sum(0)
             dbias_D += gradient_rD.sum(0)
-            # y = w n + b with n = (x - mean) / deviation, so dx = (h - mean(h) - n mean(h n)) / deviation of h = w g
+            # y = w n + b with n = (x - mean) / deviation, so dx = (h - mean(h) - n mean(h n)) / deviation with h = w g.
             scaled_rD = gradient_rD * weight_D
             along_r1 = (scaled_rD * normed_rD).mean(-1, keepdim=True)
             dx_rD = scaled_rD.sub_(scaled_rD.mean(-1, keepdim=True)).sub_(normed_rD.mul_(along_r1))

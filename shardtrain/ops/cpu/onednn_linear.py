@@ -1,8 +1,8 @@
-"""Linear layers in float32 by oneDNN, where it multiplies faster on a CPU than the library that PyTorch calls.
+"""Linear layers in float32 with oneDNN, for CPUs where it is faster than PyTorch's library.
 
-PyTorch multiplies float32 by MKL, which on some processors of AMD reaches half of oneDNN's speed. oneDNN's own kernel
-is reached by the operator that PyTorch's compiler uses for inference; its backward here is two more of such products,
-or one, where the other library is faster for the gradient of the weight, whose factors oneDNN first has to turn.
+PyTorch multiplies float32 with MKL, which has half the speed of oneDNN on some AMD processors. This module calls oneDNN
+through the operator that PyTorch's compiler uses for inference. The backward pass calls it for the gradient of the
+input, and also for the gradient of the weight unless MKL is faster there: oneDNN must transpose these factors first.
 Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.
 """
 
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from shardtrain.ops import chosen_kernels
 
 _SMALLEST_PRODUCT = 1 << 22
-"""Multiplications below which setting up oneDNN's kernel takes longer than it saves."""
+"""Minimum number of multiplications. For smaller products, the call of oneDNN takes longer than it saves."""
 
 
 def is_available() -> bool:
-    """Whether this build of PyTorch has the operator."""
+    """True if this build of PyTorch has the operator."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` (..., O) of two dimensions or more, float32, with gradients; never a view."""
+    """Return ``x @ weight.T + bias``, (..., O) in float32. Differentiable. ``x`` must have at least two dimensions."""
     return _product(x_xI, weight_OI, bias_O)  # type: ignore[no-any-return]
 
 
 def can_multiply(x: Tensor, weight_OI: Tensor) -> bool:
-    """Whether ``product`` is for such factors."""
-    # A subclass of Tensor (a DTensor, one of the compiler or of a test) has its own matrix product
+    """True if ``product`` supports these factors and they are large enough."""
+    # Subclasses of Tensor, such as DTensor, implement their own matrix product.
     rows = x.numel() // max(x.size(-1), 1)
     return (
         x.device.type == "cpu"
@@ -46,16 +46,18 @@ def can_multiply(x: Tensor, weight_OI: Tensor) -> bool:
 
 
 def weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
-    """The gradient (O, I) of a weight whose product is ``product``."""
-    # Transposing both factors for oneDNN may cost more than its product gains, so that this is measured apart
-    by_onednn = chosen_kernels.chosen().uses("onednn_weight_gradient")
-    return _product(gradient_RO.t(), x_RI.t(), None) if by_onednn else gradient_RO.t() @ x_RI  # type: ignore[no-any-return]
+    """Return the gradient (O, I) of the weight of ``product``."""
+    # oneDNN must transpose both factors, which may take longer than it saves. It is therefore measured separately.
+    if chosen_kernels.chosen().uses("onednn_weight_gradient"):
+        return _product(gradient_RO.t(), x_RI.t(), None)  # type: ignore[no-any-return]
+    return gradient_RO.t() @ x_RI
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies by oneDNN what is float32, on a CPU, and not small."""
+    """A linear layer that uses oneDNN for large float32 products on a CPU."""
 
-    is_plain_linear = True  # see ``linear_layers.py``
+    is_plain_linear = True
+    """Read by ``linear_layers.py``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
@@ -63,17 +65,18 @@ class OneDnnLinear(nn.Linear):
             return super().forward(x)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return product(x, self.weight, self.bias)
-        return _linear(x, self.weight, self.bias)  # a few times as fast to call
+        # Without gradients, call the operator directly, which has less overhead.
+        return _linear(x, self.weight, self.bias)
 
 
 def use(model: nn.Module) -> None:
-    """Let each plain linear layer of a model be one of oneDNN's, in place; names and parameters stay."""
+    """Replace each ``nn.Linear`` with its oneDNN version, in place. Parameters and their names are unchanged."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = OneDnnLinear
 
 
-# An operation of its own, so that a compiler calls it as it is: it cannot lower the one inside
+# A custom operation, which compilers call as it is. They cannot lower the operator that it calls.
 @torch.library.custom_op("shardtrain::onednn_product", mutates_args=())
 def _product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return _linear(x_xI, weight_OI, bias_O)

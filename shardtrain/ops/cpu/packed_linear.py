@@ -1,9 +1,8 @@
-"""Linear layers whose weights lie in the order in which oneDNN's kernels read them: for generation on a CPU.
+"""Linear layers with weights packed in the memory layout of oneDNN's kernels, for generation on a CPU.
 
-A product with few rows takes as long as its weight is read. PyTorch keeps a weight by rows, which these kernels read at
-half of the memory's speed or less; in their own order they reach four fifths of it (benchmarks/LOG.md, Zen 4).
-A weight is put into that order once, which takes as long as some ten products, and is gone in its old one: only the
-product can use it. Gradients are not computed.
+Reading the weight determines the time of a product with few rows. Kernels read a row-major weight at half of the memory
+bandwidth or less, and a packed weight at four fifths (benchmarks/LOG.md, Zen 4). Packing takes about as long as
+ten products, and replaces the row-major weight. Only ``product`` can read a packed weight. Gradients are not supported.
 Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.
 """
 
@@ -17,15 +16,15 @@ from shardtrain.ops import chosen_kernels
 from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
 _FEWEST_ROWS = 4
-"""Fewer are filled up with zeros: the kernel reads a weight at 21 GB/s for four rows to six, at 15 for one or two."""
+"""Minimum number of rows. Zeros pad fewer rows: the kernel reads 21 GB/s with 4 to 6 rows, and 15 GB/s with 1 or 2."""
 _SMALLEST_NUMEL = {torch.bfloat16: 1 << 18, torch.float32: 1 << 20}
-"""Of a weight: calling oneDNN takes some 15 microseconds, in which the other kernels have read smaller ones."""
+"""Minimum elements of a weight. For smaller ones, the call of oneDNN (15 microseconds) takes longer than it saves."""
 _PAYS_AFTER_PASSES = 32
-"""Passes of the model that gain what packing takes: 17 in bfloat16 (1B), fewer in float32 with several rows."""
+"""Number of forward passes after which packing has saved time. Measured: 17 in bfloat16 (1B), fewer in float32."""
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer of a packed weight, without gradients."""
+    """A linear layer with a packed weight, without gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
@@ -39,12 +38,12 @@ class PackedLinear(nn.Linear):
 
 
 def pack(weight_OI: Tensor) -> Tensor:
-    """The weight in oneDNN's order: a tensor whose numbers only ``product`` and ``to_dense`` can read."""
+    """Return a weight in oneDNN's layout. Only ``product`` and ``to_dense`` can read it."""
     return torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach())  # type: ignore[no-any-return]
 
 
 def product(x_RI: Tensor, packed_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` (R, O), without gradients."""
+    """Return ``x @ weight.T + bias``, (R, O), without gradients."""
     return torch.ops.mkldnn._linear_pointwise(x_RI, packed_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -64,10 +63,10 @@ def is_available(dtype: torch.dtype) -> bool:
 
 
 def use_where_it_pays(model: nn.Module, passes: int, rows: int) -> bool:
-    """``use``, where so many passes over so many rows each gain more than packing takes; says whether it did.
+    """Pack the weights of a model if that saves time for a number of forward passes. True if weights were packed.
 
-    One row in float32 is read as fast by oneDNN where it lies. Only models of this package are packed: another may use
-    the weight of a linear layer itself.
+    Packing does not help a single row in float32. Only models of this package are packed, because other models may
+    read the weights of their linear layers.
     """
     dtype = next(model.parameters()).dtype
     is_own = type(model).__module__.startswith("shardtrain.models.")
@@ -76,21 +75,23 @@ def use_where_it_pays(model: nn.Module, passes: int, rows: int) -> bool:
 
 
 def use(model: nn.Module) -> bool:
-    """Pack the weights of plain linear layers on a CPU that are large enough, in place; says whether there were some.
+    """Pack the weights of large plain linear layers on a CPU, in place. True if weights were packed.
 
-    Only in types in which this machine was measured to gain by it. Each weight is freed before the next one is packed,
-    unless other modules share it, such as an embedding.
+    Only dtypes with a measured speedup on this machine are packed. Each weight is freed before the next one is packed,
+    unless another module such as an embedding shares it.
     """
     names = {torch.bfloat16: "packed_linear", torch.float32: "packed_linear_float32"}
-    types = {dtype for dtype, name in names.items() if chosen_kernels.chosen().uses(name)}
-    found = False
+    dtypes = {dtype for dtype, name in names.items() if chosen_kernels.chosen().uses(name)}
+    has_packed = False
     for module in model.modules():
-        # A subclass may compute something else, and a DTensor or another subclass has its own product
+        # Subclasses of nn.Linear or Tensor, such as DTensor, may compute something else.
         if type(module) not in (nn.Linear, OneDnnLinear) or type(module.weight) is not nn.Parameter:
             continue
         weight = module.weight
-        if weight.device.type == "cpu" and weight.dtype in types and weight.numel() >= _SMALLEST_NUMEL[weight.dtype]:
+        if weight.device.type != "cpu" or weight.dtype not in dtypes:
+            continue
+        if weight.numel() >= _SMALLEST_NUMEL[weight.dtype]:
             module.weight = nn.Parameter(pack(weight), requires_grad=False)
             module.__class__ = PackedLinear
-            found = True
-    return found
+            has_packed = True
+    return has_packed

@@ -1,11 +1,11 @@
-"""RMSNorm on a CPU: some rows at a time, which stay in a core's cache, with a backward of its own.
+"""RMSNorm on a CPU in chunks of rows that fit into the cache of a core, with its own backward pass.
 
-PyTorch computes it there by six operations, and its gradient by some fifteen, each of which reads and writes whole
-tensors. Here the same operations are applied to rows of 256 KB, so that only the input is read from memory and only the
-output is written, and one number per row is kept for backward beside the input. A compiler fuses such operations by
-itself and is given PyTorch's.
+PyTorch computes RMSNorm with six operations, and its gradient with about fifteen, each of which reads and writes entire
+tensors. This module applies the same operations to chunks of 256 KB, so only the input is read from memory and only the
+output is written. It saves the input and one number per row for the backward pass. Compiled code uses PyTorch's
+operations, which the compiler fuses.
 
-Shape suffixes: R rows, r rows at a time, D features of a row.
+Shape suffixes: R rows, r rows per chunk, D features.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _CHUNK_NUMEL = 1 << 16
-"""Numbers at a time: a quarter less took a tenth longer, four times as many were not faster (rows of 256)."""
+"""Elements per chunk. With rows of 256 elements, a quarter less took a tenth longer, and four times as many were not
+faster."""
 
 SMALLEST_NUMEL = 1 << 13
-"""Numbers below which PyTorch's few calls are done sooner, as when tokens are generated one by one."""
+"""Minimum number of elements. For smaller tensors, as in generation, PyTorch's few calls are faster."""
 
 
 class RowwiseRMSNorm(nn.RMSNorm):
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension, with a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise (..., D)."""
-        # A DTensor, a tensor of another device or another type, and small ones are left to PyTorch
-        are_plain = all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, self.weight))
-        has_type = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        is_large = x.numel() >= SMALLEST_NUMEL and len(self.normalized_shape) == 1
-        if torch.compiler.is_compiling() or not are_plain or not has_type or not is_large:
+        """Normalize (..., D)."""
+        # Use PyTorch for DTensors, other devices, other dtypes and small tensors.
+        is_plain = all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, self.weight))
+        has_known_dtype = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        is_large = x.numel() >= SMALLEST_NUMEL
+        is_last_dimension = len(self.normalized_shape) == 1
+        if torch.compiler.is_compiling() or not (is_plain and has_known_dtype and is_large and is_last_dimension):
             return super().forward(x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return _RMSNorm.apply(x, self.weight, eps)  # type: ignore[no-any-return]
 
 
 def use(model: nn.Module) -> None:
-    """Let each plain RMSNorm with a weight be computed by rows, in place; names and parameters stay."""
+    """Convert each ``nn.RMSNorm`` with a weight, in place. Parameters and their names are unchanged."""
     for module in model.modules():
         if type(module) is nn.RMSNorm and module.weight is not None:
             module.__class__ = RowwiseRMSNorm
@@ -73,13 +75,14 @@ class _RMSNorm(torch.autograd.Function):
             normed_rD = x_RD[rows] * inverse_r1
             product_rD = gradient_rD * normed_rD
             dweight_D += product_rD.sum(0)
-            # y = w n with n = x / rms(x), so dx = (w g - n mean(w g n)) / rms(x)
+            # y = w n with n = x / rms(x), so dx = (w g - n mean(w g n)) / rms(x).
             mean_r1 = product_rD.mul_(weight_D).mean(-1, keepdim=True)
             dx_RD[rows] = (gradient_rD * weight_D).sub_(normed_rD.mul_(mean_r1)).mul_(inverse_r1)
         return dx_RD.view(gradients[0].shape), dweight_D.to(weight_D.dtype), None
 
 
 def chunks(x_RD: Tensor) -> Iterator[slice]:
-    """Rows of 256 KB in float32 at a time."""
-    at_once = max(1, _CHUNK_NUMEL // x_RD.size(1))
-    return (slice(start, start + at_once) for start in range(0, x_RD.size(0), at_once))
+    """Yield ranges of rows of about 256 KB in float32."""
+    rows_per_chunk = max(1, _CHUNK_NUMEL // x_RD.size(1))
+    for start in range(0, x_RD.size(0), rows_per_chunk):
+        yield slice(start, start + rows_per_chunk)

@@ -224,7 +224,7 @@ def _expert_mix_bytes(experts: ExpertShape, tokens: int, dim: int, width: int) -
     rows = tokens * experts.top_k
     numel_per_expert = 3 * experts.ffn * dim
     if width < 4:
-        rows += expert_mix.expected_room(rows, experts.count)
+        rows += expert_mix.expected_padding(rows, experts.count)
     input_bytes = rows * dim * width
     hidden_bytes = rows * experts.ffn * width
     saved = 0
