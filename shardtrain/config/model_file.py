@@ -1,7 +1,7 @@
-"""The facts of a model without importing it: fields and flavors read from the text of its file, which is never run.
+"""Read the fields and flavors of a model from the source of its file, without running it.
 
-A model file has ``class Config``, a dataclass whose defaults are literals, and ``FLAVORS``, a literal dict from a
-flavor to the fields that it changes. Either may come from another model file by ``from shardtrain.models.X import``.
+A model file has ``class Config``, a dataclass with literal defaults, and ``FLAVORS``, a literal dict from the name of a
+flavor to the fields that it changes. Both can be imported from another file (``from shardtrain.models.X import``).
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from shardtrain.utils.errors import ConfigError, Problem
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
 _PACKAGE = "shardtrain.models."
 _HAS_FLAVORS = re.compile(r"^(FLAVORS\b|from .* import .*\bFLAVORS\b)", re.MULTILINE)
-_AS_IT_IS = (
-    'with transformers it runs from its Hugging Face folder: model.name = "transformers", hf_assets_path = FOLDER'
-)
-# Models of torchtitan's that have no file here, and the nearest way.
+_AS_IT_IS = 'use its Hugging Face folder: set model.name = "transformers" and model.hf_assets_path to the folder'
+# Fix for torchtitan's models that this package does not have.
 _ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_5", "kimi_k2"), _AS_IT_IS),
-    **dict.fromkeys(("vlm", "flux"), "images are not trained on here; write a model file and a task of yours"),
+    **dict.fromkeys(("vlm", "flux"), "images are not supported; write your own model file and task"),
 }
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model file says: the fields of its Config with type and default, and its flavors.
+    """Fields and flavors of a model file.
 
-    A field without a default, or whose default is not a literal, has the default None.
+    Attributes:
+        path: The file.
+        fields: Type and default of each field of Config. The default is None if it is missing or not a literal.
+        flavors: Fields that each flavor changes.
     """
 
     path: Path
@@ -45,18 +46,18 @@ class ModelFacts:
 
 
 def model_path(name: str) -> Path:
-    """Return the file of ``model.name``: a path if it ends in .py, else a file of this package."""
+    """Return the file of ``model.name``: the user's file if the name ends in .py, else a file of this package."""
     return Path(name) if name.endswith(".py") else MODELS_FOLDER / f"{name}.py"
 
 
 def model_names() -> list[str]:
-    """Return the models of this package: files of the models folder that define or import FLAVORS."""
+    """Return the models of this package: the files in the models folder that define or import FLAVORS."""
     files = sorted(MODELS_FOLDER.glob("*.py"))
     return [file.stem for file in files if _HAS_FLAVORS.search(file.read_text(encoding="utf-8"))]
 
 
 def read_model_file(name: str) -> ModelFacts:
-    """Read the facts of the model ``name``; raises ConfigError where there is no such file or it says too little."""
+    """Read the file of the model ``name``. Raise ConfigError if it does not exist or lacks Config or FLAVORS."""
     path = model_path(name)
     if not path.is_file():
         raise ConfigError(_no_file(name))
@@ -64,28 +65,30 @@ def read_model_file(name: str) -> ModelFacts:
     cls = _definition(module, "Config", name)
     flavors = _definition(module, "FLAVORS", name)
     if cls is None:
-        raise _incomplete(name, "defines no class Config", "add a dataclass Config with the model's sizes")
+        raise _incomplete(name, "must define a class Config", "add a dataclass Config with the model's sizes")
     if flavors is None:
-        raise _incomplete(name, "defines no FLAVORS", "add FLAVORS = {name: {field: value}}")
+        raise _incomplete(name, "must define FLAVORS", "add FLAVORS = {name: {field: value}}")
     return ModelFacts(path, _fields(*cls, name), _flavors(flavors[1], name))
 
 
 def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return every field of the model's Config: defaults, then the flavor, then the overrides.
+    """Return the value of every field: its default, replaced by the flavor, and then by the overrides.
 
-    Raises KeyError for an unknown flavor.
+    Raises:
+        KeyError: the flavor does not exist.
     """
     defaults = {name: default for name, (_, default) in facts.fields.items()}
     sizes = {**defaults, **facts.flavors[flavor], **overrides}
     for name, value in overrides.items():
         is_integer = facts.fields.get(name, ("",))[0].startswith("int")
+        # As in other options, 1e3 is a valid integer.
         if is_integer and isinstance(value, float) and value.is_integer():
-            sizes[name] = int(value)  # 1e3 is a whole number here as it is in any other option
+            sizes[name] = int(value)
     return sizes
 
 
 def _no_file(name: str) -> Problem:
-    """What was probably meant by a name that is not a model."""
+    """Return the problem of an unknown model name, with a fix for what the user probably meant."""
     if name.endswith(".py"):
         return Problem("model.name", name, "is not a file", "give the path of a model file")
     if name in _ELSEWHERE:
@@ -108,16 +111,16 @@ def _parse(path: Path, name: str) -> ast.Module:
     return _parsed(path, name, status.st_mtime_ns, status.st_size)
 
 
-@functools.lru_cache(maxsize=64)  # each rule that looks at sizes reads the model's file
+@functools.lru_cache(maxsize=64)
 def _parsed(path: Path, name: str, mtime_ns: int, size_bytes: int) -> ast.Module:
-    """Parse a file that has this modification time and size, which are part of the cache key."""
+    """Parse a file, cached because many rules read it. Its modification time and size are part of the cache key."""
     return own_file.read(path, "model.name", name)
 
 
 def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:
-    """Find a top-level class or assignment of the name ``wanted``, following one import from another model file."""
+    """Find the class or value assigned to the name ``wanted`` at module level. Follow one import from a model file."""
     for node in module.body:
-        # class Config, FLAVORS = ..., FLAVORS: dict = ..., or from shardtrain.models.X import FLAVORS
+        # Accept class Config, FLAVORS = ..., FLAVORS: dict = ..., and from shardtrain.models.X import FLAVORS.
         if isinstance(node, ast.ClassDef) and node.name == wanted:
             return module, node
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -134,7 +137,7 @@ def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True)
 
 
 def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str, Any]]:
-    """Read the annotated fields of a dataclass, those of its base classes first."""
+    """Return the type and default of the annotated fields of a dataclass. Fields of base classes come first."""
     found: dict[str, tuple[str, Any]] = {}
     if not isinstance(cls, ast.ClassDef):
         return found
@@ -149,7 +152,7 @@ def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str,
 
 
 def _literal(node: ast.expr | None) -> Value:
-    """Return the value of a literal (also of sums, differences and products of numbers), or None."""
+    """Return the value of a literal, or of a sum, difference or product of numbers. None for other expressions."""
     if node is None:
         return None
     try:
@@ -172,7 +175,7 @@ _ARITHMETIC: dict[type, Any] = {
 
 
 def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
-    """Read FLAVORS: a dict from text to a dict, written as ``{...}``, ``dict(...)`` or ``Config(...)``."""
+    """Read FLAVORS: a dict from names to fields, written as ``{...}``, ``dict(...)`` or ``Config(...)``."""
     found: dict[str, dict[str, Any]] = {}
     if not isinstance(node, ast.Dict):
         raise _incomplete(name, "has a FLAVORS that is not a literal dict", "write FLAVORS = {name: {field: value}}")

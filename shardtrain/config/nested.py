@@ -1,8 +1,8 @@
-"""Options that hold tables of their own: ``[data.sources.NAME]`` and ``[[data.stages]]``.
+"""Options that contain tables: ``[data.sources.NAME]`` and ``[[data.stages]]``.
 
-Each key of each entry is a setting with a dotted name and a line of its own: ``data.sources.web.weight``, and
-``data.stages.0.until_tokens`` with the number of the entry. While a config is loaded, an option is
-``{entry: {field: value}}``; ``build`` makes the dataclasses.
+Each key of an entry is a separate setting with a dotted name and its own line in the file. In a list, the number of the
+entry is part of the name: ``data.sources.web.weight``, ``data.stages.0.until_tokens``. While a configuration is loaded,
+the value of an option is ``{entry: {field: value}}``. ``build`` then creates the dataclasses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ Entries = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class NestedOption:
-    """What a dotted name means within an option of tables; the parts that it has not are None."""
+    """Parts of a dotted name in an option that contains tables. Missing parts are None.
+
+    Attributes:
+        option: The option, such as data.sources.
+        entry: Name or number of the entry.
+        field: Field of the entry.
+        key: Key in a field that is a table.
+    """
 
     option: Option
     entry: str | None
@@ -31,16 +38,17 @@ class NestedOption:
 
     @property
     def kind(self) -> Kind:
-        """The type of the value: that of the field, or of one key of it."""
+        """Type of the value: that of the option, the field, or a key in the field."""
         if self.field is None:
             return self.option.kind
         return get_args(self.field.kind)[1] if self.key is not None else self.field.kind
 
 
 def find(name: str) -> NestedOption | None:
-    """Return the place of a dotted name in an option of tables, or None for every other name.
+    """Return the parts of a dotted name in an option that contains tables, or None for other names.
 
-    Raises Unfit where the name lies in such an option and its entries have no such key.
+    Raises:
+        Unfit: the entries of the option have no such key.
     """
     option = next((o for o in options().values() if o.entry and f"{name}.".startswith(f"{o.name}.")), None)
     if option is None or option.entry is None:
@@ -60,12 +68,12 @@ def find(name: str) -> NestedOption | None:
 
 
 def holds(path: Path) -> bool:
-    """Whether the keys on the way to a value of the file lead into an option of tables."""
+    """True if the path of a key in the file is in an option that contains tables."""
     return any(".".join(path[:length]) in _names() for length in range(1, len(path) + 1))
 
 
 def names_list(option: str) -> bool:
-    """Whether an option is a list of tables, of which a later one replaces the whole."""
+    """True if an option is a list of tables. A later list replaces an earlier list completely."""
     return option in _names() and get_origin(options()[option].kind) is list
 
 
@@ -75,7 +83,7 @@ def _names() -> list[str]:
 
 
 def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[Setting]:
-    """Split a TOML value at or below an option of tables into a setting for each entry and each key of it."""
+    """Split a TOML value of an option that contains tables into a setting for each entry and each key."""
     name = ".".join(path)
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
         empty: Value = []
@@ -86,7 +94,7 @@ def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[S
     else:
         yield Setting(name, value, where(path))
         return
-    # An empty table or list stands for one whose entries follow as settings of their own
+    # The empty table or list is followed by separate settings for its entries.
     yield Setting(name, empty, where(path))
     for key, item in entries.items():
         below = (*path, key)
@@ -97,7 +105,7 @@ def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[S
 
 
 def spread_text(setting: Setting) -> list[Setting]:
-    """Split a command-line value that is a whole option or a whole entry, written as TOML; others stay."""
+    """Split a command-line value that is an entire option or entry in TOML syntax. Return other settings unchanged."""
     try:
         place = find(setting.option)
     except Unfit:
@@ -112,7 +120,7 @@ def spread_text(setting: Setting) -> list[Setting]:
 
 
 def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
-    """Enter the value of a setting; raises Unfit."""
+    """Add the value of a setting to ``entries``. Raise Unfit if it is invalid."""
     is_list = get_origin(place.option.kind) is list
     if place.entry is None:
         if setting.value != ([] if is_list else {}):
@@ -138,7 +146,7 @@ def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
 
 
 def build(option: Option, entries: Mapping[str, Mapping[str, Any]]) -> Value:
-    """Make the dataclasses of an option: a dict by name, or a list."""
+    """Create the dataclasses of an option: a dict by name, or a list."""
     assert option.entry is not None
     made = {name: option.entry(**fields) for name, fields in entries.items()}
     return made if get_origin(option.kind) is dict else [made[str(number)] for number in range(len(made))]

@@ -1,4 +1,4 @@
-"""The options that ``config/schema`` defines, as a flat table: dotted name, type, default and help text."""
+"""Flat table of all options in ``config/schema``: dotted name, type, default and help text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Option:
-    """One option: ``training.steps``, its type as written in the schema, its default and its help text."""
+    """An option: dotted name such as ``training.steps``, type in the schema, default and help text."""
 
     name: str
     kind: Any
@@ -38,19 +38,19 @@ class Option:
 
     @functools.cached_property
     def entry(self) -> type | None:
-        """The dataclass of each entry of a table or list of tables, as ``data.sources`` is; see ``nested.py``."""
+        """Dataclass of the entries, if the option contains tables as ``data.sources`` does (see ``nested.py``)."""
         inner = get_args(self.kind)[-1] if get_origin(self.kind) in (dict, list) else None
         return inner if dataclasses.is_dataclass(inner) else None  # type: ignore[return-value]
 
     @property
     def is_table(self) -> bool:
-        """Whether the option is a free table of plain values, as ``model.overrides`` is."""
+        """True if the option is a table of plain values with free keys, such as ``model.overrides``."""
         return get_origin(self.kind) is dict and self.entry is None
 
 
 @functools.cache
 def options() -> Mapping[str, Option]:
-    """Every option by its dotted name, in the order of the schema."""
+    """Return all options by dotted name, in the order of the schema."""
     found: dict[str, Option] = {}
     for name, cls in sections().items():
         if name:
@@ -59,7 +59,7 @@ def options() -> Mapping[str, Option]:
 
 
 def options_of(section: str, cls: type) -> dict[str, Option]:
-    """Return the options of one dataclass by their dotted names, not those of the sections below it."""
+    """Return the options of a dataclass by dotted name, without those of nested sections."""
     found: dict[str, Option] = {}
     hints = get_type_hints(cls)
     own = inspect.get_annotations(cls)
@@ -76,7 +76,7 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
 
 @functools.cache
 def sections() -> Mapping[str, type]:
-    """Every section by its dotted name ("" is the whole config), each followed by the sections below it."""
+    """Return all sections by dotted name, each followed by its nested sections. "" is the full configuration."""
     found: dict[str, type] = {}
 
     def visit(name: str, cls: type) -> None:
@@ -92,10 +92,10 @@ def sections() -> Mapping[str, type]:
 
 @functools.cache
 def _help_texts() -> Mapping[str, Mapping[str, str]]:
-    """Read the docstring below each field of the schema's classes: class name -> field -> text on one line."""
+    """Return the docstring of each field of the schema's classes, on one line, by class name and field."""
     found: dict[str, dict[str, str]] = {}
     parts = (schema, data_options, launch_options, lora_options, safety_options, task_options, watch_options)
-    # Python keeps no docstring of a field, so that the source is read: the text below each annotated name
+    # Python does not store docstrings of fields. Parse the source, and read the text below each annotated name.
     sources = [ast.parse(inspect.getsource(module)) for module in parts]
     for node in [node for source in sources for node in source.body]:
         if not isinstance(node, ast.ClassDef):
@@ -110,7 +110,7 @@ def _help_texts() -> Mapping[str, Mapping[str, str]]:
 
 
 def kind_text(kind: Kind) -> str:
-    """Write a type as the option's documentation shows it.
+    """Format a type for the documentation of options.
 
     >>> kind_text(list[str]), kind_text(int | None), kind_text(Literal["a", "b"])
     ('list of text', 'integer or unset', '"a" | "b"')
@@ -130,7 +130,7 @@ def kind_text(kind: Kind) -> str:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the name that is spelt most like ``name``, whatever its case, or None where none comes close."""
+    """Return the most similar of ``names``, ignoring case. None if no name is similar enough."""
     by_lower_case = {other.lower(): other for other in names}
     matches = difflib.get_close_matches(name.lower(), by_lower_case, 1, cutoff)
     return by_lower_case[matches[0]] if matches else None
@@ -279,36 +279,36 @@ _WAYS = {
         ("wandb_project", "wandb_group", "wandb_name", "wandb_run_name", "wandb_entity", "run_name"), _ENVIRONMENT
     ),
 }
-"""What users of other programs write, whole or by its last word, where no name is near, or another thing's."""
+"""Fixes for option names of other programs, by full name or by the part after the last dot."""
 _FEW_SECTIONS = 3
-"""Up to so many that have a key, such as ``steps``, the first is offered; ``enable`` is of too many to tell."""
+"""Maximum number of sections with the same key for which the first is suggested. ``enable`` is in too many sections."""
 
 
 def suggestion(name: str, extra: Iterable[str] = ()) -> str:
-    """Return the fix for an unknown dotted option: the nearest option, or where to find them all.
+    """Return the fix for an unknown dotted option: the most similar option, or the command that lists all.
 
-    ``extra`` holds further names that a user may mean: those of older files.
+    ``extra`` contains further valid names, such as those in older files.
     """
     known = [*options(), *extra]
     section, _, key = name.rpartition(".")
     if name.lower() in options():
         return f"did you mean {name.lower()}?"
-    # A name of another program
+    # A name from another program.
     if name in _WAYS or (key in _WAYS and section.count(".") == 0):
         return _WAYS.get(name) or _WAYS[key]
 
-    # A misspelt table of tables, whose entries have names of the user's: data.source.web.weight
+    # A misspelled table of tables. The user chooses the names of its entries: data.source.web.weight.
     for tables in (option.name for option in options().values() if option.entry):
         parts = name.split(".")
         if parts[2:] and nearest(".".join(parts[:2]), [tables], 0.85):
             return f"did you mean {'.'.join([tables, *parts[2:]])}?"
 
-    # A misspelt key of a section that there is
+    # A misspelled key of an existing section.
     within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     match = nearest(key, within, 0.75)
     if match:
         return f"did you mean {within[match]}?"
-    # A key that there is, in another section: in the one that is spelt most like it, or the first of few
+    # An existing key in another section: use the most similar section, or the first of few.
     same_key = {other.rpartition(".")[0]: other for other in options() if other.rpartition(".")[2] == key}
     alike = nearest(section, same_key)
     if alike is None and 1 <= len(same_key) <= _FEW_SECTIONS:
@@ -349,7 +349,8 @@ def help_text(name: str = "") -> str:
     if name not in sections():
         section = nearest(name, filter(None, sections())) if "." not in name else None
         if any(other.rpartition(".")[2] == name for other in options()):
-            section = None  # a key whose section was left out
+            # The name is a key without its section.
+            section = None
         fix = f"did you mean {section}?" if section else suggestion(name)
         raise ConfigError(Problem(name, None, "is neither a section nor an option", fix))
     if not name:
@@ -360,7 +361,7 @@ def help_text(name: str = "") -> str:
 
 
 def entry_name(option: Option) -> str:
-    """Return what stands for the name of an entry of a table of tables in help texts: NAME, or N in a list."""
+    """Return the placeholder for the name of an entry in help texts: NAME, or N in a list."""
     return "N" if get_origin(option.kind) is list else "NAME"
 
 
@@ -370,7 +371,7 @@ def _first_line(cls: type) -> str:
 
 
 def default_text(value: Value) -> str:
-    """Write a default as in TOML; an unset one as "unset"."""
+    """Format a default as TOML, or as "unset"."""
     if value is None:
         return "unset"
     if isinstance(value, bool):

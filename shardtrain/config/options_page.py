@@ -1,4 +1,4 @@
-"""Render the page of all options; run as a module, it writes docs/options.md and configs/shardtrain.schema.json."""
+"""Render the page of all options. Run as a module, write docs/options.md and configs/shardtrain.schema.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ line beats the file, and the file beats the default. This page is generated: `py
 
 
 def options_page() -> str:
-    """Return the page as Markdown: a table per section with option, type, default and help."""
+    """Return the page as Markdown, with a table of option, type, default and help per section."""
     parts = [_HEAD]
     for section, cls in sections().items():
         inside = [option for name, option in options().items() if name.rpartition(".")[0] == section]
@@ -65,7 +65,7 @@ def _schedule_row(name: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Escape what would end a cell of a Markdown table."""
+    """Escape the characters that end a cell of a Markdown table."""
     return text.replace("|", "\\|")
 
 

@@ -1,4 +1,4 @@
-"""Problems that only follow from others: a key that could not be read has its default, which nobody asked for."""
+"""Removal of secondary problems. A key that could not be read has its default, which may cause further problems."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from shardtrain.utils.errors import Problem
 
 
 def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem]:
-    """The problems of ``found`` that are not about an option, section or table that ``unread`` names.
+    """Return the problems of ``found`` except those about an option, section or table in ``unread``.
 
-    A misspelt name counts as the one that was meant, where the problem says which.
+    If the fix of an unread problem suggests another name, problems about that name are removed too.
 
     >>> typo = Problem("training.stepz", 3, "is not an option", "did you mean training.steps?")
     >>> [one.option for one in without([typo], [Problem("training.steps", 0, "", ""), Problem("data.mode", 0, "", "")])]
@@ -22,12 +22,12 @@ def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Each problem once: no line is repeated."""
+    """Remove duplicate problems. Keep only the last problem about the number of data-parallel ranks for an option."""
     found: dict[str, Problem] = {}
     for problem in problems:
         text = str(problem)
         if problem.rule.endswith("data-parallel ranks"):
-            # the rules of the file count the ranks that it names, those of the machine after them all that there are
+            # Rules of the file count the ranks in the file. Later rules of the machine count all available ranks.
             text = problem.option
         found.pop(text, None)
         found[text] = problem
@@ -35,15 +35,16 @@ def distinct(problems: Iterable[Problem]) -> list[Problem]:
 
 
 def meant(problem: Problem) -> list[str]:
-    """Options and sections that a problem of reading leaves unknown."""
+    """Return the option of a problem, and the option or section that its fix suggests."""
     near = re.match(r"did you mean \[?([\w.]+)\]?\?", problem.fix)
     return [problem.option.strip("[]-"), *([near[1]] if near else [])]
 
 
 def _is_about(problem: Problem, name: str) -> bool:
+    """True if a problem is about an option or section, or mentions it."""
     if problem.option == name or problem.option.startswith(f"{name}."):
         return True
-    # a rule that joins several options names the others, by their dotted names or by their keys
+    # A rule for several options contains the dotted names or the keys of the others.
     key = name.rpartition(".")[2]
     words = [name] if "." in name else []
     words += [key] if "_" in key else []

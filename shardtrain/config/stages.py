@@ -1,4 +1,4 @@
-"""How layers become pipeline stages: schedules, stages per rank, which modules each stage holds. Pure, no torch."""
+"""Division of layers into pipeline stages: schedules, stages per rank and modules per stage. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from shardtrain.config.schema import Parallelism
 SINGLE = ("1F1B", "GPipe", "PipelineScheduleSingle")
 """Schedules with one stage per rank."""
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "PipelineScheduleMulti")
-"""Schedules with several stages per rank, rank r holding r, r + P, r + 2P, ..."""
+"""Schedules with several stages per rank: rank r of P has the stages r, r + P, r + 2P, ..."""
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules with two stages per rank, rank r holding r and 2P - 1 - r."""
+"""Schedules with two stages per rank: rank r of P has the stages r and 2P - 1 - r."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute the gradients of inputs and of weights apart; torch.compile gives wrong ones for them."""
+"""Schedules that compute gradients of inputs and weights separately. With torch.compile the gradients are wrong."""
 FROM_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-"""Schedules that mean: as the file in pipeline_parallel_schedule_csv says."""
+"""Schedules that are read from the file in pipeline_parallel_schedule_csv."""
 SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
 
 
 def schedule_name(name: str) -> str | None:
-    """The schedule's own spelling, whatever the case of ``name``; None for an unknown one.
+    """Return the canonical spelling of a schedule, ignoring the case of ``name``. None if it is unknown.
 
     >>> schedule_name("1f1b"), schedule_name("zbvzerobubble"), schedule_name("2F2B")
     ('1F1B', 'ZBVZeroBubble', None)
@@ -29,7 +29,7 @@ def schedule_name(name: str) -> str | None:
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether gradients of inputs and of weights may be computed apart, as the named schedule or its file says."""
+    """True if the schedule, or its file, may compute gradients of inputs and weights separately."""
     if parallelism.pipeline_parallel_degree < 2:
         return False
     schedule = schedule_name(parallelism.pipeline_parallel_schedule)
@@ -37,7 +37,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 
 def num_stages(parallelism: Parallelism, num_layers: int) -> int:
-    """Stages of the whole pipeline, over all ranks."""
+    """Return the number of stages of all pipeline ranks."""
     degree = parallelism.pipeline_parallel_degree
     if parallelism.module_fqns_per_model_part is not None:
         return len(parallelism.module_fqns_per_model_part)
@@ -48,7 +48,7 @@ def num_stages(parallelism: Parallelism, num_layers: int) -> int:
 
 
 def stages_of_rank(schedule: str, rank: int, degree: int, stages: int) -> list[int]:
-    """Stages that a pipeline rank holds, in the order of the forward pass.
+    """Return the stages of a pipeline rank, in the order of the forward pass.
 
     >>> stages_of_rank("Interleaved1F1B", 1, 2, 4), stages_of_rank("ZBVZeroBubble", 1, 2, 4)
     ([1, 3], [1, 2])
@@ -59,11 +59,11 @@ def stages_of_rank(schedule: str, rank: int, degree: int, stages: int) -> list[i
 
 
 def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
-    """The layers of each stage, dealt as evenly as whole layers allow.
+    """Divide the layers evenly into stages, and return the layers of each stage.
 
-    The ends weigh as many layers as the two ``less_layers`` options say, so that the stages with the embedding and the
-    head get fewer. Layers that are over go to stages that would have none, then to the earliest. A range may be empty
-    where there are too few layers: the config check refuses that.
+    The two ``less_layers`` options are weights of the embedding and the head, in layers. The first and the last stage
+    therefore get fewer layers. Remaining layers go to stages without a layer first, then to the earliest stages. With
+    too few layers a range may be empty, which the checks of the configuration reject.
 
     >>> p = Parallelism(pipeline_parallel_degree=2)
     >>> layers_per_stage(p, 5)
@@ -75,7 +75,7 @@ def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
     ends[-1] += parallelism.pipeline_parallel_last_stage_less_layers
     even, left_over = divmod(_weighted_layers(parallelism, num_layers), count)
     sizes = [max(0, even - weight) for weight in ends]
-    # False sorts before True: stages without a layer first
+    # Stages without a layer come first, because False sorts before True.
     for stage in sorted(range(count), key=lambda stage: (sizes[stage] > 0, stage))[:left_over]:
         sizes[stage] += 1
     starts = [sum(sizes[:stage]) for stage in range(count)]
@@ -85,7 +85,7 @@ def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
 def modules_per_stage(
     parallelism: Parallelism, first: Sequence[str], layers: str, layer_names: Sequence[str], last: Sequence[str]
 ) -> list[list[str]]:
-    """Module paths of each stage; explicit lists may use torchtitan's names for the ends."""
+    """Return the module paths of each stage. Explicit lists may use torchtitan's names of embedding and head."""
     explicit = parallelism.module_fqns_per_model_part
     if explicit is not None:
         aliases = {"tok_embeddings": "embed", "output": "head"}

@@ -15,12 +15,17 @@ from shardtrain.utils.errors import ConfigError, Problem
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 _PACKAGE = "shardtrain.tasks."
 _SHARED = ("task", "text_task")
-"""Modules of the folder that tasks import and that define no task."""
+"""Modules of the tasks folder that define no task."""
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """Metrics of a task ("max" or "min": which is better) and the parallel degrees that it supports."""
+    """Facts about a task.
+
+    Attributes:
+        metrics: "max" or "min" for each metric: the better direction.
+        degrees: Parallel degrees that the task supports.
+    """
 
     metrics: dict[str, str]
     degrees: tuple[str, ...]
@@ -34,7 +39,7 @@ def task_names() -> list[str]:
 
 
 def read_task_file(name: str) -> TaskFacts:
-    """Read the facts of a task; raises ConfigError if its file does not exist or cannot be parsed."""
+    """Read the facts of a task. Raise ConfigError if its file does not exist or cannot be parsed."""
     module = _parse(name)
     found: dict[str, Any] = {}
     for node in module.body:
@@ -45,7 +50,7 @@ def read_task_file(name: str) -> TaskFacts:
                     found[variable] = ast.literal_eval(node.value)
                 except ValueError:
                     found[variable] = None
-    # Inherit what the file does not define from the task that it imports
+    # Inherit missing values from the task that the file imports.
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
             base = (node.module or "").removeprefix(_PACKAGE)
@@ -62,7 +67,7 @@ def read_task_file(name: str) -> TaskFacts:
 
 
 def has_task(name: str) -> bool:
-    """True if the source of a task file may bind ``Task``; raises ConfigError as ``read_task_file``."""
+    """True if the source of a task file may bind ``Task``. Raises ConfigError like ``read_task_file``."""
     return any(own_file.binds(node, "Task") for node in ast.walk(_parse(name)))
 
 

@@ -1,4 +1,4 @@
-"""Reading a TOML file that a stranger may have written: refused before it costs time or memory."""
+"""Reading of untrusted TOML files. Files that would cost much time or memory are rejected before parsing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils.errors import Problem
 
 MAX_FILE_BYTES = 2**20
-"""A larger file is refused before it is parsed."""
+"""Maximum size of a file."""
 
 MAX_VALUES = 5_000
-"""Keys and values in one file: 100 datasets with weights in 20 stages are 2,000."""
+"""Maximum number of keys and values in a file. 100 datasets with weights in 20 stages are 2,000."""
 
 _KEY = r"""[ \t]*(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')[ \t]*"""
 DEEP_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}{_KEY}(?:\.{_KEY}){{16}}", re.MULTILINE)
-"""A key of 17 parts; no option has more than 5."""
+"""Pattern of a key with 17 parts. No option has more than 5."""
 
 
 def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str]:
-    """The tables of a TOML file, and its text; enters a problem, and gives none, where it cannot be read."""
-    # Read no more than is allowed: the file may be a device or a pipe that has no end
+    """Return the tables and the text of a TOML file. If it is invalid, add a problem and return ({}, "")."""
+    # Limit the read, because the file may be a device or an endless pipe.
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -47,7 +47,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         return {}, ""
 
     try:
-        # Before the parser, which takes time and memory by the square of a key's length
+        # Check this before parsing: the parser's time and memory grow with the square of a key's length.
         if DEEP_KEY.search(text):
             raise RecursionError
         table = parse_toml(text)
@@ -73,7 +73,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
 
 
 def _meant(file: Path) -> str:
-    """What to do with a file that is another thing than TOML, by its name; empty where that tells nothing."""
+    """Return the fix for a file that is not TOML, according to its suffix. "" for unknown suffixes."""
     suffix = file.suffix.lower()
     name = shlex.quote(str(file))
     if suffix in (".json", ".yml", ".yaml"):
@@ -90,7 +90,7 @@ def _meant(file: Path) -> str:
 
 
 def num_values(value: Any) -> int:
-    """Keys and values in nested tables and lists."""
+    """Return the number of keys and values in nested tables and lists."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
@@ -99,7 +99,7 @@ def num_values(value: Any) -> int:
 
 
 def _unreadable(file: Path, error: OSError) -> Problem:
-    """Return the problem of a file that cannot be opened, with a file that may have been meant."""
+    """Return the problem of a file that cannot be opened. Suggest a file with a similar name."""
     if file.is_dir():
         return Problem(CONFIG_FILE, str(file), "is a folder", "name the TOML file in it")
     if file.exists():

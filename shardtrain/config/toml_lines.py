@@ -1,4 +1,4 @@
-"""Find the line of every key of a TOML text, which ``tomllib`` does not tell."""
+"""Find the line of every key in a TOML text. ``tomllib`` does not report lines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Key = tuple[str, ...]
 
 
 def key_lines(text: str) -> dict[Key, int]:
-    """Return the line (from 1) on which each table and key of a valid TOML text begins.
+    """Return the line number, from 1, of each table and key in a valid TOML text.
 
-    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"); the tables on the way are entered too. The entries of an array
-    have their number as a key: ``a = 1`` below the second ``[[s]]`` is ("s", "1", "a").
+    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"). The result also contains the tables ("s",) and ("s", "a").
+    The entries of an array have their number as a key: ``a = 1`` below the second ``[[s]]`` is ("s", "1", "a").
     """
     return _Scanner(text.replace("\r\n", "\n")).scan()
 
 
 class _Scanner:
-    """Walks a TOML text that ``tomllib`` has accepted; so it need not look for mistakes."""
+    """Scanner of a TOML text that ``tomllib`` has accepted. It does not report syntax errors."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -37,7 +37,7 @@ class _Scanner:
         self.entries: dict[Key, int] = {}  # entries so far of each array of tables
 
     def scan(self) -> dict[Key, int]:
-        """Read statement after statement until the text ends."""
+        """Scan all statements, and return the line of each key."""
         table: Key = ()
         while True:
             self._skip_blank()
@@ -45,7 +45,7 @@ class _Scanner:
                 return self.lines
             start = self.at
             if self.text[self.at] == "[":
-                # A header. The table is entered before the brackets are passed, so that its line is that of the first
+                # A header. Record the line of its first bracket, because the closing brackets may be on another line.
                 is_array = self.text.startswith("[[", self.at)
                 self.at += 2 if is_array else 1
                 table = self._table(self._key(), is_array)
@@ -57,7 +57,7 @@ class _Scanner:
                 self._pair(table)
 
     def _table(self, header: Key, is_array: bool) -> Key:
-        """Return the key of the table that a header opens: within arrays of tables that of their newest entry."""
+        """Return the key of the table that a header opens. In arrays of tables, include the last entry's number."""
         table: Key = ()
         for place, part in enumerate(header, 1):
             table = (*table, part)
@@ -92,7 +92,7 @@ class _Scanner:
             self.at += 1
 
     def _value(self, key: Key) -> None:
-        """Read past a value; the keys of inline tables are entered."""
+        """Skip a value, and record the keys of inline tables."""
         self._skip_spaces()
         opening = self.text[self.at]
         if opening not in "{[":
@@ -119,8 +119,8 @@ class _Scanner:
                 self.at += 1
 
     def _enter(self, key: Key, start: int, already: int = 0) -> None:
-        """Note the line of a key and of the tables it opens on the way."""
-        # Keys come in the order of the text: what was counted before is not counted again
+        """Record the line of a key, and of tables that it opens implicitly."""
+        # Keys come in the order of the text. Count only line breaks since the previous key.
         self.line += self.text.count("\n", self.counted, start)
         self.counted = start
         line = self.line

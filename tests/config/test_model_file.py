@@ -71,8 +71,8 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
 @pytest.mark.parametrize(
     ("text", "fragment"),
     [
-        ("FLAVORS = {}\n", "defines no class Config"),
-        (BASE, "defines no FLAVORS"),
+        ("FLAVORS = {}\n", "must define a class Config"),
+        (BASE, "must define FLAVORS"),
         (BASE + "FLAVORS = make()\n", "not a literal dict"),
         (BASE + "FLAVORS = {'a': make}\n", "not a literal dict"),
         ("def (:\n", "cannot be read as Python"),
