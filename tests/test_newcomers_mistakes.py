@@ -163,7 +163,7 @@ MISTAKES = {
     "plan llama3_8b --tokens 1X": "write it like --tokens 15T",
     "plan llama3_8b --calibrate my.jsonl": "write one with shardtrain doctor --json > report.json",
     "plan llama3_8b --device gpu.toml": "devices_per_node is missing; add it, as in docs/plan.md",
-    "plan llama3_8b --nodes 2 --gpus 9": "give one of them",
+    "plan llama3_8b --nodes 2 --gpus 9": "use one of them",
     'verify debug --mesh "tp=2 pp=2"': "write tp=2,pp=2",
     "config help lr": "did you mean optimizer.lr?",
     "init new.json": "write new.toml",

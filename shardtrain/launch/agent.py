@@ -209,7 +209,7 @@ def _agent(
 
     from shardtrain.launch.elastic_agent import NodeAgent, TrainingAgent
 
-    # Each rank reports its own failure. Loggers of PyTorch have levels of their own.
+    # Each rank reports its own failure. PyTorch's loggers have separate levels.
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     program, *words = python_child.command("shardtrain", *command)

@@ -322,7 +322,7 @@ def _attempt(
         network = stack.enter_context(private_network.create_network_namespace()) if main and count > 1 else {}
         with refusals_in_exit_json(loaded):
             processes = _start(loaded, count, main, command, records, network, restarts, job)
-        # multiprocessing reaps ended ranks before each fork, so also ask it for their exit statuses.
+        # multiprocessing reaps ended ranks before each fork, so read their exit statuses from it, too.
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             statuses = watch.wait()

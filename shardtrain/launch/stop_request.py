@@ -175,7 +175,7 @@ class StopRequest:
         grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace) if grace < math.inf else 0.0
         now = time.monotonic()
         if self.can_save and now >= self._end - self.margin_seconds - LOOK_SECONDS:
-            reason = END_OF_JOB  # a rank whose clock was ahead has told us of it by a signal
+            reason = END_OF_JOB  # a rank whose clock is ahead has sent the signal
         self._deadline = min(self._end, now + (grace if self.can_save and not self.is_starting else AT_ONCE_SECONDS))
         self.reason = reason
 

@@ -102,7 +102,7 @@ def test_checkpoint_is_an_alias_of_step_in_test(folders: dict[str, Path], tmp_pa
         code, text = run([*COMMANDS["test"], "--checkpoint", name], folders, tmp_path, capfd)
         assert code == 0 and "step-3" in text
     code, text = run([*COMMANDS["test"], "--checkpoint", "1", "--step", "1"], folders, tmp_path, capfd)
-    assert code == 2 and '--checkpoint="1" is --step by another name; give one of them' in text
+    assert code == 2 and '--checkpoint="1" is another name of --step; use one of them' in text
 
 
 @pytest.mark.parametrize("step", [None, "latest", 1])

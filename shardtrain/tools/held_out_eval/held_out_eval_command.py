@@ -116,5 +116,5 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
         raise ConfigError(Problem("validation.dataset", None, rule, fix))
     output = own.get("--output", config.job.dump_folder)
     if "--step" in own and "--checkpoint" in own:
-        raise ConfigError(Problem("--checkpoint", own["--checkpoint"], "is --step by another name", "give one of them"))
+        raise ConfigError(Problem("--checkpoint", own["--checkpoint"], "is another name of --step", "use one of them"))
     return HeldOutOptions(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))

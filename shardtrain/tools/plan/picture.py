@@ -112,7 +112,7 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
         over = " !" if total > capacity else ""
         yield f"  pp {one.pp_rank:<4}|{_bar(one, plan, scale)}|{format_bytes(total):>11}{over}"
     if len(plan.ranks) > _MOST_RANKS:
-        yield f"  ({len(plan.ranks) - _MOST_RANKS} ranks between them left out)"
+        yield f"  ({len(plan.ranks) - _MOST_RANKS} ranks in between are not shown)"
 
 
 def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:

@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
         for note in task.notes:
             print(f"  {note}", flush=True)
     # Import PyTorch only now, so an invalid argument is reported immediately. Import it in this process,
-    # because ranks are forks of it and then need no imports of their own.
+    # so its forks, the ranks, do not need to import it again.
     with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 

@@ -60,7 +60,7 @@ def run(
     Raises:
         RankFailed: a process raised an exception, died, or did not answer in time. The others are stopped.
     """
-    # Forked ranks need no imports of their own. This process has not computed anything, so no PyTorch thread
+    # Forked ranks do not need to import modules again. This process has not computed anything, so no PyTorch thread
     # holds a lock that the forks would copy.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]

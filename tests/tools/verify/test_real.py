@@ -206,10 +206,10 @@ def test_a_model_that_does_not_fit_is_reduced_and_each_reduction_reported():
     pieces = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
     assert set(pieces) == {"dense layer", "layer", "vocabulary"}
     assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in pieces.values())
-    assert "experts 256 -> " in pieces["layer"].said and "vocabulary 129280 -> 1024" in pieces["layer"].said
-    assert "embedding of 1024 rows" in pieces["vocabulary"].said
+    assert "experts 256 -> " in pieces["layer"].size_text and "vocabulary 129280 -> 1024" in pieces["layer"].size_text
+    assert "embedding of 1024 rows" in pieces["vocabulary"].size_text
     (full_model,) = real_layers.pieces(loaded, 1 << 50, counted)
-    assert full_model.said == "num_layers 61 -> 2"
+    assert full_model.size_text == "num_layers 61 -> 2"
 
 
 def test_checks_that_do_not_fit_are_skipped_and_reported(capsys, monkeypatch):

@@ -73,7 +73,7 @@ def config_of(config: Config, found: ReplayPlan, output: Path) -> Config:
         load_step=-1,
         initial_load_path=config.checkpoint.initial_load_path if config.lora.enable else path,
         create_seed_checkpoint=False,
-        keep_best="",  # which needs a validation, and none is made
+        keep_best="",  # it requires a validation, which a replay skips
         accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # changed below
         **part,  # type: ignore[arg-type]
     )

@@ -72,7 +72,7 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
         with _heartbeat(f"step {run.state.step + 1}", world):
             outcome = trainer.step(run)
         if outcome is None:
-            raise DataError(f"the data ended after step {run.state.step}, or the replay was asked to stop")
+            raise DataError(f"the data ended after step {run.state.step}, or the replay was stopped")
         step = run.state.step
         parts = []
         wrong = []

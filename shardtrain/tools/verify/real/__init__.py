@@ -325,7 +325,7 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
 
         arguments = (trainer, config.config, piece, str(path))
         step.update(real_layers.errors(_on_ranks(folder, ranks, real_layers.step, *arguments), expected))
-        return step[kind], piece.said
+        return step[kind], piece.size_text
 
     def later(kind: str, _: Path) -> tuple[float, str]:
         if not step:

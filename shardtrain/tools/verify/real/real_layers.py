@@ -58,7 +58,7 @@ class PartialModel:
     Attributes:
         name: Name of the piece.
         loaded: Its configuration.
-        said: Reduced sizes, as text for the row.
+        size_text: Reduced sizes, as text for the row.
         cut_embedding: True if the embedding has only ``FEW_ROWS`` rows.
         numel: Number of parameters.
         largest_unit: Number of parameters of the largest unit that FSDP gathers.
@@ -67,7 +67,7 @@ class PartialModel:
 
     name: str
     loaded: Loaded
-    said: str
+    size_text: str
     cut_embedding: bool
     numel: int = 0
     largest_unit: int = 0
@@ -113,21 +113,21 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
     # The layer with a small vocabulary. A model with both dense layers and layers of experts has a
     # piece for each.
     few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
-    said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
+    size_text = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
         inner = {**few, **_inner(sizes, ("moe_ffn_dim", "num_experts"))}
-        yield count(_piece("dense layer", loaded, inner, f"{said}, experts {sizes['num_experts']} -> 16", False))
+        yield count(_piece("dense layer", loaded, inner, f"{size_text}, experts {sizes['num_experts']} -> 16", False))
         few |= _inner(sizes, ("ffn_dim",))
-        said += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
-    yield _layer(sizes, loaded, few, said, budget, count)
+        size_text += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
+    yield _layer(sizes, loaded, few, size_text, budget, count)
 
     # The vocabulary with a small layer. The output has its real size, and so does a tied embedding.
     small = {**shallow, **_inner(sizes, tuple(INNER))}
     tied = bool(sizes.get("tied_embeddings"))
-    said = f"{layers}, a small layer"
+    size_text = f"{layers}, a small layer"
     if not tied:
-        said += f", embedding of {FEW_ROWS} rows"
-    yield count(_piece("vocabulary", loaded, small, said, not tied))
+        size_text += f", embedding of {FEW_ROWS} rows"
+    yield count(_piece("vocabulary", loaded, small, size_text, not tied))
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _layer(
     sizes: Mapping[str, Any],
     loaded: Loaded,
     few: dict[str, Any],
-    said: str,
+    size_text: str,
     budget: int,
     count: Callable[[PartialModel], PartialModel],
 ) -> PartialModel:
@@ -153,7 +153,7 @@ def _layer(
     experts = sizes.get("num_experts", 0)
     groups: dict[str, int] = {}
     while True:
-        text = said
+        text = size_text
         if experts != sizes.get("num_experts", 0):
             text += f", experts {sizes['num_experts']} -> {experts}"
         if groups:
@@ -171,7 +171,7 @@ def _layer(
             groups = {"num_groups": 1, "top_groups": 1}
 
 
-def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> PartialModel:
+def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], size_text: str, cut: bool) -> PartialModel:
     """Return a piece in float32 on a CPU, without options that change numbers or end the step."""
     model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
     sections: dict[str, dict[str, Any]] = {
@@ -211,7 +211,7 @@ def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut:
             "pipeline_parallel_last_stage_less_layers": 0,
         },
     }
-    return PartialModel(name, changed(loaded, sections, set(), ""), said, cut)
+    return PartialModel(name, changed(loaded, sections, set(), ""), size_text, cut)
 
 
 def on_mesh(piece: PartialModel, degrees: Mapping[str, int]) -> Loaded:
