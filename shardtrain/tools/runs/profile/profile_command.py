@@ -119,11 +119,7 @@ def _text(found: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> l
         mark = "*" if rank == chosen and len(found) > 1 else " "
         lines.append(f"{mark}{rank:>5} {step:>9} {compute:>9} {talk:>9} {exposed:>9}  {share} of the step is exposed")
     one = found[chosen]
-    where = (
-        "kernels of the device"
-        if one.on_device
-        else "operators on the CPU, without the time of operators that they call"
-    )
+    where = "kernels of the device" if one.on_device else "operators on the CPU (self times)"
     lines += ["", visible(f"rank {chosen}: {where}, {len(one.steps)} steps", lines=False)]
     lines.append(f"{'TIME':>9} {'SHARE':>6} {'CALLS':>7}  OPERATION")
     whole = sum(op.self_us for op in one.operations) or 1.0
