@@ -146,9 +146,12 @@ def test_mounts_and_folders_reach_containers_unchanged(tmp_path):
 
 
 def _first(node: object, key: str) -> list[dict]:
-    if isinstance(node, dict):
-        return node[key] if key in node else next(filter(None, (_first(v, key) for v in node.values())), [])
-    return next(filter(None, (_first(v, key) for v in node)), []) if isinstance(node, list) else []
+    """Return the first nonempty list under a key of nested tables and lists, or an empty list."""
+    if isinstance(node, dict) and key in node:
+        return node[key]
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    matches = (_first(child, key) for child in children)
+    return next(filter(None, matches), [])
 
 
 def test_every_variable_of_bash_arrives_or_is_rejected(tmp_path):

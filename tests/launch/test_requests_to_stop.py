@@ -141,7 +141,7 @@ def test_a_hanging_data_worker_does_not_block_its_rank(tmp_path, whom):
     """Slurm, for example, may send the signal to every process."""
     process = run(config(tmp_path, dataloader=DataLoaderOptions(num_workers=1, prefetch_factor=1)), "worker", 0)
     wait_for((tmp_path / "pid-worker").exists)
-    wait_for(lambda: len(losses(tmp_path)) == HELD - 1 if (tmp_path / "metrics.jsonl").exists() else False)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) == HELD - 1)
     if whom == "all":
         for path in tmp_path.glob("pid-*"):
             os.kill(int(path.read_text()), signal.SIGTERM)

@@ -198,7 +198,9 @@ def test_rates_match_the_closed_form(tmp_path: Path, options: dict[str, Any], st
     """Linear from 0 over int(1 % of the steps), then linear to 0. A warmup requires at least 100 steps."""
     config = configured(write_folder(tmp_path / "folder", gpus=1, **options), 1)
     rates = [learning_rate(config.optimizer, config.lr_scheduler, 300, step) for step in range(300)]
-    wanted = [2e-3 * (step / 3 if step < 3 else (300 - step) / 297) for step in range(300)]
+    warmup = [2e-3 * step / 3 for step in range(3)]
+    decay = [2e-3 * (300 - step) / 297 for step in range(3, 300)]
+    wanted = [*warmup, *decay]
     assert rates == pytest.approx(wanted, rel=1e-12, abs=0)
     assert run_ranks(1, body, config, 0)[0]["total"] == steps
 

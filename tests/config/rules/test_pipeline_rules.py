@@ -150,7 +150,9 @@ def test_stages_hold_every_layer_once_in_order(layers: int, degree: int) -> None
         sizes = [len(part) for part in ranges]
         if all(sizes):
             assert [layer for part in ranges for layer in part] == list(range(layers))
-            weights = [sizes[i] + (ends if i == 0 else 0) + (ends if i == degree - 1 else 0) for i in range(degree)]
+            weights = list(sizes)
+            weights[0] += ends
+            weights[-1] += ends
             assert max(weights) - min(weights) <= 1
 
 

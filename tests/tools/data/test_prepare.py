@@ -34,7 +34,9 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    """Write rows as JSON lines. Strings are written unchanged."""
+    lines = [row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
     return path
 
 

@@ -169,7 +169,8 @@ def save_one(rank, config):
 def generate_split(rank, folder, prompts):
     here = World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
     opened = open_model(folder, world=here)
-    num_local_weights = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in opened.model.parameters())
+    local_weights = [p.to_local() if hasattr(p, "to_local") else p for p in opened.model.parameters()]
+    num_local_weights = sum(weight.numel() for weight in local_weights)
     generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
     return generator.generate(prompts, 6), num_local_weights
 

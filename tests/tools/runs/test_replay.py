@@ -187,10 +187,11 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     keys = {"model": ["name", "tokenizer_path"], "task": ["name"], "optimizer": ["name"], "training": ["dataset"]}
     keys |= {"lr_scheduler": ["name"], "validation": ["dataset"], "data.sources.web": ["dataset"]}
     named = [f"{section}.{key}" for section, names in keys.items() for key in names]
-    text = "".join(f"[{s}]\n{''.join(f'{key} = {str(code)!r}{chr(10)}' for key in names)}" for s, names in keys.items())
-    (folder / "config.resolved.toml").write_text(
-        f"{text}[metrics]\nsinks = [{str(code)!r}]\ntoken_metrics = [{str(code)!r}]\n"
-    )
+    lines = []
+    for section, names in keys.items():
+        lines += [f"[{section}]", *(f"{key} = {str(code)!r}" for key in names)]
+    lines += ["[metrics]", f"sinks = [{str(code)!r}]", f"token_metrics = [{str(code)!r}]"]
+    (folder / "config.resolved.toml").write_text("\n".join(lines) + "\n")
     assert cli.main([*verb, str(folder)]) == 2
     stderr = capsys.readouterr().err
     for option in [*named, "metrics.sinks", "metrics.token_metrics"]:

@@ -190,8 +190,11 @@ def test_a_wrong_layer_is_detected(monkeypatch):
     from shardtrain.models.layers import FeedForward
 
     forward = FeedForward.forward
-    # Intermediate rounding to bfloat16 is invisible in a loss curve, but much larger than float32 errors.
-    rounded = lambda self, x: forward(self, x.bfloat16().float() if x.dtype == torch.float32 else x)  # noqa: E731
+
+    def rounded(self, x):
+        # Intermediate rounding to bfloat16 is invisible in a loss curve, but much larger than float32 errors.
+        return forward(self, x.bfloat16().float() if x.dtype == torch.float32 else x)
+
     monkeypatch.setattr(FeedForward, "forward", rounded)
     rows = rows_of("--model.overrides", "{dim = 64, vocab_size = 300}", meshes=("1",))
     assert rows["layer and vocabulary: gradients", "1"].verdict == "fail"
