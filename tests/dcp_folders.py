@@ -27,6 +27,11 @@ GROUP = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP, TOKENS = 3, 1234
 
 
+def linear_layers(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    """Return layers without a bias, by name, from their numbers of inputs and outputs."""
+    return nn.ModuleDict({name: nn.Linear(*size, bias=False) for name, size in sizes.items()})
+
+
 class Block(nn.Module):
     """A layer with torchtitan's module names. It uses all of them, but is not a real transformer layer."""
 
@@ -34,10 +39,8 @@ class Block(nn.Module):
         super().__init__()
         d, f = OVERRIDES["dim"], OVERRIDES["ffn_dim"]
         kv = OVERRIDES["num_kv_heads"] * OVERRIDES["head_dim"]
-        linear = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d)}
-        self.attention = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in linear.items()})
-        linear = {"w1": (d, f), "w2": (f, d), "w3": (d, f)}
-        self.feed_forward = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in linear.items()})
+        self.attention = linear_layers(wq=(d, d), wk=(d, kv), wv=(d, kv), wo=(d, d))
+        self.feed_forward = linear_layers(w1=(d, f), w2=(f, d), w3=(d, f))
         self.attention_norm, self.ffn_norm = nn.RMSNorm(d), nn.RMSNorm(d)
 
     def forward(self, x: Tensor) -> Tensor:

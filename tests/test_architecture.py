@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from test_house import imports, room_of, trees
@@ -33,26 +34,37 @@ def test_table_of_changes_names_existing_files_and_tests() -> None:
         assert all((ROOT / "shardtrain" / path.replace("NAME.py", "")).exists() for path in files), row
 
 
+def texts(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the values of those nodes that are string literals."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+
+
+def imported_by_name(tree: ast.Module) -> list[str]:
+    """Return the modules of the package whose names a file passes to a function that imports them."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in ("import_module", "_import", "_module"):
+                names += [text for text in texts(node.args) if text.startswith("shardtrain.")]
+    return names
+
+
 def rooms_imported() -> dict[str, set[str]]:
     """Return the rooms that each room imports: at its top, in functions, for types, and by name."""
     rooms = defaultdict(set)
     for module, names in imports(with_types=True).items():
-        rooms[room_of(module)] |= {room_of(name) for name in names}
+        rooms[room_of(module)].update(room_of(name) for name in names)
     for file, tree in trees().items():
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "_import", "_module"):
-                continue
-            for argument in call.args:
-                if isinstance(argument, ast.Constant) and str(argument.value).startswith("shardtrain."):
-                    rooms[room_of(f"shardtrain.{file.partition('/')[0].removesuffix('.py')}")].add(
-                        room_of(argument.value)
-                    )
-    # The verbs of cli.py name their modules below the package as text: "tools.plan.plan_command".
+        room = room_of(f"shardtrain.{file.partition('/')[0].removesuffix('.py')}")
+        for name in imported_by_name(tree):
+            rooms[room].add(room_of(name))
+    # The commands of cli.py name modules relative to the package, like "tools.plan.plan_command:main".
     modules = imports().keys()
-    for node in ast.walk(trees()["cli.py"]):
-        text = node.value.partition(":")[0] if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
-        if "." in text and f"shardtrain.{text}" in modules:
-            rooms["cli"].add(room_of(f"shardtrain.{text}"))
+    for text in texts(ast.walk(trees()["cli.py"])):
+        name = text.partition(":")[0]
+        if "." in name and f"shardtrain.{name}" in modules:
+            rooms["cli"].add(room_of(f"shardtrain.{name}"))
     return {room: names - {room, ""} for room, names in rooms.items()}
 
 

@@ -116,7 +116,10 @@ def test_insufficient_data_in_memory_are_refused_before_the_first_step(
 
 @pytest.mark.parametrize("kind", ["memory", "stream"])
 def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, Ended]]) -> None:
-    counts = Counter(i for rank in runs for ids in rank[f"{kind} stop"].sample_ids for i in ids if i >= 0)
+    counts: Counter[int] = Counter()
+    for rank in runs:
+        for ids in rank[f"{kind} stop"].sample_ids:
+            counts.update(i for i in ids if i >= 0)
     assert set(counts.values()) == {1}
     # 30 documents of 60 bytes with BOS and EOS; the first token of each stream (two readers) is not a target
     tokens = runs[0][f"{kind} stop"].state["tokens_seen"]
@@ -126,8 +129,11 @@ def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, E
 def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
     def sample_ids(name: str) -> list[int]:
         """Ids in the order of the steps, then of the ranks."""
-        ids_of_ranks = [rank[name].sample_ids for rank in runs]
-        return [i for ids_of_step in zip(*ids_of_ranks, strict=True) for ids in ids_of_step for i in ids]
+        result = []
+        for step in zip(*(rank[name].sample_ids for rank in runs), strict=True):
+            for ids in step:
+                result += ids
+        return result
 
     ended, continued, straight = (runs[0][f"memory {name}"] for name in ("stop", "continues", "straight"))
     assert continued.error is None and straight.error is None
