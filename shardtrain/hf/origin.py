@@ -42,7 +42,7 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
         if found := of_path(Path(begun), module, shape, runs):
             return found
         if not Path(begun).exists():
-            logger.warning(f"the initial weights {begun} do not exist any more, so config.json is written anew")
+            logger.warning(f"the initial weights {begun} do not exist anymore, so a new config.json is written")
     assets = Path(config.model.hf_assets_path)
     return source.of_folder(assets) if _is_of(assets, module, shape) else None
 

@@ -90,7 +90,7 @@ def find(
 
 
 def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
-    """Return the linear modules beside the layout's attention core.
+    """Return the linear modules of attention: those next to the layout's attention core.
 
     Raises:
         ConfigError: there are none.

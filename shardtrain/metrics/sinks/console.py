@@ -95,7 +95,7 @@ class StepTable:
             "left": (7, format_seconds(record.eta_seconds), ""),
         }
         for key, value in record.extra.items():
-            if key != "goodput" and _is_shown(key, value):  # the log and the summary tell of it
+            if key != "goodput" and _is_shown(key, value):  # the log and the summary contain it
                 cells[key] = (max(len(key), 8), f"{value:.4g}", "")
         return cells
 

@@ -222,7 +222,7 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
     while True:
         file.seek(size - window)
         content = file.read(window)
-        # The first line of a window may start before it. Text after the last line feed is torn.
+        # The first line of a window may start before it. Text after the last line feed is an incomplete line.
         if window < size:
             content = content.partition(b"\n")[2]
         at = size - len(content)

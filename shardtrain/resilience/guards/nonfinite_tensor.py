@@ -31,7 +31,7 @@ _ADVICE = "lower optimizer.lr, or check the samples in the rank's log"
 
 
 def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
-    """Describe the first non-finite tensors and the ranks that hold them, and return advice. Collective.
+    """Describe the first non-finite tensors and the ranks that have them, and return advice. Collective.
 
     Args:
         run: the run.

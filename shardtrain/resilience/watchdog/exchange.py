@@ -100,7 +100,7 @@ class HeartbeatExchange:
         self._post(f'{{"{self._rank}":{text}}}')
 
     def verdict(self) -> bytes | None:
-        """Return the verdict on the run, or None. The speaker also copies it to its node."""
+        """Return the verdict on the run, or None. The speaker also copies it to the node's folder."""
         if self._node is not None:
             with contextlib.suppress(dist.DistError):
                 if self._node.check([VERDICT]):
@@ -200,7 +200,7 @@ class HeartbeatExchange:
                 time.sleep(0.05 if living < 1000 else 0.5)
 
     def _say_on_node(self, node: FolderStore, text: str, has_left: bool) -> None:
-        """Write a heartbeat to the node's folder. The speaker sends those of all ranks to the store."""
+        """Write a heartbeat to the node's folder. The speaker sends all heartbeats of the folder to the store."""
         assert self._folder is not None
         node.set(f"sign-{self._rank}", text)
         if has_left:
