@@ -74,7 +74,7 @@ MISTAKES = {
     "verify debug --mesh tp2": "write tp=2",
     "version": "did you mean --version?",
     "--nproc 2 train debug": "the verb comes first, as in shardtrain train debug --nproc 2",
-    "train there.toml section.toml": "is a second file; give one configuration file",
+    "train there.toml section.toml": "is a second file; use one configuration file",
     "train empty": "is a folder; name the TOML file in it",
     "train debug --gpus 2": "the number of processes is --nproc N",
     "train debug --batch_size 8": "did you mean training.local_batch_size",

@@ -72,7 +72,7 @@ def _mask(value: str) -> str:
 
 def _dynamic(value: str) -> None:
     if value != "dynamic":
-        raise Unfit("asked for scales that torchao no longer has", 'remove it: scales are "dynamic"')
+        raise Unfit("selects scales that torchao has removed", 'remove it: scales are "dynamic"')
 
 
 def _recompute(value: bool) -> str:
@@ -82,7 +82,7 @@ def _recompute(value: bool) -> str:
 
 def _only_fsdp(value: str) -> None:
     if value == "ddp":
-        raise Unfit("asked for plain copies", "set parallelism.data_parallel_replicate_degree and a shard degree of 1")
+        raise Unfit("selects full replicas", "set parallelism.data_parallel_replicate_degree and a shard degree of 1")
     if value != "fsdp":
         raise Unfit('was "fsdp" or "ddp"', "remove it")
 
@@ -179,7 +179,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             "activation_checkpoint.mode", bool, _recompute, why="every layer was recomputed, or all but its matmuls"
         ),
         "training.debug_moe_force_load_balance": Alias("debug.moe_force_load_balance", bool),
-        "model.use_flex_attn": Alias(None, bool, why="the attention kernel is chosen by what the mask needs"),
+        "model.use_flex_attn": Alias(None, bool, why="the mask determines the attention kernel"),
         "model.attn_mask_type": Alias("data.document_mask", str, _mask),
         "training.data_parallel_degree": Alias("parallelism.data_parallel_shard_degree", int),
         "training.data_parallel_type": Alias(None, str, _only_fsdp, why="data parallel ranks shard the parameters"),
@@ -200,7 +200,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "experimental.pipeline_parallel_split_mode": Alias(
             None,
             str,
-            _rejected("manual", "asked for stages cut by a tracer", 'remove it: stages are those of "manual"'),
+            _rejected("manual", "selects stages split by a tracer", 'remove it: only "manual" is supported'),
             "stages are cut by the model's LAYOUT",
         ),
         # The command line of v0.3.0.
@@ -214,7 +214,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "parallelism.enable_sequence_parallel": Alias(
             None,
             bool,
-            _rejected(True, "asked for tensor parallelism with whole sequences", "remove it: sequences are split"),
+            _rejected(True, "selects tensor parallelism without split sequences", "remove it: sequences are split"),
             "tensor parallelism splits sequences between layers",
         ),
         "parallelism.enable_fsdp_symm_mem": Alias(None, bool, why="FSDP uses PyTorch's own buffers"),
@@ -584,7 +584,7 @@ def _cuts(done: Rewritten) -> None:
         points = list(setting.value)
         done.settings.remove(setting)
         if not points:
-            done.notices.append(f"{setting.where}: it names no cut, and is left out")
+            done.notices.append(f"{setting.where}: it contains no split points and is ignored")
             continue
         layers = _num_layers({s.option: s for s in done.settings})
         begins = [int(point[7:]) if point[7:].isdecimal() and point.startswith("layers.") else -1 for point in points]
@@ -621,7 +621,7 @@ def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
     if dataset is None or path is None or dataset.shown != "" or not path.shown:
         return
     done.settings.remove(dataset)
-    _add(done, "training.dataset", "huggingface", dataset.where, "training.dataset_path alone named the data")
+    _add(done, "training.dataset", "huggingface", dataset.where, "only training.dataset_path determined the data")
 
 
 def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:

@@ -23,8 +23,8 @@ class VerbOption:
     """An option of a verb that has a value.
 
     Attributes:
-        read: converts text to the value. Raises ValueError with the violated rule.
-        example: value shown in error messages: ``write it like --nproc 2``.
+        read: Converts text to the value. Raises ValueError with the violated rule.
+        example: Value in error messages: ``write it like --nproc 2``.
         is_list: True if the option takes all words up to the next option, and may be repeated.
         once: True if repeating the option is an error. Otherwise the last value counts.
     """
@@ -169,8 +169,8 @@ OWN = {
 
 def two_files(named: str, path: str) -> Problem:
     """Return the problem of a command with both ``--job.config_file`` and a different positional file."""
-    rule = f"is a second file, beside {path}"
-    return Problem("job.config_file", named, rule, "give one configuration file, and options after it", COMMAND_LINE)
+    rule = f"is a second configuration file, in addition to {path}"
+    return Problem("job.config_file", named, rule, "use one configuration file, followed by options", COMMAND_LINE)
 
 
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:

@@ -89,7 +89,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
         rule = f"is not what the folder holds ({reason})"
         return Problem("model.name", model.name, rule, "leave model.name out", origins.get("model.name", ""))
     except ShardtrainError as error:
-        fix = "use another folder, or name a flavor if it is the tokenizer's alone"
+        fix = "use another folder, or set model.flavor if the folder only contains a tokenizer"
         return Problem("model.hf_assets_path", model.hf_assets_path, f"describes no model ({error})", fix, where)
     if not is_free and model.name != found.name:
         rule = f"is not what {folder} holds, which is {found.name}"

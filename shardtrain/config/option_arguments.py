@@ -1,4 +1,4 @@
-"""Read ``--section.key value`` arguments into settings; the types come later, together with those of the file."""
+"""Parse ``--section.key value`` arguments into settings. ``load`` converts their values together with the file's."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ CONFIG_FILE = "job.config_file"
 
 @dataclass
 class Arguments:
-    """What the command line says: settings, the file it names, and what is wrong with it."""
+    """Settings of the command line, and problems with its arguments."""
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
 def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Arguments:
-    """Split arguments into settings; ``older`` maps the names of older options to their types.
+    """Parse arguments into settings. ``older`` maps the names of older options to their types.
 
-    ``--x.y=v``, ``--x.y v``, ``--x.y`` and ``--x.no_y`` for booleans, several values for lists; a dash in a name is
-    an underscore.
+    An argument is ``--x.y=v`` or ``--x.y v``. Booleans can also be ``--x.y`` and ``--x.no_y``. Lists take several
+    values. Dashes in names become underscores.
     """
     kinds = {name: option.kind for name, option in options().items()} | dict(older)
     read = Arguments()
@@ -39,8 +39,8 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     while at < len(arguments):
         word = arguments[at]
         if not word.startswith("--") or word == "--":
-            # A word that is neither an option nor a value. All files of a pattern are one problem, and so are an option
-            # with one dash and its value
+            # The argument is neither an option nor a value. Report all files of an expanded pattern as one problem,
+            # and an option with a single dash together with its value.
             read.problems.append(_stray(word, arguments[at - 1] if at else "", kinds))
             files = _expanded(arguments, at)
             if len(files) > 1:
@@ -60,7 +60,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         option = _option_of(name, kinds)
         kind = _kind(name, option, kinds)
         if not equals and not negated:
-            # A list takes every word up to the next option, a bool only a word that can be one: a file may follow it
+            # A list takes all words up to the next option. A boolean only takes valid values: a file may follow.
             limit = _most_values(kind)
             while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
                 if _is_bool(kind) and arguments[at].lower() not in ("true", "false", "none"):
@@ -72,8 +72,8 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 
 def _expanded(arguments: Sequence[str], at: int) -> list[str]:
-    """The files by which the shell has replaced a pattern, where ``arguments[at]`` is the second of them; else none."""
-    # The first file was taken as the option's value, so the option is two words before
+    """Return the files of a pattern that the shell expanded, if ``arguments[at]`` is the second of them. Else []."""
+    # The first file became the value of the option, so the option is two arguments before.
     if at < 2 or not arguments[at - 2].startswith("--") or "=" in arguments[at - 2]:
         return []
     suffix = Path(arguments[at - 1]).suffix
@@ -83,7 +83,7 @@ def _expanded(arguments: Sequence[str], at: int) -> list[str]:
 
 
 def _pattern(option: str, files: Sequence[str]) -> Problem:
-    """The problem of an option of one path to which the shell gave several."""
+    """Return the problem of an option with one path that received the files of an expanded pattern."""
     folder = Path(files[0]).parent
     suffix = Path(files[0]).suffix
     rule = f"is followed by {len(files) - 1} more files, as the shell writes a pattern without quotes"
@@ -91,13 +91,13 @@ def _pattern(option: str, files: Sequence[str]) -> Problem:
 
 
 def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
-    """The problem of a word that is neither an option nor the value of one, and what was probably meant."""
+    """Return the problem of an argument that is neither an option nor a value, with the probable fix."""
     if before.startswith("--") and (word.endswith(".toml") or word in presets.names()):
-        rule = "stands after an option, where no configuration is looked for"
+        rule = "follows an option, but the configuration must come first"
         fix = f"write {word} before all options"
         return Problem("argument", word, rule, fix, COMMAND_LINE)
     if word.endswith(".toml"):
-        return Problem("argument", word, "is a second file", "give one configuration file, and options after it", "")
+        return Problem("argument", word, "is a second file", "use one configuration file, followed by options", "")
     rule = "belongs to no option"
     fix = "write options as --section.key VALUE"
     meant = nested.underscored(word.lstrip("-").partition("=")[0])
@@ -116,7 +116,7 @@ def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
 def _add(
     read: Arguments, seen: set[str], name: str, option: str | None, kind: Kind, values: list[str], negated: bool
 ) -> None:
-    """Enter one argument into what was read, as a setting or as a problem."""
+    """Add an argument to ``read`` as a setting or as a problem."""
     shown = values[0] if len(values) == 1 else (values or None)
 
     def wrong(rule: str, fix: str) -> None:
@@ -150,7 +150,7 @@ def _add(
 
 
 def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
-    """Turn ``x.no_y`` into ``x.y`` where y is a boolean option and no_y is not an option itself."""
+    """Replace ``x.no_y`` with ``x.y`` if y is a boolean option and no_y is not an option. Return True if replaced."""
     section, _, key = name.rpartition(".")
     positive = f"{section}.{key[3:]}"
     if key.startswith("no_") and name not in kinds and _is_bool(kinds.get(positive)):
@@ -159,7 +159,7 @@ def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
-    """Return the option that a dotted name sets: itself, or the table of which it names a key."""
+    """Return the option that a dotted name sets: itself, or the table that contains it."""
     if name in kinds:
         return name
     table, _, _ = name.rpartition(".")
@@ -170,25 +170,26 @@ def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
 
 
 def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Kind:
-    """Return the type that decides how many values an argument takes; None for a key of a table."""
+    """Return the type of an argument, which limits its number of values. None for a key of a table."""
     if option == name:
         return kinds[name]
     try:
         place = nested.find(name)
     except Unfit:
-        return None  # reported when the setting is taken
+        # nested.take reports the problem.
+        return None
     if place is None or place.field is None:
         return None
     return place.kind
 
 
 def _is_bool(kind: Kind) -> bool:
-    """Whether an option is a switch, perhaps one that may be unset."""
+    """True for a boolean option, including one that can be unset."""
     return kind is bool or set(get_args(kind)) == {bool, type(None)}
 
 
 def _most_values(kind: Kind) -> int:
-    """Return how many values an option of this type may take."""
+    """Return the maximum number of values for an option of this type."""
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(arg for arg in get_args(kind) if arg is not type(None))
     return 1_000_000 if get_origin(kind) is list else 1

@@ -267,7 +267,7 @@ _WAYS = {
     ),
     **dict.fromkeys(
         ("master_addr", "master_port", "rdzv_backend"),
-        "nodes meet at --rdzv_endpoint HOST:PORT, beside --nnodes N and --node_rank K",
+        "set --rdzv_endpoint HOST:PORT, together with --nnodes N and --node_rank K",
     ),
     **dict.fromkeys(
         ("model_name_or_path", "pretrained", "base_model"),
@@ -315,14 +315,14 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
         alike = next(iter(same_key))
     if alike is not None:
         return f"did you mean {same_key[alike]}?"
-    # A misspelt section
+    # A misspelled section.
     known_sections = {other.rpartition(".")[0] for other in known} | {s for s in sections() if s}
     other_section = nearest(section, known_sections)
     if other_section and section not in known_sections:
         if f"{other_section}.{key}" in options():
             return f"did you mean {other_section}.{key}?"
         return f"did you mean a key of [{other_section}]?"
-    # Anything like it; a common section alone is not a likeness
+    # Any similar option. Its key must be similar too, not only its section.
     match = None if same_key else nearest(name, known, 0.75)
     if match and nearest(key, [match.rpartition(".")[2]], 0.75):
         return f"did you mean {match}?"
@@ -333,7 +333,8 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
 def help_text(name: str = "") -> str:
     """Return the help of a section, of one option, or (without a name) the list of sections.
 
-    Raises ConfigError where nothing has that name.
+    Raises:
+        ConfigError: no section or option has that name.
     """
     if name in options():
         option = options()[name]

@@ -48,5 +48,5 @@ def test_launch_options_of_train_are_split_from_overrides() -> None:
     assert taken == CommandLine("run.toml", 3, ("--a.b", "x"), nnodes="1:4", node_rank=0)
     assert split(["--a.b", "1", "--job.config_file", "run.toml"]) == CommandLine("run.toml", None, ("--a.b", "1"))
     assert split(["run.toml", "--help", "--nproc", "none"]).help
-    with pytest.raises(ConfigError, match="is a second file, beside run.toml"):
+    with pytest.raises(ConfigError, match="is a second configuration file, in addition to run.toml"):
         split(["run.toml", "--job.config-file=other.toml"])

@@ -37,7 +37,9 @@ USE = re.compile(
     rf"(?:use|set it to) (?:for example |at most )?{VALUE}(?:(?:, | or |, or ){VALUE})?(?:$|,| or| and|\.)"
 )
 REMOVE = re.compile(r"(?:^|, or )(?:remove it|leave it out)")
-NEEDS_USER = re.compile(r"needs (?:a folder|a device|files)|does not exist|is not installed|limits a sweep")
+NEEDS_USER = re.compile(
+    r"needs (?:a folder|a device|files)|does not exist|is not installed|requires launch\.slurm\.sweep"
+)
 """Rules about facts that only the user knows, so no fix can be applied."""
 
 Given = dict[str, str]

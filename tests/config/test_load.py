@@ -69,7 +69,10 @@ def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) 
         loaded = load(path, arguments)
         assert loaded.config.training.steps == 7 and loaded.path == file
     for read in (lambda arguments: load("a.toml", arguments), lambda arguments: split(["a.toml", *arguments])):
-        with pytest.raises(ConfigError, match=r'job.config_file="b.toml" is a second file, beside a.toml; give one'):
+        with pytest.raises(
+            ConfigError,
+            match=r'job.config_file="b.toml" is a second configuration file, in addition to a.toml; use one',
+        ):
             read(["--training.steps", "3", "--job.config_file", "b.toml"])
 
 

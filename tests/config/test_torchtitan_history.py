@@ -161,8 +161,8 @@ IGNORED = [
     ("parallelism.spmd_backend", "default", "sharded by the model's LAYOUT"),
 ]
 REJECTED = [
-    ("experimental.pipeline_parallel_split_mode", "tracer", "asked for stages cut by a tracer"),
-    ("parallelism.enable_sequence_parallel", "false", "asked for tensor parallelism with whole sequences"),
+    ("experimental.pipeline_parallel_split_mode", "tracer", "selects stages split by a tracer"),
+    ("parallelism.enable_sequence_parallel", "false", "selects tensor parallelism without split sequences"),
 ]
 
 

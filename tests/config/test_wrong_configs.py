@@ -124,12 +124,12 @@ READING = [
     ("wrong word", "", ["--training.dtype", "bf16"], ["training.dtype", "bf16", '"float32", "bfloat16"']),
     ("negated non-boolean", "", ["--training.no_steps"], ["--training.no_steps", "is not an option"]),
     ("list of lists as words", "", ["--parallelism.module_fqns_per_model_part", "a,b"], ["list of lists", "as TOML"]),
-    ("two files", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "is a second file, beside"]),
+    ("two files", "", ["--job.config_file", "nowhere/x.toml"], ["nowhere/x.toml", "is a second configuration file"]),
 ]
 
 CHECKING = [
     ("run folder without a name", "", ["--job.dump_folder="], ["is empty", "name a folder"]),
-    ("run folder that is an address", "", ["--job.dump_folder=s3://b/run"], ["is an address", "checkpoint.folder"]),
+    ("run folder that is an address", "", ["--job.dump_folder=s3://b/run"], ["not an address", "checkpoint.folder"]),
     ("no optimizer", '[optimizer]\nname = "adamw"', [], ['name="adamw"', "AdamW, Adam", 'did you mean "AdamW"?']),
     ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
     ("far too many steps", "[training]\nsteps = 1e13", [], ["steps=10000000000000", "at most 1000000000000"]),

@@ -282,18 +282,18 @@ def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start:
             yield key, value
 
 
-def apply(migration: FileMigration, rules: Mapping[str, Rule], is_open: str) -> None:
+def apply(migration: FileMigration, rules: Mapping[str, Rule], unknown_reason: str) -> None:
     """Translate each key by its rule.
 
     Args:
         migration: The file.
         rules: Rule of each dotted key.
-        is_open: Reason why a key without a rule is unsupported. If "", such a key is a problem.
+        unknown_reason: Reason why a key without a rule is unsupported. If "", such a key is a problem.
     """
     for key, value in migration.values.items():
         rule = _rule(_dotted(key), rules)
         if rule is None:
-            _without_rule(migration, key, value, rules, is_open)
+            _without_rule(migration, key, value, rules, unknown_reason)
         elif isinstance(rule, Idle):
             migration.record(key, "ignored", rule.why)
         elif isinstance(rule, Cannot) and _is_off(value, rule.off):
@@ -304,8 +304,10 @@ def apply(migration: FileMigration, rules: Mapping[str, Rule], is_open: str) -> 
             _to(migration, key, value, rule)
 
 
-def _without_rule(migration: FileMigration, key: str, value: Any, rules: Mapping[str, Rule], is_open: str) -> None:
-    """Report a key without a rule. See ``apply`` for ``is_open``."""
+def _without_rule(
+    migration: FileMigration, key: str, value: Any, rules: Mapping[str, Rule], unknown_reason: str
+) -> None:
+    """Report a key without a rule. See ``apply`` for ``unknown_reason``."""
     name = _dotted(key)
     where = migration.where(key)
 
@@ -320,9 +322,9 @@ def _without_rule(migration: FileMigration, key: str, value: Any, rules: Mapping
         return
 
     # A name very close to a known one is a typing error, even where unknown keys are allowed.
-    near = nearest(name, rules, 0.92 if is_open else 0.8)
-    if is_open and not near:
-        migration.record(key, "unsupported", is_open)
+    near = nearest(name, rules, 0.92 if unknown_reason else 0.8)
+    if unknown_reason and not near:
+        migration.record(key, "unsupported", unknown_reason)
         return
     fix = f"did you mean {near}?" if near else "correct or remove it"
     text = f"is not a key of {migration.system}, the system recognized from this file's keys"

@@ -210,8 +210,8 @@ def _processes(migration: FileMigration) -> int:
         return 1
     machine = migration.machine
 
-    # The program uses one process with DataParallel here. Use a process per local device instead,
-    # which share the batch.
+    # The program uses one process with DataParallel here. Start a process per local device instead,
+    # and divide the batch among them.
     if not distributed:
         text = "the local devices share the batch as with DataParallel, with a separate process each"
         migration.record(_key(_T, "is_distributed"), "honoured", text)

@@ -77,19 +77,21 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
                 yield problem(loaded, table, f"names {name!r}, which is not a variable", "use letters, digits and _")
     for name in filter(names_a_secret, launch.env):
         fix = f'take it from there: launch.forward_env = ["{name}"] (ssh, slurm) or launch.secrets (kubernetes, runai)'
-        yield Problem("launch.env", MASK, f"holds {name}, and secrets stay in the environment", fix)
+        yield Problem("launch.env", MASK, f"contains {name}, but secrets must stay in the environment", fix)
     for name, text in launch.secrets.items():
         if not re.fullmatch(SECRET, text):
-            yield problem(loaded, "launch.secrets", f"does not say where {name} is", f'write {name} = "SECRET/KEY"')
+            yield problem(
+                loaded, "launch.secrets", f"must contain the location of {name}", f'write {name} = "SECRET/KEY"'
+            )
 
     # Options of a platform that exclude or require each other.
     if launch.ssh.hosts and launch.ssh.hostfile:
-        yield problem(loaded, "launch.ssh.hostfile", "and launch.ssh.hosts both name hosts", "keep one")
+        yield problem(loaded, "launch.ssh.hostfile", "is not supported together with launch.ssh.hosts", "keep one")
     for name in ("include", "exclude"):
         if loaded.value(f"launch.ssh.{name}") and not launch.ssh.hostfile:
-            yield problem(loaded, f"launch.ssh.{name}", "chooses from a hostfile, and there is none", "set hostfile")
+            yield problem(loaded, f"launch.ssh.{name}", "requires launch.ssh.hostfile", "set hostfile")
     if launch.slurm.sweep_at_once is not None and not launch.slurm.sweep:
-        yield problem(loaded, "launch.slurm.sweep_at_once", "limits a sweep, and there is none", "set sweep")
+        yield problem(loaded, "launch.slurm.sweep_at_once", "requires launch.slurm.sweep", "set sweep")
     for entry in launch.slurm.sweep:
         try:
             override = shlex.split(entry)

@@ -50,10 +50,13 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
         yield from _check(loaded, "metrics.token_metrics", path, own_file.TOKEN_METRIC)
     if len({PurePath(path).stem for path in metrics}) < len(metrics):
         yield problem(
-            loaded, "metrics.token_metrics", "has two files of one name, by which they are logged", "rename one"
+            loaded,
+            "metrics.token_metrics",
+            "must not contain two files with the same name, which is used in logs",
+            "rename one",
         )
     if metrics and config.task.name != "language_model":
-        rule = f'is not supported with task.name="{config.task.name}", which has metrics of its own'
+        rule = f'is not supported with task.name="{config.task.name}", which has its own metrics'
         yield problem(loaded, "metrics.token_metrics", rule, 'remove it, or set task.name = "language_model"')
     yield from _check_named(loaded, "optimizer.name", tuple(OPTIMIZERS), own_file.OPTIMIZER)
     yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), own_file.SCHEDULE)

@@ -37,8 +37,8 @@ _MAX_CHARACTERS = 200
 
 
 def check_paths(loaded: Loaded) -> Iterator[Problem]:
-    """Yield paths that lead out of ``job.dump_folder``, and names that are not valid."""
-    fix = "give a relative path without .., and choose the place by job.dump_folder"
+    """Yield problems with paths outside of ``job.dump_folder`` and with invalid names."""
+    fix = "use a relative path without .., and set job.dump_folder to its parent"
     for option in (*BELOW_DUMP_FOLDER, *ONE_NAME):
         value = loaded.value(option)
         if value is None:
@@ -53,10 +53,10 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
     if not folder.strip():
         yield problem(loaded, "job.dump_folder", "is empty", "name a folder; . is the one that you are in")
     elif "://" in folder:
-        rule = "is an address, and a run's own folder is on a disk"
-        yield problem(loaded, "job.dump_folder", rule, "name a folder, and give the address to checkpoint.folder")
+        rule = "must be a folder on a disk, not an address"
+        yield problem(loaded, "job.dump_folder", rule, "use a folder, and set checkpoint.folder to the address")
     if not folder.isprintable():
-        yield problem(loaded, "job.dump_folder", "has a character that no name should have", "use printable ones")
+        yield problem(loaded, "job.dump_folder", "must contain only printable characters", "remove the others")
 
 
 def _path_rule(text: str, one_name: bool) -> str | None:
@@ -84,7 +84,7 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
     problems = []
     for option, value in named_files(loaded.config):
         if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE:
-            fix = f"if you trust that file, say so: --{option} {value}"
+            fix = f"if you trust that file, add --{option} {value}"
             problems.append(Problem(option, value, rule, fix, loaded.where(option)))
     return problems
 
