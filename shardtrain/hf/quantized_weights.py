@@ -190,5 +190,6 @@ class Mxfp4Weights(HubWeights):
         exponents_EOg1 = scales_EOg[..., None].int() - 127
         numbers_EOgi = torch.ldexp(values[codes_EOgi], exponents_EOg1)
         begin = inputs.start - groups.start * _SHARED
-        numbers_EOI = numbers_EOgi.flatten(-2).narrow(-1, begin, inputs.stop - inputs.start)
+        end = begin + inputs.stop - inputs.start
+        numbers_EOI = numbers_EOgi.flatten(-2)[..., begin:end]
         return numbers_EOI.transpose(1, 2).to(torch.bfloat16)
