@@ -8,7 +8,7 @@ import io
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,9 +68,34 @@ def endings() -> frozenset[str]:
     return frozenset(all_endings)
 
 
-def prose(path: str) -> Iterator[tuple[int, str]]:
+def suspects(pattern_of: Callable[[str], str], is_known: Callable[[str], bool]) -> list[str]:
+    """Return ``place: name`` for each name in prose that is not known.
+
+    Args:
+        pattern_of: Returns the regular expression of names in a file with this ending.
+        is_known: True if a name exists.
+
+    Finding comments and docstrings is slow. A file is therefore split only if any of its lines has an unknown name.
+    """
+    unknown_names = []
+    for path in tracked():
+        if not path.startswith(CHECKED) or path.startswith(OTHER_SYSTEMS) or not path.endswith((".md", ".py")):
+            continue
+        pattern = re.compile(pattern_of(path.rpartition(".")[2]))
+
+        def unknown(line: str, pattern: re.Pattern[str] = pattern) -> list[str]:
+            return [name for name in pattern.findall(line) if not is_known(name)]
+
+        text = (ROOT / path).read_text(encoding="utf-8")
+        if any(unknown(line) for line in text.splitlines()):
+            unknown_names += [
+                f"{path}:{number}: {name}" for number, line in prose(path, text) for name in unknown(line)
+            ]
+    return unknown_names
+
+
+def prose(path: str, text: str) -> Iterator[tuple[int, str]]:
     """Yield the line number and text of each line of Markdown, or of each comment and docstring of Python."""
-    text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         yield from enumerate(text.splitlines(), start=1)
         return
@@ -81,14 +106,6 @@ def prose(path: str) -> Iterator[tuple[int, str]]:
         # docstrings, those of attributes included
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield from enumerate(node.value.value.splitlines(), start=node.lineno)
-
-
-def checked_prose() -> Iterator[tuple[str, str]]:
-    """Yield a place (``file:line``) and its text."""
-    for path in tracked():
-        if path.startswith(CHECKED) and not path.startswith(OTHER_SYSTEMS) and path.endswith((".md", ".py")):
-            for number, line in prose(path):
-                yield f"{path}:{number}", line
 
 
 @functools.cache
@@ -124,52 +141,50 @@ def known_names() -> frozenset[str]:
 
 
 @functools.cache
+def package_texts() -> dict[str, str]:
+    """Map each tracked module of the package to its text."""
+    modules = [path for path in tracked() if path.startswith("shardtrain/") and path.endswith(".py")]
+    return {path: (ROOT / path).read_text(encoding="utf-8") for path in modules}
+
+
+@functools.cache
 def modules_by_name() -> dict[str, list[str]]:
     """Map the name of each module, package and class to the files that define it."""
     files_by_name: dict[str, list[str]] = {}
-    for path in tracked():
-        if not path.startswith("shardtrain/") or not path.endswith(".py"):
-            continue
+    for path, text in package_texts().items():
         folder, _, file = path.removesuffix(".py").rpartition("/")
         files_by_name.setdefault(folder.rpartition("/")[2] if file == "__init__" else file, []).append(path)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                files_by_name.setdefault(node.name, []).append(path)
+        for name in re.findall(r"^ *class (\w+)", text, re.M):
+            files_by_name.setdefault(name, []).append(path)
     return files_by_name
 
 
 @functools.cache
-def dotted_code() -> frozenset[str]:
-    """Return each dotted name in the code of the package, by each of its ends: ``a.b.c`` and ``b.c``."""
-    dotted_names = set()
-    for path in tracked():
-        if not path.startswith("shardtrain/") or not path.endswith(".py"):
-            continue
-        for node in ast.walk(tree_of(path)):
-            names: list[str] = []
-            while isinstance(node, ast.Attribute):
-                names.insert(0, node.attr)
-                node = node.value
-            if names:
-                if isinstance(node, ast.Name):
-                    names.insert(0, node.id)
-                dotted_names |= {".".join(names[start:]) for start in range(len(names) - 1)}
-    return frozenset(dotted_names)
+def dotted_code(path: str) -> frozenset[str]:
+    """Return each dotted name in the code of a module, by each of its ends: ``a.b.c`` and ``b.c``."""
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if names:
+            if isinstance(node, ast.Name):
+                names.insert(0, node.id)
+            found |= {".".join(names[start:]) for start in range(len(names) - 1)}
+    return frozenset(found)
 
 
 def is_defined(dotted: str) -> bool:
     """True if ``a.b`` is an option, a name in a module or class ``a``, or written so in the code."""
-    if dotted in dotted_code() or any(
-        f".{dotted}." in f".{name}." or dotted.startswith(f"{name}.") for name in options()
-    ):
+    if any(f".{dotted}." in f".{name}." or dotted.startswith(f"{name}.") for name in options()):
         return True
     first, *others = dotted.split(".")
-    if first in modules_by_name():
-        return any(
-            others[0] in identifiers(path) or f"{path.rpartition('/')[0]}/{others[0]}.py" in tracked()
-            for path in modules_by_name()[first]
-        )
-    return False
+    for path in modules_by_name().get(first, ()):
+        if others[0] in identifiers(path) or f"{path.rpartition('/')[0]}/{others[0]}.py" in package_texts():
+            return True
+    # Only modules whose text has the name are parsed, because parsing all takes long
+    return any(dotted in text and dotted in dotted_code(path) for path, text in package_texts().items())
 
 
 def leads_to_a_name(dotted: str) -> bool:
@@ -188,37 +203,32 @@ def leads_to_a_name(dotted: str) -> bool:
 
 
 def test_files_that_prose_names_exist() -> None:
-    in_code = r"(?<![\w./*{<$~-])(?:\./)?(\.?\w[\w./-]*\.(?:py|sh))\b"
-    in_pages = r"`(?:python3? )?(?:\./)?(\.?\w[\w./-]*\.(?:py|sh|md))(?::\d+|::\w+)?`"
-    missing = []
-    for place, line in checked_prose():
-        pattern = in_pages if place.partition(":")[0].endswith(".md") else in_code
-        for name in re.findall(pattern, line):
-            if name not in endings() and name not in INVENTED and not name.endswith("/NAME.py"):
-                missing.append(f"{place}: {name}")
-    assert missing == []
+    patterns = {
+        "py": r"(?<![\w./*{<$~-])(?:\./)?(\.?\w[\w./-]*\.(?:py|sh))\b",
+        "md": r"`(?:python3? )?(?:\./)?(\.?\w[\w./-]*\.(?:py|sh|md))(?::\d+|::\w+)?`",
+    }
+
+    def exists(name: str) -> bool:
+        return name in endings() or name in INVENTED or name.endswith("/NAME.py")
+
+    assert suspects(patterns.__getitem__, exists) == []
 
 
 def test_dotted_names_in_prose_exist() -> None:
-    missing = []
-    for place, line in checked_prose():
-        for quoted in re.findall(r"`+([^`]+)`+", line):
-            dotted = quoted.partition("(")[0].strip()
-            if (
-                not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", dotted)
-                or dotted in endings()
-                or dotted.endswith(FILE_ENDINGS)
-                or dotted.partition(".")[0] in LIBRARIES
-                or dotted in EXAMPLES | INVENTED
-            ):
-                continue
-            if dotted.startswith("shardtrain."):
-                exists = dotted in endings() or leads_to_a_name(dotted)
-            else:
-                exists = is_defined(dotted)
-            if not exists:
-                missing.append(f"{place}: {dotted}")
-    assert missing == []
+    @functools.cache
+    def exists(quoted: str) -> bool:
+        dotted = quoted.partition("(")[0].strip()
+        if (
+            not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", dotted)
+            or dotted in endings()
+            or dotted.endswith(FILE_ENDINGS)
+            or dotted.partition(".")[0] in LIBRARIES
+            or dotted in EXAMPLES | INVENTED
+        ):
+            return True
+        return leads_to_a_name(dotted) if dotted.startswith("shardtrain.") else is_defined(dotted)
+
+    assert suspects(lambda _: "`+([^`]+)`+", exists) == []
 
 
 def test_programs_next_to_the_package_import_names_that_exist() -> None:

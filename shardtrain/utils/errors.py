@@ -26,6 +26,8 @@ SENTENCES = re.compile(r", so (?!that)|; ")
 """Separator of the two sentences of a rule: the fact, and its consequence or explanation."""
 _MOST_SHOWN = 600
 """Maximum number of characters of a value in a message."""
+_MOST_ITEMS = 40
+"""Maximum number of items of a list or table in a message. A hundred problems may be about the same long list."""
 
 
 def fix_first(subject: str, fix: str, *reasons: str) -> str:
@@ -57,7 +59,7 @@ class Problem:
         names this one: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or remove a.b``.
         """
         origin = f"{self.where}: " if self.where else ""
-        masked = shown(self.option, self.value)
+        masked = shown(self.option, _first_items(self.value))
         value = "" if self.value is None else f"={_toml_like(masked)}"
         # an option may be an entire command-line argument, with a secret in it
         subject = f"{origin}{shown('', self.option)}{value}"
@@ -153,6 +155,20 @@ def require_new(path: Path) -> None:
     """Raise ConfigError if a folder to be written exists."""
     if path.exists():
         raise ConfigError(f"{path} exists; give a new folder")
+
+
+def _first_items(value: Any) -> Any:
+    """Cut a list or table after ``_MOST_ITEMS`` items, with a note of their number. Return other values unchanged.
+
+    >>> _first_items([0] * 1000)[-2:], _first_items([0])
+    ([0, '... (1000 items)'], [0])
+    """
+    if not isinstance(value, list | tuple | dict) or len(value) <= _MOST_ITEMS:
+        return value
+    note = f"... ({len(value)} items)"
+    if isinstance(value, dict):
+        return dict([*list(value.items())[:_MOST_ITEMS], (note, "")])
+    return [*value[:_MOST_ITEMS], note]
 
 
 def _toml_like(value: Any) -> str:

@@ -34,6 +34,8 @@ FILES = {
     "python's names": "__class__ = 1\n[__init__]\n__globals__ = 2\n[job.__class__]\nx = 1",
     "a target": '[model]\n_target_ = "os.system"',
 }
+MAX_ERROR_CHARACTERS = 500 * MAX_PROBLEMS
+"""Of all problems together. A problem that is about a long list prints the first of its items."""
 PROGRAM = """
 import json, resource, sys
 from shardtrain import cli
@@ -54,10 +56,11 @@ def test_a_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
         raise ConfigError(config.check(loaded))
     assert 1 <= len(caught.value.problems) <= MAX_PROBLEMS + 1
     assert "x.toml" in str(caught.value)
+    assert len(str(caught.value)) < MAX_ERROR_CHARACTERS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("name", ["10 MB", "deep tables", "many wrong keys"])
+@pytest.mark.parametrize("name", ["10 MB", "deep tables", "many wrong keys", "many wrong words"])
 def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
     # CPU time (typically 0.2 s) and memory
     file = tmp_path / "x.toml"

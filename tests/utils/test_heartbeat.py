@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import patience
 import pytest
 
+from shardtrain.utils import heartbeat as heartbeat_module
 from shardtrain.utils.heartbeat import WaitingHeartbeat, heartbeat, not_silent
 
 
@@ -102,16 +106,37 @@ def test_consecutive_short_operations_count_as_one_silence() -> None:
 
 
 def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardtrain.utils.heartbeat._PATIENCE_SECONDS", patience.seconds(10))
+    clock, actions = use_manual_clock(monkeypatch)
     lines: list[str] = []
-    with heartbeat("outer", seconds=0.1, say=lambda _: lines.append("outer")):
-        with heartbeat("inner", seconds=0.1, say=lambda _: lines.append("inner")):
-            before = len(lines)
-            patience.wait_for(lambda: lines.count("inner") >= 3, 10)
-            within = lines[before:]
-        patience.wait_for(lambda: lines[-1] == "outer", 30)
-    # the outer thread may have decided to report just before the inner operation started
-    assert within.count("outer") <= 1
+    with heartbeat("outer", seconds=0.1, say=lines.append):
+        with heartbeat("inner", seconds=0.1, say=lines.append):
+            outer, inner = actions
+            for _ in range(3):
+                clock.now += 0.11
+                assert (
+                    outer() > 0.3
+                )  # the outer operation waits longer, so that a delayed inner thread still prints first
+                assert inner() == pytest.approx(0.1)
+            assert len(lines) == 3 and all(line.startswith("inner: ") for line in lines)
+        clock.now += 0.11
+        assert outer() == pytest.approx(0.1)
+    assert len(lines) == 4 and lines[3].startswith("outer: ")
+
+
+def use_manual_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[SimpleNamespace, list[Callable[[], float]]]:
+    """Start no threads. Return a clock whose ``now`` the test moves, and the actions that threads would repeat."""
+    clock = SimpleNamespace(now=1000.0)
+    actions: list[Callable[[], float]] = []
+
+    @contextmanager
+    def repeat(action: Callable[[], float]) -> Iterator[None]:
+        actions.append(action)
+        yield
+
+    monkeypatch.setattr(heartbeat_module, "repeat", repeat)
+    monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(heartbeat_module, "_silence", heartbeat_module._Silence(clock.now, clock.now))
+    return clock, actions
 
 
 def test_line_contains_the_progress() -> None:
