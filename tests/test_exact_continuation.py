@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from histories import computed_metrics
 from ranks import run_ranks
 from tiers import cases, chosen
 from tiny import Ended, assert_bitwise, shallow_config, train_whole
@@ -26,7 +27,6 @@ from tiny import Ended, assert_bitwise, shallow_config, train_whole
 from shardtrain.config.schema import Config
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train import resume, trainer
-from shardtrain.utils.checked_json import record_of
 
 STEPS, SAVED = 20, 10
 LOSS_RELATIVE = 1e-6
@@ -209,24 +209,9 @@ def test_random_state_does_not_outlive_a_step(straight: Any, resumed: Any, kind:
 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
 def test_written_history_equals_one_run(root: Path, resumed: Any, kind: str) -> None:
-    def history(name: str) -> list[dict[str, Any]]:
-        timings = {
-            "tps",
-            "tokens_per_second",
-            "targets_per_second",
-            "tflops",
-            "memory_gib",
-            "step_seconds",
-            "data_seconds",
-        }
-        records = [record_of(line) for line in (root / name / "metrics.jsonl").read_bytes().splitlines()]
-        return [
-            {key: v for key, v in record.items() if key not in timings and not key.startswith("goodput")}
-            for record in records
-        ]
-
-    assert history(f"{kind} resumed") == history(kind)
-    assert [record["step"] for record in history(kind)] == list(range(1, STEPS + 1))
+    history = computed_metrics(root / kind)
+    assert history == computed_metrics(root / f"{kind} resumed")
+    assert [record["step"] for record in history] == list(range(1, STEPS + 1))
 
 
 def saved_tensors(root: Path, kind: str) -> dict[str, torch.Tensor]:

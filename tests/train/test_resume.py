@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from histories import computed_metrics
 from once import made_once
 from ranks import run_ranks
 from tiers import cases, chosen
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
-from shardtrain.utils.checked_json import record_of
 
 STEPS, SAVED, KILLED = 6, 3, 5
 """Steps of the run, of the checkpoint, and when the first start ends: two steps are lost and repeated."""
@@ -155,26 +155,10 @@ def test_final_state_counts_steps_samples_and_tokens(runs: list[dict[str, Ended]
 
 @pytest.mark.parametrize("mesh", SAME)
 def test_metrics_on_disk_have_each_step_once(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
-    def history(name: str) -> list[dict[str, Any]]:
-        timed = {
-            "tps",
-            "tokens_per_second",
-            "targets_per_second",
-            "tflops",
-            "memory_gib",
-            "step_seconds",
-            "data_seconds",
-        }
-        lines = (root / name / "metrics.jsonl").read_text().splitlines()
-        records = [record_of(line.encode()) for line in lines]
-        return [
-            {key: value for key, value in record.items() if key not in timed and not key.startswith("goodput")}
-            for record in records
-        ]
-
-    assert history(mesh) == history(f"{mesh}-straight")
-    assert [record["step"] for record in history(mesh)] == list(range(1, STEPS + 1))
-    assert [record["loss"] for record in history(mesh)] == runs[0][f"{mesh} straight"].losses
+    history = computed_metrics(root / mesh)
+    assert history == computed_metrics(root / f"{mesh}-straight")
+    assert [record["step"] for record in history] == list(range(1, STEPS + 1))
+    assert [record["loss"] for record in history] == runs[0][f"{mesh} straight"].losses
 
 
 @pytest.mark.parametrize("change", CHANGES)
