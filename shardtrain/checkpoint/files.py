@@ -19,13 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from shardtrain.checkpoint import objects
 from shardtrain.checkpoint.manifest import TensorFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.utils import activity, atomic_io, storage_errors
 from shardtrain.utils.errors import StorageError
 
-PIECE_BYTES = 2**23
-"""Bytes that are written and hashed at a time. One thread writes a piece while another hashes it."""
+PIECE_BYTES = objects.PIECE_BYTES
 
 SEEN_SECONDS = 60.0
 """Longest time until a node of a network filesystem sees the files of another node."""

@@ -22,6 +22,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 MARK = "://"
 EXTRA = "object-store"
 PIECE_BYTES = 2**23
+"""Bytes that are written and hashed at a time. One thread writes a piece while another hashes it."""
 
 
 @contextlib.contextmanager

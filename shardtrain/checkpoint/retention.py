@@ -17,6 +17,7 @@ from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import MANIFEST, read
 from shardtrain.checkpoint.objects import ObjectPath, unlink_all
 from shardtrain.utils import storage_errors
+from shardtrain.utils.atomic_io import LEFTOVER_SECONDS
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 
@@ -28,8 +29,6 @@ together.
 _LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
 _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
-LEFTOVER_SECONDS = 3600.0
-"""Age from which the leftovers of an interrupted save are removed."""
 _contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
 """Cache: (checkpoint, size and mtime of its manifest) -> (file names, file sizes in bytes, origin)."""
 _MOST_REMEMBERED = 64

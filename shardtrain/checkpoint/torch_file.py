@@ -50,8 +50,10 @@ _MOST_OLD_PICKLES = 64 * 2**20
 """Largest size of the pickles in a file from before PyTorch 1.6, in bytes."""
 _MAX_DEPTH = 60
 _MAX_NAMES = 1_000_000
-_FREE_STEPS = 1_000_000
-_BYTES_PER_STEP = 16
+FREE_STEPS = 1_000_000
+"""Smallest limit on steps of an unpickler."""
+BYTES_PER_STEP = 16
+"""Bytes of a file that allow one more step of an unpickler."""
 _VIEWS_OF_A_STORAGE = 1024
 """Largest ratio of a storage to a tensor in it. Parts of a split tensor share a large storage."""
 
@@ -106,7 +108,7 @@ class TorchFile:
         self.path = path
         self._old_places: dict[str, int] = {}
         with self._opened() as (file, length), damage(str(path)):
-            steps = _FREE_STEPS + length // _BYTES_PER_STEP
+            steps = FREE_STEPS + length // BYTES_PER_STEP
             if file.read(2) == _OLD_BEGINNING:
                 described, self._sizes, self._old_places = _describe_old(file, length, str(path), steps)
             else:

@@ -16,9 +16,8 @@ from shardtrain.config.coerce import Unfit, coerce, from_texts
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.schema import Model
 from shardtrain.config.settings import Setting, Value
+from shardtrain.facts.quantization import LINEAR
 from shardtrain.utils.errors import ConfigError, Problem
-
-FLOAT8_CONVERTER = "quantize.linear.float8"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def _converter_list(value: bool | str) -> list[str]:
     """Convert "dynamic" or true, the old switch for float8 linear layers, to a list of converters."""
     if value not in ("", "dynamic", True, False):
         raise Unfit('was "" or "dynamic"', 'use model.converters = ["quantize.linear.float8"]')
-    return [FLOAT8_CONVERTER] if value else []
+    return [LINEAR] if value else []
 
 
 def _names(value: str | list[str]) -> list[str]:
@@ -286,9 +285,9 @@ _VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
 )
 _CONVERTERS: Mapping[str, str] = MappingProxyType(
     {
-        "float8": FLOAT8_CONVERTER,
+        "float8": LINEAR,
         "mx": "quantize.linear.mx",
-        "quantize.dense.float8": FLOAT8_CONVERTER,
+        "quantize.dense.float8": LINEAR,
         "quantize.dense.mx": "quantize.linear.mx",
         "quantize.moe.float8": "quantize.grouped_mm.float8",
         "quantize.moe.mx": "quantize.grouped_mm.mx",

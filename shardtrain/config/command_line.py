@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardtrain.config.options import sections
-from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.utils.arguments import help_if_asked
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
 
 @dataclass(frozen=True)

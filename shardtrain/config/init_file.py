@@ -18,11 +18,11 @@ from shardtrain.config.json_schema import DIRECTIVE, FILE, write_schema_next_to
 from shardtrain.config.load import Loaded, load, value_of
 from shardtrain.config.options import options
 from shardtrain.config.schema import Config, Model
-from shardtrain.config.settings import COMMAND_LINE, DEFAULT
+from shardtrain.config.settings import DEFAULT
 from shardtrain.config.toml_writer import set_toml
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
 USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
 

@@ -19,10 +19,10 @@ from shardtrain.config.folder_model import FolderModel, with_folder
 from shardtrain.config.option_arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
-from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
+from shardtrain.config.settings import DEFAULT, Setting, Value
 from shardtrain.config.toml_file import parse_file
 from shardtrain.config.toml_lines import key_lines
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
 MAX_PROBLEMS = 100
 """Maximum number of reported problems. A file with more is probably not a configuration."""

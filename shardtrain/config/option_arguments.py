@@ -12,8 +12,8 @@ from typing import Any, Union, get_args, get_origin
 from shardtrain.config import nested, presets
 from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import Option, options, sections, suggestion
-from shardtrain.config.settings import COMMAND_LINE, Kind, Setting
-from shardtrain.utils.errors import Problem
+from shardtrain.config.settings import Kind, Setting
+from shardtrain.utils.errors import COMMAND_LINE, Problem
 
 CONFIG_FILE = "job.config_file"
 

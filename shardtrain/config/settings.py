@@ -10,7 +10,6 @@ Value: TypeAlias = Any
 Kind: TypeAlias = Any
 """A type as the schema's annotations write it: ``int``, ``list[str]``, ``int | None``, ``Literal[...]``."""
 
-COMMAND_LINE = "command line"
 DEFAULT = "default"
 
 

@@ -38,7 +38,7 @@ MAX_CORE_SHARE = 0.25
 _UNPROVEN = re.compile(r"(\d{1,20} ){5}\d{1,20}", re.ASCII)
 RESTART = 'restart the data with checkpoint.exclude_from_loading=["dataloader"]'
 _PIECE_BYTES = 4 * 2**20
-_SETTLED_SECONDS = 2.0
+SETTLED_SECONDS = 2.0
 """A file changed more recently may change again without a new timestamp, because of coarse filesystem
 clocks."""
 _MAX_NOTES_BYTES = 64 * 2**20
@@ -272,7 +272,7 @@ class Contents:
                 path = os.path.abspath(self._files[name].path)
                 stamp = _stamp(os.stat(path))
                 # a file changed recently may change again within the same tick of its filesystem's clock
-                if time.time() - max(stamp[1], stamp[2]) / 1e9 > _SETTLED_SECONDS:
+                if time.time() - max(stamp[1], stamp[2]) / 1e9 > SETTLED_SECONDS:
                     notes[path] = [*stamp, mark]
             text = json.dumps(notes).encode()
             atomic_io.write(self._cache_path, _mark(text) + b"\n" + text)

@@ -23,13 +23,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Float8Linear, MXLinear
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.facts.quantization import FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK
+from shardtrain.facts.quantization import FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK, OPTION
 from shardtrain.layout import Layout
 from shardtrain.ops import float8, microscaling
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
-OPTION = "model.converters"
 SMALL = "auto_filter_small_kn"
 """An entry of filter_fqns that excludes layers whose products are too small to gain from float8."""
 _TITAN_NAMES = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,10 +130,6 @@ def _no_op() -> None:
     """
 
 
-def _build_no_op() -> Callable[[], None]:
-    return _no_op
-
-
 class PipelineRunner(Runner):
     """Runner of the stages of this rank, with one of PyTorch's schedules."""
 
@@ -169,7 +165,7 @@ class PipelineRunner(Runner):
                 input_args=_input(index, hidden, mesh, config),
                 output_args=_output(index == self._last, hidden, vocab_size, mesh, config),
                 group=mesh.group(AXIS),
-                dw_builder=_build_no_op if recomputes else None,
+                dw_builder=(lambda: _no_op) if recomputes else None,
             )
             self._stages.append(new_stage)
         self._schedule = self._build_schedule()

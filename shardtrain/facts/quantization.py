@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+OPTION = "model.converters"
+"""Option that lists converters."""
+
 LINEAR = "quantize.linear.float8"
 MX = "quantize.linear.mx"
 GROUPED = "quantize.grouped_mm.float8"
 CONVERTERS = (LINEAR, MX, GROUPED, "quantize.grouped_mm.mx")
-"""Values of ``model.converters``, each of which is also the name of its section."""
+"""Values of the option, each of which is also the name of its section."""
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 MXRecipe = Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"]

@@ -13,6 +13,7 @@ from typing import Any
 from shardtrain import models
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place
+from shardtrain.config import folder_model
 from shardtrain.config.describe_folder import describe
 from shardtrain.config.schema import Model as ModelOptions
 from shardtrain.hf import as_is, source
@@ -23,7 +24,6 @@ from shardtrain.models import architecture
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
-TRANSFORMERS = "transformers"
 """``model.name`` of the model file that wraps classes of ``transformers``."""
 _MISSING_CLASS = "Llama4ForSequenceClassification"
 
@@ -88,12 +88,12 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
         ConfigError: transformers is not installed or has no such class.
     """
     why = str(reason).split(TRANSFORMERS_HINT)[0]
-    if importlib.util.find_spec(TRANSFORMERS) is None:
+    if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"{why}; install shardtrain[hf], because transformers may support it") from None
     architecture.read(str(folder))
-    config = models.find(TRANSFORMERS).Config(path=str(folder))
+    config = models.find(folder_model.NAME).Config(path=str(folder))
     notice = f"{why}; using {config.class_name} of transformers"
-    return HubModel(TRANSFORMERS, "folder", {"path": str(folder)}, config, None, notices=(notice,))
+    return HubModel(folder_model.NAME, "folder", {"path": str(folder)}, config, None, notices=(notice,))
 
 
 def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:

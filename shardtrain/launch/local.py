@@ -186,7 +186,8 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     parent = int(os.environ.get(exit_report.PARENT, "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ and not exit_report.is_left_to_parent():
         signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
-    stop = _listen(loaded, end_now, parent)
+    grace_seconds = loaded.config.checkpoint.grace_seconds
+    stop = signals.listen(grace_seconds, _saves(loaded), end_now, parent, signals.end_time_of(os.environ))
     try:
         main(loaded)
     except BaseException as error:
@@ -223,12 +224,6 @@ def of_storage(error: BaseException, run_folder: Path) -> BaseException:
     storage_error = storage_errors.cannot("use", name or "a file", error)
     storage_error.__cause__ = error
     return storage_error.with_traceback(error.__traceback__)
-
-
-def _listen(loaded: Loaded, end_now: Callable[[str], None], parent: int = 0) -> signals.StopRequest:
-    options = loaded.config.checkpoint
-    end_time = signals.end_time_of(os.environ)
-    return signals.listen(options.grace_seconds, _saves(loaded), end_now, parent, end_time)
 
 
 def _saves(loaded: Loaded) -> bool:

@@ -17,11 +17,11 @@ from shardtrain.config.command_line import CommandLine
 from shardtrain.config.load import Loaded
 from shardtrain.config.machine_rules import mesh_notes
 from shardtrain.config.schema import Config
+from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.launch import environment
 from shardtrain.launch.environment import ProcessCount
 from shardtrain.utils.errors import ConfigError, Problem
 
-DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
 """Clock difference that is reported.
@@ -195,15 +195,15 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
     """Return the rendezvous endpoint as HOST:PORT."""
     for endpoint in (arguments.rdzv_endpoint, names.get("SHARDTRAIN_RDZV_ENDPOINT"), names.get("PET_RDZV_ENDPOINT")):
         if endpoint:
-            return endpoint if ":" in endpoint else f"{endpoint}:{DEFAULT_PORT}"
+            return endpoint if ":" in endpoint else f"{endpoint}:{RENDEZVOUS_PORT}"
     for address, port in (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT")):
         if names.get(address):
-            return f"{names[address]}:{names.get(port) or DEFAULT_PORT}"
+            return f"{names[address]}:{names.get(port) or RENDEZVOUS_PORT}"
     first = environment.first_host(names.get("SLURM_STEP_NODELIST") or names.get("SLURM_JOB_NODELIST", ""))
     if first and environment.is_slurm_node(names):
         return f"{first}:{environment.slurm_port(names)}"
     if names.get("SKYPILOT_NODE_IPS"):
-        return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{DEFAULT_PORT}"
+        return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{RENDEZVOUS_PORT}"
     rule = "means several nodes, but the rendezvous endpoint is not set"
     raise ConfigError(Problem(why, text, rule, "use --rdzv_endpoint HOST:PORT, or set MASTER_ADDR", _at(why)))
 

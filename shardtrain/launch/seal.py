@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-_PREFIX = b"shardtrain-sha256 "
+from shardtrain.utils.process import SIGNATURE_PREFIX
 
 
 class Seal:
@@ -19,7 +19,7 @@ class Seal:
         if not self._key:
             return state
         # Put the signature first, so a node without the secret fails to unpickle the state.
-        return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
+        return SIGNATURE_PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
 
     def open(self, sealed: bytes) -> bytes:
         """Verify a signed state and return it without its signature.

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtrain.hub_formats.config_json import read_json
+from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.hub_formats.format import CODE
 from shardtrain.layout import Draw
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger, without_torchao_warnings
 
-CONFIG = "config.json"
 _OPTION = "model.overrides.path"
 _MAX_WARNING_CHARS = 500
 _MAX_CONSTANT_NUMEL = 1 << 20

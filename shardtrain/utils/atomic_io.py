@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LEFTOVER_SECONDS = 3600.0
-"""Age from which an unfinished small file has no writer any more."""
+"""Age from which an unfinished file has no writer any more: its writer was killed."""
 _ATTEMPTS = 100
 """Attempts to remove a planted link, in case somebody plants it again each time."""
 _LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")

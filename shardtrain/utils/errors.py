@@ -24,6 +24,8 @@ from shardtrain.utils.redact import MASK, shown
 
 SENTENCES = re.compile(r", so (?!that)|; ")
 """Separator of the two sentences of a rule: the fact, and its consequence or explanation."""
+COMMAND_LINE = "command line"
+"""Origin of values that the command line sets."""
 _MOST_SHOWN = 600
 """Maximum number of characters of a value in a message."""
 _MOST_ITEMS = 40

@@ -27,6 +27,8 @@ AT_ADDRESS = "address"
 
 SECRET = "SHARDTRAIN_SECRET"
 """Variable with the secret that only the nodes of a run share. They sign their rendezvous messages with it."""
+SIGNATURE_PREFIX = b"shardtrain-sha256 "
+"""Start of a signed message. The signature and the message follow."""
 
 
 def meeting_folder(environment: Mapping[str, str]) -> str:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem, ShardtrainError
 
 F = TypeVar("F", bound=Callable[..., Any])
-COMMAND_LINE = "command line"
 PARAMETERS = {"from": "path"}
 """Flags whose parameter has another name."""
 OPTIONS = {

@@ -14,6 +14,7 @@ from typing import Any
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+GIGA = 1e9
 
 _BYTE_UNITS = {
     "": 1,
@@ -74,7 +75,9 @@ def parse_seconds(text: str | float) -> float:
     (5400.0, 90.0, 0.25, 93630.0)
     """
     if isinstance(text, int | float):
-        return _finite(float(text), text, "a duration")
+        if not math.isfinite(text):
+            raise ValueError(f"{text!r} is not a duration")
+        return float(text)
     clock = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d)(?::([0-5]\d))", text.strip())
     if clock:
         days, hours, minutes, seconds = (int(group or 0) for group in clock.groups())
@@ -157,10 +160,3 @@ def _parse_scaled(text: str | int, units: dict[str, int], wanted: str) -> int:
     # Integer arithmetic: a float would lose the last digits of a large count.
     decimals = match[2] or ""
     return int(match[1] + decimals) * scale // 10 ** len(decimals)
-
-
-def _finite(value: float, text: object, wanted: str) -> float:
-    """Return ``value``, or raise ValueError if it is NaN or infinite."""
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not {wanted}")
-    return value

@@ -57,7 +57,7 @@ def run(rank: int, config: Config, small_bytes: int = file_hashes.SMALL_BYTES, w
 
     Step ``waits_after`` lets hashing begin and waits until it ends.
     """
-    file_hashes.SMALL_BYTES, file_hashes._SETTLED_SECONDS = small_bytes, 0.0  # global state of this rank's process
+    file_hashes.SMALL_BYTES, file_hashes.SETTLED_SECONDS = small_bytes, 0.0  # global state of this rank's process
     step, threads, may_hash = trainer.step, [], threading.Event()
     hash_all = Contents._hash_all
 
@@ -155,7 +155,7 @@ def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path
 
 
 def test_file_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_hashes, "_SETTLED_SECONDS", -1e9)
+    monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -1e9)
     hashed: list[str] = []
     original = Contents._hash
 

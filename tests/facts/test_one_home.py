@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import operator
 import pkgutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ SHARE = 0.8
 
 LARGEST_AMBIGUOUS = 128
 """Numbers up to this occur in many roles."""
+LARGEST_ROUND = 1000
+"""Integers up to this count as round."""
+SHORTEST_TEXT = 3
+"""Texts up to this length, such as names of axes, are words rather than facts."""
 UNITS = (1000, 3600)
 """Numbers that convert units."""
 OTHER_ROLES = {("calibrate.py", 2**24): "bytes of a file, where kernels count elements"}
@@ -60,6 +65,20 @@ ALLOWED: dict[tuple[str, ...], str] = {
     ("q", "k", "v", "out"): "tensors that verify records in one file and compares in another, for one step each",
 }
 """Tables that may be written twice, and why. Most hold other values for the same keys: a new key must be in both."""
+
+INDEPENDENT = {
+    "LOOK_SECONDS": "each loop has its own interval",
+    "POLL_SECONDS": "each loop has its own interval",
+    "WAIT_SECONDS": "each command has its own timeout",
+    "END_SECONDS": "pdsh and ssh end differently",
+    "MAX_BYTES": "each kind of file has its own limit",
+    "BLOCK_BYTES": "each reader has its own buffer",
+    "ROWS_AT_ONCE": "rows to tokenize, and rows to read from a file",
+    "CLOSE": "each comparison has its own tolerance",
+    "BAD_SHARE": "rates of devices, and rates of links",
+    "BLOCK": "weights that share a scale, and positions of a cache",
+}
+"""Names of constants that have the same value in several files by coincidence, or for the given reason."""
 
 
 REPEATS_FACTS = {
@@ -105,6 +124,48 @@ def test_nothing_repeats_a_table_of_facts() -> None:
             if name and (f"{folder}/{table.file}", name) not in REPEATS_FACTS:
                 repeats.append(f"{folder}/{table.file}:{table.line} repeats {name}")
     assert repeats == []
+
+
+def test_no_constant_is_written_twice() -> None:
+    """Equal constants of the same name, equal texts and equal numbers that are not round have one home."""
+    places = defaultdict(set)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        for name, value in named_constants(path):
+            if file.startswith(DESCRIBES_ITSELF) or is_short(value):
+                continue
+            places[name, value].add(file)
+            if isinstance(value, str | bytes) or not is_round(value):
+                places["", value].add(file)
+    repeated = {key: files for key, files in places.items() if len(files) > 1}
+    unused = INDEPENDENT.keys() - {name for name, _ in repeated}
+    assert not unused, f"{sorted(unused)} are no longer written twice: remove them from INDEPENDENT"
+    found = [f"{name} = {value!r} in {sorted(files)}" for (name, value), files in repeated.items()]
+    assert [line for line in found if line.partition(" = ")[0] not in INDEPENDENT] == []
+
+
+def named_constants(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each constant of a module that is a number or a text, without leading underscores."""
+    for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            value = number_of(statement.value)
+            if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str | bytes):
+                value = statement.value.value
+            if value is not None:
+                yield statement.targets[0].id.lstrip("_"), value
+
+
+def is_short(value: Any) -> bool:
+    """True for values that are too common to be a fact."""
+    return len(value) <= SHORTEST_TEXT if isinstance(value, str | bytes) else is_count(value) and isinstance(value, int)
+
+
+def is_round(number: float) -> bool:
+    """True for small numbers, fractions, powers of two and numbers with one digit other than zero."""
+    if not isinstance(number, int) or number <= LARGEST_ROUND or number in UNITS:
+        return True
+    is_power_of_two = number & (number - 1) == 0 or number & (number + 1) == 0
+    return is_power_of_two or len(str(number).rstrip("0")) == 1
 
 
 def repeated_fact(table: Table, known: dict[str, frozenset[str]], nearly: bool) -> str:
@@ -213,12 +274,13 @@ def named_numbers(folder: Path) -> Iterator[tuple[str, str, float]]:
 
 
 def number_of(node: ast.expr) -> float | None:
-    """Return the value of a number, or of a shift or power of two numbers."""
+    """Return the value of a number, or of a shift, power or product of numbers."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift | ast.Pow):
+    operators = {ast.LShift: operator.lshift, ast.Pow: operator.pow, ast.Mult: operator.mul}
+    if isinstance(node, ast.BinOp) and type(node.op) in operators:
         left = number_of(node.left)
         right = number_of(node.right)
         if left is not None and right is not None:
-            return int(left) << int(right) if isinstance(node.op, ast.LShift) else left**right
+            return operators[type(node.op)](left, right)
     return None

@@ -113,9 +113,8 @@ def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> 
             outer, inner = actions
             for _ in range(3):
                 clock.now += 0.11
-                assert (
-                    outer() > 0.3
-                )  # the outer operation waits longer, so that a delayed inner thread still prints first
+                # the outer operation waits longer, so a delayed inner thread still prints first
+                assert outer() > 0.3
                 assert inner() == pytest.approx(0.1)
             assert len(lines) == 3 and all(line.startswith("inner: ") for line in lines)
         clock.now += 0.11

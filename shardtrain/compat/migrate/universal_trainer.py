@@ -10,6 +10,7 @@ from typing import Any
 from shardtrain.compat.migrate.document import facts_of_folder
 from shardtrain.compat.migrate.migration_report import JOINED, FileMigration, Rule, To
 from shardtrain.config.task_file import read_task_file
+from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -197,7 +198,7 @@ def _processes(migration: FileMigration) -> int:
     gpus = migration.get(_key(_N, "gpus"), int, 1)
     node = migration.get(_key(_N, "current_node"), int, 0)
     address = migration.get(_key(_N, "master_addr"), str)
-    port = migration.get(_key(_N, "master_port"), int, 29500)
+    port = migration.get(_key(_N, "master_port"), int, RENDEZVOUS_PORT)
     distributed = migration.get(_key(_T, "is_distributed"), bool, True)
     for name, value, least in (("nodes", nodes, 1), ("gpus", gpus, 1), ("current_node", node, 0)):
         if value < least:

@@ -8,10 +8,8 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.config.rules.values import any_of, problem
-from shardtrain.facts.quantization import CONVERTERS, FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK
+from shardtrain.facts.quantization import CONVERTERS, FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK, OPTION
 from shardtrain.utils.errors import Problem
-
-OPTION = "model.converters"
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:

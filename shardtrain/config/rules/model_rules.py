@@ -14,10 +14,10 @@ from shardtrain.config.model_file import ModelFacts, read_model_file, shape
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.settings import Value
+from shardtrain.hub_formats.config_json import MAX_PARTS
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PARTS = ("num_layers", "num_experts", "num_shared_experts")
-_MAX_PARTS = 4096
 """Upper bound of layers and experts, because each of them is built, on the meta device. Also used
 for config.json.
 """
@@ -77,7 +77,7 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
     # other fields of a user's file may have any meaning
     maximum = _MAX_SIZE
     if key in _PARTS:
-        maximum = _MAX_PARTS
+        maximum = MAX_PARTS
     elif loaded.config.model.name.endswith(".py"):
         maximum = 2**63
     if kind is int and value > maximum:

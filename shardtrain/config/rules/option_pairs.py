@@ -18,10 +18,9 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.rules.own_files_rules import SCHEDULE_OPTIONS, schedule_options
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config
-from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.facts.lr_schedules import SCHEDULES
 from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
-from shardtrain.utils.errors import Problem
+from shardtrain.utils.errors import COMMAND_LINE, Problem
 
 Rule = Callable[[Loaded], Iterator[Problem]]
 

@@ -9,8 +9,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
 from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.rules.values import problem
-from shardtrain.config.settings import COMMAND_LINE
-from shardtrain.utils.errors import Problem
+from shardtrain.utils.errors import COMMAND_LINE, Problem
 from shardtrain.utils.redact import redact, redact_all
 
 BELOW_DUMP_FOLDER = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardtrain.facts.ports import RENDEZVOUS_PORT
+
 
 @dataclass(frozen=True)
 class LaunchSSH:
@@ -27,7 +29,7 @@ class LaunchSSH:
     rendezvous_host: str | None = None
     """Name or address of the first host for the others, for example over InfiniBand; found automatically unless set
     (shardtrain)."""
-    rendezvous_port: int = 29500
+    rendezvous_port: int = RENDEZVOUS_PORT
     """Port of the rendezvous on the first host (shardtrain)."""
 
 

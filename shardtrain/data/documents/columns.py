@@ -7,7 +7,7 @@ from typing import Any
 
 from shardtrain.utils.log import logger
 
-_MAX_NAMES = 12
+MAX_NAMES = 12
 _MAX_NAME_LENGTH = 40
 
 
@@ -143,5 +143,5 @@ def _reach(row: Mapping[str, Any], path: str) -> Any:
 def _names(row: Mapping[str, Any]) -> str:
     """List at most 12 columns of a row."""
     names = [str(name)[:_MAX_NAME_LENGTH] for name in row]
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more if names else "none"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more if names else "none"

@@ -18,13 +18,11 @@ from shardtrain.config.schema.data_options import ROLES
 from shardtrain.data import sources
 from shardtrain.data.chat.jinja_sandbox import MAX_CHARACTERS, Work, sandbox
 from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
-from shardtrain.data.documents.columns import Unusable, check_text, kind
+from shardtrain.data.documents.columns import MAX_NAMES, Unusable, check_text, kind
 from shardtrain.data.documents.encoded import Document, Encoder
 from shardtrain.data.sources import BadRow
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
-
-_MAX_NAMES = 12
 
 
 class RowTemplate:
@@ -83,8 +81,8 @@ class RowTemplate:
             text = template.render({str(key): value for key, value in row.items()})
         except jinja2.UndefinedError as error:
             names = [str(key)[:40] for key in row]
-            columns = ", ".join(names[:_MAX_NAMES])
-            if len(names) > _MAX_NAMES:
+            columns = ", ".join(names[:MAX_NAMES])
+            if len(names) > MAX_NAMES:
                 columns += ", ..."
             raise Unusable(
                 f"the template of {name!r} uses a column that the row does not have: {error}; its columns are {columns}"

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shardtrain.config.schema import Data, DataSource
+from shardtrain.data import file_hashes
 from shardtrain.data.documents.encoded import Encoder
 from shardtrain.data.shared_opening import decode, encode
 from shardtrain.data.sources import Request
@@ -37,9 +38,6 @@ MAX_BYTES = 2 * 2**30
 """Maximum size of the cache. A dataset that takes more than a quarter of it is not cached."""
 _MIN_SECONDS = 0.5
 """A dataset that is tokenized faster is not cached."""
-_SETTLED_SECONDS = 2.0
-"""A file changed more recently may change again without a new timestamp, because of coarse filesystem
-clocks."""
 _MAX_FILES = 100_000
 """Maximum number of files of a dataset. Comparing more would take more memory than the cache saves time."""
 _AFTER_TOKENS = (
@@ -104,7 +102,7 @@ def _identities(files: Sequence[File]) -> list[list[int]] | None:
 def _are_settled(identities: list[list[int]]) -> bool:
     """True if no file was changed so recently that its next change could go unnoticed."""
     newest = max((max(mtime, ctime) for _, mtime, ctime, _, _ in identities), default=0)
-    return time.time() - newest / 1e9 > _SETTLED_SECONDS
+    return time.time() - newest / 1e9 > file_hashes.SETTLED_SECONDS
 
 
 def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, Encoder, int]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, ends_facts, read_beside
+from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, MAX_IDS, ends_facts, read_beside
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -21,7 +21,6 @@ from shardtrain.utils.log import logger
 if TYPE_CHECKING:
     import tokenizers
 
-_MAX_IDS = 2**31
 _MAX_GROWTH = 1000
 _MAX_ADDED = 1000
 """Maximum number of tokens that a post-processor may add to a text. Real ones add one or two."""
@@ -46,7 +45,7 @@ class JsonTokenizer:
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
         # ids may have gaps, so the largest id determines the size of an embedding
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        if not 0 < self.vocab_size <= _MAX_IDS:
+        if not 0 < self.vocab_size <= MAX_IDS:
             rule = "has an empty vocabulary" if self.vocab_size == 0 else "has ids of 2**31 and above"
             raise ConfigError(Problem(option, str(file), rule, "use a trained tokenizer"))
 

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.tokenizers.tokenizer_config import ends_facts
+from shardtrain.data.tokenizers.tokenizer_config import MAX_IDS, ends_facts
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
-
-_MAX_IDS = 2**31
 
 
 class OwnTokenizer:
@@ -35,7 +33,7 @@ class OwnTokenizer:
         if missing:
             raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", own_file.TOKENIZER.fix)
         self.vocab_size: int = getattr(self._tokenizer, "vocab_size", 0)
-        if type(self.vocab_size) is not int or not 0 < self.vocab_size < _MAX_IDS:
+        if type(self.vocab_size) is not int or not 0 < self.vocab_size < MAX_IDS:
             rule = "has a class Tokenizer whose vocab_size is not a valid number of ids"
             raise self._problem(rule, "set vocab_size to one more than the largest id")
         self.bos_id, self.eos_id, self.pad_id = (self._end(name) for name in ("bos_id", "eos_id", "pad_id"))

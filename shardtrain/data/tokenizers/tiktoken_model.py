@@ -24,7 +24,7 @@ from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, ends_facts, 
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
-_PATTERN = (
+PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -83,7 +83,7 @@ class TiktokenTokenizer:
 
         # The library gets no special tokens, so special tokens in a text stay ordinary text. In
         # ``encode_spans`` the splitter finds them.
-        self._encoding = tiktoken.Encoding(file.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
+        self._encoding = tiktoken.Encoding(file.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
         self._splitter = Splitter(specials)

@@ -17,6 +17,8 @@ _USUAL_NAMES = {
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>"),
 }
 END_TOKENS = tuple(_USUAL_NAMES)
+MAX_IDS = 2**31
+"""Maximum size of a vocabulary."""
 _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 _TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"

@@ -10,13 +10,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from shardtrain.utils.atomic_io import LEFTOVER_SECONDS
+
 FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"shardtrain-[0-9a-f]{32}")
-LEFTOVER_SECONDS = 3600.0
-"""Ranks unlink the file when all have mapped it.
-
-An older file is left by ranks that were killed before that.
-"""
 
 
 def path(token: bytes) -> Path:

@@ -17,9 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from shardtrain.utils.process import SECRET
+from shardtrain.utils.process import SECRET, SIGNATURE_PREFIX
 
-_PREFIX = b"shardtrain-sha256 "
 _SIGNATURE_BYTES = 2 * hashlib.sha256().digest_size
 
 
@@ -132,10 +131,10 @@ class SignedStore(dist.Store):
         body = value if isinstance(value, bytes) else value.encode()
         # The length of the key separates it from the value, so different pairs never have the same message.
         message = f"{len(key)} {key}\0".encode() + body
-        return _PREFIX + hmac.new(self._key, message, hashlib.sha256).hexdigest().encode() + b"\n" + body
+        return SIGNATURE_PREFIX + hmac.new(self._key, message, hashlib.sha256).hexdigest().encode() + b"\n" + body
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
-        body = bytes(sealed)[len(_PREFIX) + _SIGNATURE_BYTES + 1 :]
+        body = bytes(sealed)[len(SIGNATURE_PREFIX) + _SIGNATURE_BYTES + 1 :]
         if not hmac.compare_digest(bytes(sealed), self._seal(key, body)):
             raise ForgedError(
                 f"the value of {key!r} in the store at which the nodes meet is not signed with this node's {SECRET}: "

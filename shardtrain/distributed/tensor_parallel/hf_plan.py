@@ -113,7 +113,8 @@ def _style_names(model: Any, plan: Mapping[str, str], ties: list[list[str]]) -> 
     for path, module in model.named_modules():
         # A plan may name a module or one of its parameters.
         names = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
-        style_name = _first_match(plan, names)
+        matching = (plan[pattern] for pattern in plan if any(matches(name, pattern) for name in names))
+        style_name = next(matching, None)
         if style_name is not None and any(True for _ in module.parameters()):
             style_names[path] = style_name
 
@@ -128,13 +129,6 @@ def _style_names(model: Any, plan: Mapping[str, str], ties: list[list[str]]) -> 
                 style_names[embedding] = "embedding_rowwise"
             break
     return style_names
-
-
-def _first_match(plan: Mapping[str, str], names: list[str]) -> str | None:
-    for pattern, style_name in plan.items():
-        if any(matches(name, pattern) for name in names):
-            return style_name
-    return None
 
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 import yaml
 
 from shardtrain.config.schema.launch_options import Launch
+from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.launch.job import RETRIES, ClusterJob, header, require, require_free, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
 
 CONFIG_PATH = "/etc/shardtrain/config.toml"
-RENDEZVOUS_PORT = 29500
 
 _NO_FOLD = 1 << 30
 Manifest = dict[str, Any]

@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from typing import IO
 
 from shardtrain.launch.platforms import pdsh_rsh
-from shardtrain.launch.platforms.ssh import HostCommand
+from shardtrain.launch.platforms.ssh import LOST, HostCommand
 from shardtrain.utils import temporary
 from shardtrain.utils.errors import ConfigError, Problem
 
 POLL_SECONDS = 0.02
-LOST = 255
 END_SECONDS = 5.0
 
 

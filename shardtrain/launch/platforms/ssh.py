@@ -20,6 +20,8 @@ from shardtrain.utils.redact import MASK
 
 ENDPOINT = "SHARDTRAIN_RDZV_ENDPOINT"
 LOCAL_ADDRESS = "SHARDTRAIN_LOCAL_ADDR"
+LOST = 255
+"""Exit status of ssh if the connection failed or was lost."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 

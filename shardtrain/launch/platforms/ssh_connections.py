@@ -23,7 +23,7 @@ from shardtrain.launch import addresses, failure, remote_agent, signals
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED
 from shardtrain.launch.platforms import pdsh
-from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, HostCommand
+from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, LOST, HostCommand
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
@@ -40,8 +40,6 @@ OTHER_FILES = 100
 """Open files of this process that do not belong to connections."""
 HOSTS_AT_ONCE = 64
 """Number of simultaneous connection attempts. A handshake takes about 20 ms of one core of this machine."""
-LOST = 255
-"""Exit status of ssh if the connection failed or was lost."""
 HINTS = (
     ("Host key verification failed", "accept its key by hand, after `ssh-keygen -R {name}` if it may have changed;"),
     (

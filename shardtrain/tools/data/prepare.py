@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import Config, check, load
-from shardtrain.config.command_line import COMMAND_LINE, VerbOption, number_of, take
+from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.documents.encode import open_encoder
 from shardtrain.data.documents.encoded import Encoder
@@ -36,7 +36,7 @@ from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, work_units
 from shardtrain.tools.data.work_progress import WorkProgress
 from shardtrain.utils import atomic_io, checked_json
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
 USAGE = """usage: shardtrain data prepare [CONFIG.toml] --output FOLDER [--processes N] [--shard_tokens N]

@@ -11,7 +11,7 @@ from pathlib import Path
 from shardtrain import config as configs
 from shardtrain import data, tasks
 from shardtrain.config import derived
-from shardtrain.config.command_line import COMMAND_LINE, VerbOption, number_of, take
+from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data.batch import Batch
@@ -20,7 +20,7 @@ from shardtrain.data.loader import SOURCE_BITS
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.runs.run_files import RunFolder
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
 USAGE = """usage: shardtrain data show [CONFIG.toml | RUN_FOLDER] [--step N] [--rows N] [--world_size N] [--json]
                             [--section.key VALUE ...]

@@ -18,6 +18,7 @@ from shardtrain.data.documents.bad_rows import attempt
 from shardtrain.data.documents.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
+from shardtrain.data.tokenizers.tiktoken_model import PATTERN
 from shardtrain.facts.file_kinds import COMPRESSIONS, dataset_of
 from shardtrain.utils import atomic_io, libraries, storage_errors
 from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
@@ -32,10 +33,6 @@ HELD_OUT_EVERY = 50
 _PART_CHARACTERS = 2**16
 _MOST_HELD_OUT = 64
 _LONGEST_TEXT_BYTES = 2**28
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 class TrainingTexts:
@@ -124,7 +121,7 @@ def train(texts: TrainingTexts, vocab_size: int, special: list[str]) -> Any:
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(_SPLIT), behavior="isolated")
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

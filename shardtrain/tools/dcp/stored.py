@@ -19,7 +19,7 @@ from shardtrain.checkpoint import torch_file
 from shardtrain.checkpoint.manifest import MAX_DIMS, MAX_NAME, MAX_SIZE
 from shardtrain.checkpoint.pickled import Made, Name, parse
 from shardtrain.checkpoint.resharding import check_tiling
-from shardtrain.checkpoint.torch_file import damage
+from shardtrain.checkpoint.torch_file import BYTES_PER_STEP, FREE_STEPS, damage
 from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
@@ -49,14 +49,6 @@ _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
 _MAX_VALUE = 2**20
 _MAX_BYTES = 2**30
 """Largest size of metadata. A larger file is rejected without reading it."""
-_FREE_STEPS = 1_000_000
-"""Smallest limit on steps of the unpickler."""
-_BYTES_PER_STEP = 16
-"""Bytes of files that allow one more step of the unpickler.
-
-A real part needs about 40 steps and a thousand bytes of a file. So the work on metadata is bounded by the size of the
-folder on disk.
-"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,8 @@ class DcpFolder:
                 if path.name != METADATA and path.is_file():
                     facts = path.stat()
                     disk_bytes += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
-        steps = _FREE_STEPS + disk_bytes // _BYTES_PER_STEP
+        # A real part needs about 40 steps and a thousand bytes of a file. The work is bounded by the bytes on disk.
+        steps = FREE_STEPS + disk_bytes // BYTES_PER_STEP
         with damage(self._where):
             self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
 

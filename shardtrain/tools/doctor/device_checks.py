@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from shardtrain.facts.devices import peak_flops
 from shardtrain.tools.doctor import health
 from shardtrain.tools.doctor.context import RankContext
+from shardtrain.tools.doctor.health import AREA
 from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
 from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict, kernel_text
 
 if TYPE_CHECKING:
     import torch
 
-AREA = "devices"
 
 CPU_SIZE = 512
 CUDA_SIZE = 8192

@@ -8,12 +8,12 @@ import platform
 import socket
 from collections.abc import Iterator
 
+from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_numbers, warn_if
 
 AREA = "hosts"
 
-TORCHRUN_PORT = 29500
 """Default rendezvous port of torchrun."""
 LEAST_PORTS = 2_000
 """Minimum number of ephemeral ports. A rank may open connections to a few thousand other ranks."""
@@ -27,8 +27,8 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["local_size"] = context.local_size
     facts["port_range"] = kernel_numbers("/proc/sys/net/ipv4/ip_local_port_range")
     facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and context.size > 1
-    facts["port"] = TORCHRUN_PORT
-    facts["port_busy"] = not is_free(TORCHRUN_PORT)
+    facts["port"] = RENDEZVOUS_PORT
+    facts["port_busy"] = not is_free(RENDEZVOUS_PORT)
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
         facts["addresses"] = sorted(map(str, found))

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain.tools.doctor.result import Facts, Reports, kernel_text
-
-GIGA = 1e9
+from shardtrain.utils.units import GIGA
 
 PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s per lane by PCIe generation. PCI-SIG, PCI Express Base Specification: 2.5, 5, 8, 16, 32 and 64 GT/s

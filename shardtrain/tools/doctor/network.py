@@ -25,7 +25,7 @@ from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import slow
 from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
 from shardtrain.utils.errors import PeerError
-from shardtrain.utils.units import MIB, format_seconds
+from shardtrain.utils.units import GIGA, MIB, format_seconds
 
 AREA = "network"
 
@@ -33,7 +33,6 @@ BYTES = {"cpu": 8 * MIB, "accelerator": 256 * MIB}
 PAIR_BYTES = {"cpu": 4 * MIB, "accelerator": 64 * MIB}
 REPEATS = 5
 SMALL_REPEATS = 20
-GIGA = 1e9
 
 Row = tuple[str, str]
 """Mesh axis, and name of a collective."""

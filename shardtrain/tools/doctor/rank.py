@@ -12,6 +12,7 @@ from shardtrain.tools.doctor import (
     configuration,
     device_checks,
     environment_checks,
+    health,
     hosts,
     limit_checks,
     memory_checks,
@@ -48,7 +49,7 @@ AREAS = (
     Area(memory_checks.AREA, memory_checks.collect, memory_checks.judge),
     Area(clock.AREA, clock.collect, clock.judge),
     Area(storage_checks.AREA, storage_checks.collect, storage_checks.judge),
-    Area(device_checks.AREA, device_checks.collect, device_checks.judge),
+    Area(health.AREA, device_checks.collect, device_checks.judge),
     Area(numbers.AREA, numbers.collect, numbers.judge),
     Area(network.AREA, network.collect, network.judge),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 
-from shardtrain.tools.doctor import device_checks, network
+from shardtrain.tools.doctor import health, network
 from shardtrain.tools.doctor.result import Facts, Reports
 
 
@@ -15,7 +15,7 @@ def of(reports: Reports) -> Facts:
     ``flops`` are FLOP/s by dtype, with ``threads`` threads on a CPU. ``bytes_per_second`` is the bus
     bandwidth of a group with ``ranks`` ranks, of which at most ``ranks_per_host`` share a host.
     """
-    found = reports.of(device_checks.AREA).values()
+    found = reports.of(health.AREA).values()
     flops: dict[str, float] = {}
     for facts in found:
         flops[facts["dtype"]] = min(facts["rate"], flops.get(facts["dtype"], facts["rate"]))

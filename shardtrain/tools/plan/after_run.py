@@ -11,6 +11,7 @@ from shardtrain import config as configs
 from shardtrain.config.schema import Config
 from shardtrain.facts import devices
 from shardtrain.tools.plan import hardware, planning
+from shardtrain.tools.plan.calibrate import FEWEST_STEPS
 from shardtrain.tools.runs import run_files
 from shardtrain.utils import atomic_io
 from shardtrain.utils.units import GIB
@@ -21,7 +22,6 @@ _SHORT_SECONDS = 0.1
 """In a shorter planned step, work of the host that is not planned may take as long."""
 _SMALL_GIB = 1.0
 """Largest memory of kernel workspaces in GiB. A plan does not include them."""
-_FEWEST_STEPS = 5
 
 
 def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_bytes: int = 0) -> list[str]:
@@ -52,7 +52,7 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
         if known is None:
             return []
         metrics = {name: list(series.values) for name, series in run_files.read(folder).metrics.items()}
-        if len(metrics.get("tps", [])) < _FEWEST_STEPS:
+        if len(metrics.get("tps", [])) < FEWEST_STEPS:
             return []
         config = configs.load(str(folder / "config.resolved.toml"), []).config
         plan = planning.make(config, world_size, hardware.find(known))

@@ -18,7 +18,7 @@ from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
-_FEWEST_STEPS = 5
+FEWEST_STEPS = 5
 _FARTHEST = 50
 """Largest factor between planned and measured rates. Above it, the run was on another device."""
 _MOST_BYTES = 2**24
@@ -62,9 +62,9 @@ def learn(folder: Path, device: Device) -> Calibrated:
     total_rates = metrics.get("tokens_per_second", [])
     device_rates = metrics.get("tps", [])
     rates = list(zip(total_rates, device_rates, strict=False))
-    if len(step_seconds) < _FEWEST_STEPS or not rates or not rates[-1][1] > 0:
+    if len(step_seconds) < FEWEST_STEPS or not rates or not rates[-1][1] > 0:
         rule = f"has only {len(step_seconds)} logged steps with times"
-        fix = f"use a run with at least {_FEWEST_STEPS} (metrics.log_freq)"
+        fix = f"use a run with at least {FEWEST_STEPS} (metrics.log_freq)"
         raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
     # The last logged rates of all devices and of one device tell the number of devices.
     total_rate, device_rate = rates[-1]

@@ -21,13 +21,12 @@ from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import Account, account, attempts_of
 from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.checked_json import is_count, record_of
-from shardtrain.utils.errors import ConfigError, DataError, Problem
+from shardtrain.utils.errors import COMMAND_LINE, ConfigError, DataError, Problem
 
 POINTS = 600
 """Intervals of a chart. Each interval keeps its minimum and maximum, so spikes stay visible."""

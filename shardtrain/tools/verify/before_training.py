@@ -79,7 +79,9 @@ def judge(config: Config) -> VerifyVerdict:
             verdict.refused += dict.fromkeys(impossible)
             return verdict
         # Messages name the sizes in which the compared model is smaller.
-        changed_sizes = [f"{name} {value}" for name, value in _changed_sizes(config, task.reference).items()]
+        configured = config.model.overrides
+        small_sizes = task.reference.model.overrides.items()
+        changed_sizes = [f"{name} {value}" for name, value in small_sizes if configured.get(name) != value]
         copy = "the model"
         if changed_sizes:
             copy = f"a copy with {', '.join(changed_sizes)}"
@@ -147,12 +149,6 @@ def _fix(row: MeshResult) -> str:
             "(unflatten(-1, (-1, 3, head_dim))), or give each its own linear"
         )
     return f'"{style}" means {TENSOR_STYLES[style]}: correct the style or the forward'
-
-
-def _changed_sizes(config: Config, small: Config) -> dict[str, object]:
-    """Return the model fields that have another value in the small copy."""
-    original = config.model.overrides
-    return {name: value for name, value in small.model.overrides.items() if original.get(name) != value}
 
 
 def _model_and_mesh_only(config: Config) -> Loaded:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardtrain.config.schema import Config, Data, DataSource, Model, Training
-from shardtrain.data import build_dataset
+from shardtrain.data import build_dataset, file_hashes
 from shardtrain.data.documents import token_cache
 from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 
@@ -24,7 +24,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Use a temporary cache folder without a minimum size of entries."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(token_cache, "_SETTLED_SECONDS", -1.0)  # files count as settled immediately
+    monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -1.0)  # files count as settled immediately
     return tmp_path / "cache/shardtrain/tokens"
 
 
@@ -217,7 +217,7 @@ def test_cached_ids_outside_the_vocabulary_are_rejected(file: Path, tokenized: C
 
 def test_recently_changed_files_are_not_cached(file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as new:
-        new.setattr(token_cache, "_SETTLED_SECONDS", 3600.0)
+        new.setattr(file_hashes, "SETTLED_SECONDS", 3600.0)
         opened(file)
     assert not own_cache.exists()
     original = build_dataset._read
