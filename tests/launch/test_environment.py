@@ -72,9 +72,9 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
         (LEFT, "RANK"),  # left in the shell by another torchrun
         ({**LEFT, "RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
         ({**RANK, "RANK": "2"}, "not a rank of WORLD_SIZE=2"),
-        ({**RANK, "RANK": "-1"}, "RANK=.*whole number from 0"),
-        ({**RANK, "WORLD_SIZE": "auto"}, "WORLD_SIZE=.*whole number from 1"),
-        ({**RANK, "WORLD_SIZE": "0"}, "WORLD_SIZE=.*whole number from 1"),
+        ({**RANK, "RANK": "-1"}, "RANK=.*integer of at least 0"),
+        ({**RANK, "WORLD_SIZE": "auto"}, "WORLD_SIZE=.*integer of at least 1"),
+        ({**RANK, "WORLD_SIZE": "0"}, "WORLD_SIZE=.*integer of at least 1"),
         ({**RANK, "WORLD_SIZE": " 2"}, "WORLD_SIZE"),
         ({**RANK, "LOCAL_RANK": "1.5"}, "LOCAL_RANK"),
         ({**RANK, "LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE"),

@@ -90,7 +90,7 @@ def test_filters_choose_hosts_and_devices(include, exclude, expected):
         ("a:4", "", "device 4"),
         ("a:", "", "no devices"),
         ("", "a:x", "no devices"),
-        ("a", "b", "other"),
+        ("a", "b", "cannot be combined"),
     ],
 )
 def test_filters_that_match_nothing_are_rejected(include, exclude, message):
@@ -104,7 +104,7 @@ def launch(hosts: list[str], **more) -> Launch:
 
 @pytest.mark.parametrize(
     ("hosts", "nodes", "message"),
-    [([], None, "names no host"), (["a", "a"], None, "twice"), (["a", "b"], 3, "more than 2 hosts")],
+    [([], None, "names no host"), (["a", "a"], None, "twice"), (["a", "b"], 3, "exceeds the number of hosts, 2")],
 )
 def test_impossible_sets_of_hosts_are_rejected(hosts, nodes, message):
     with pytest.raises(ConfigError, match=message):

@@ -56,7 +56,7 @@ def test_objects_are_created_in_their_order(tmp_path, requests):
 
 def test_a_refused_create_deletes_the_earlier_objects(tmp_path, requests):
     (tmp_path / "refused").write_text(f"{CREATE} TrainJob: exceeded quota: few\n")
-    with pytest.raises(ConfigError, match="exceeded quota: few; ask for less") as error:
+    with pytest.raises(ConfigError, match="exceeded quota: few; request less") as error:
         kubectl.create(manifests(tmp_path))
     assert "noise" not in str(error.value)
     assert requests()[-2:] == [f"{DELETE} TrainingRuntime", f"{DELETE} ConfigMap"]

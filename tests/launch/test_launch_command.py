@@ -282,7 +282,7 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
         (["slurm", "--launch.slurm.sweep=--optimizer.lr none"], "launch.slurm.sweep"),
         (["kubernetes", "--image=a", "--launch.mounts=a:/dev/shm", "--launch.shared_memory_gib=1"], "launch.mounts"),
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
-        (["status", "slurm/1;2"], "not an id"),
+        (["status", "slurm/1;2"], "not a job ID"),
         (["stop", "ssh/99999999"], "not a launch of this user"),
         (["logs"], "requires one ID"),
     ],

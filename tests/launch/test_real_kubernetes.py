@@ -183,7 +183,7 @@ def test_a_refused_launch_leaves_no_objects(server, config_file, kind):
     result = server.kubectl(*patch, "--patch", json.dumps(status))
     assert result.returncode == 0, result.stderr
     result = launch(server.config(), "kubernetes", config_file, *arguments_of(kind, "run", where))
-    assert_refused(result, "exceeded quota", f"count/{plural}", "ask for less")
+    assert_refused(result, "exceeded quota", f"count/{plural}", "request less")
     assert ours(server, where) == []
 
 
