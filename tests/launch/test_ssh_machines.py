@@ -133,7 +133,7 @@ def test_a_disconnected_host_is_reported_and_ends_its_processes(network, tmp_pat
         told_after = time.monotonic() - cut_at
         assert launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"], err
         assert "note: the connection to host host-b was lost" in err and "last checkpoint" in err
-        assert "note: host host-b is lost" in err
+        assert "note: host host-b was lost" in err
         assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(
             MACHINE_SECONDS
         )  # grace_seconds, and the time to detect it

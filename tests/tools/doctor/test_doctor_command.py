@@ -75,7 +75,7 @@ def test_the_doctor_examines_two_ranks_and_leaves_no_files(tmp_path, here):
     assert failed <= {"limits", "memory"}, "only areas that depend on this machine may fail"
     areas = {row["area"] for row in report["findings"]}
     assert areas >= {"versions", "hosts", "config", "limits", "memory", "clock", "storage", "devices", "network"}
-    assert err.startswith("shardtrain ") and "doctor with 2 processes (as --nproc says)" in err
+    assert err.startswith("shardtrain ") and "doctor with 2 processes (from --nproc)" in err
     assert leftovers(tmp_path) == [] and doctor_command.FOLDER not in os.environ
 
 
