@@ -1,7 +1,7 @@
-"""The ``shardtrain`` command: a table of verbs. Each verb imports what it needs when it runs.
+"""The ``shardtrain`` command: a table of verbs. Each verb imports its dependencies when it runs.
 
-``--help``, ``config`` and a wrong configuration answer at once: torch is imported by ``train``, ``verify`` and those
-verbs of ``data`` that need it, after the configuration has been found to work.
+``--help``, ``config`` and errors of a configuration are fast, because they do not import torch. Verbs that need torch,
+such as ``train`` and ``verify``, import it after the configuration has been checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit status (see ``errors.py``). Each error of the user is one line."""
+    """Run one verb and return its exit status (see ``errors.py``). Print each user error on one line."""
     return run(_dispatch, arguments)
 
 
@@ -108,7 +108,7 @@ def _print_system_error(error: OSError) -> int:
 
 
 def _discard_output() -> None:
-    """Redirect stdout to /dev/null, so that the flush at the end of this process does not fail again."""
+    """Redirect stdout to /dev/null, to prevent another failure when this process flushes it at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -162,7 +162,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     from shardtrain.launch import environment
 
     migrate = import_part("shardtrain.compat.migrate")
-    # a file of another system: it is migrated in memory, and may also say how many nodes and processes
+    # Migrate a file of another system in memory. It may also set the numbers of nodes and processes.
     path = Path(arguments.path)
     overrides = arguments.overrides
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -195,7 +195,7 @@ def _load_flags(arguments: CommandLine) -> Loaded:
 
 
 def _config(words: list[str]) -> int:
-    """Show, check or explain a configuration; migrate one of another system."""
+    """Show, check or explain a configuration, or migrate the configuration of another system."""
     return Command("shardtrain config", CONFIG_VERBS, column=54, notes=help_pages.CONFIG).run(words)
 
 
@@ -209,7 +209,7 @@ def _config_check(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    """Train as one rank if a launcher started this process, else with as many ranks as fit this machine."""
+    """Train as one rank if a launcher started this process. Otherwise start all ranks for this machine."""
     arguments = split(words)
     if arguments.help:
         print(help_pages.train(), end="")
@@ -247,7 +247,7 @@ def _train(words: list[str]) -> int:
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:
-    """Train as one rank of several, started by torchrun, by srun, or by ``_train_here`` as a new process."""
+    """Train as one of several ranks, in a process started by torchrun, srun or ``_train_here``."""
     from shardtrain.launch import failure, local
     from shardtrain.train import preflight
 
@@ -255,7 +255,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
         local.leave(local.run_rank(loaded, _trainer()))
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    # If all ranks of a large run read the same files, the storage would be overloaded
+    # If all ranks of a large run read the same files, the storage would be overloaded.
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:
         # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
@@ -318,7 +318,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         command = python_child.command("shardtrain", "train", *words)
         code = local.launch(loaded, choice.count, None, command, restarts, ends_process=True)
 
-    # After the run: a comparison with the plan, a sample, and suggested commands
+    # After the run: a comparison with the plan, a sample, and suggested commands.
     for line in _compare_with_plan(code, loaded, choice.count, machine):
         print(line, file=sys.stderr)
     if code == 0:
@@ -329,7 +329,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
 
 def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Machine) -> list[str]:
-    """After the run, compare it with ``plan``; not on a CPU, for which the plan is not exact."""
+    """Compare the completed run with ``plan``. Skip CPUs, for which the plan is inaccurate."""
     from shardtrain.launch import failure
 
     if not _has_tools():
@@ -348,7 +348,7 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
 
 
 def _show_sample(loaded: Loaded) -> None:
-    """Continue ``metrics.sample_prompt`` with the weights that the run has saved. A failure only skips the text."""
+    """Generate text from ``metrics.sample_prompt`` with the saved weights. Ignore failures."""
     config = loaded.config
     prompt = config.metrics.sample_prompt
     if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
@@ -482,7 +482,7 @@ _OTHER_NAMES = {
     "status": "launch status", "logs": "launch logs", "cancel": "launch stop", "tokenizer": "data tokenizer",
     "check": "config check", "new": "init", "estimate": "plan", "tail": "watch", "trace": "profile",
 }  # fmt: skip
-"""What other programs call the verbs."""
+"""Names of the verbs in other programs."""
 VERBS = {
     "train": CommandVerb(
         _train,
@@ -549,7 +549,7 @@ VERBS = {
     "export": CommandVerb("tools.convert.convert_command:export_main", needs_torch=True, is_long=True),
     "merge": CommandVerb(
         "tools.convert.adapters",
-        (("merge ADAPTERS --to CHECKPOINT", "add trained adapters to the weights beside them"),),
+        (("merge ADAPTERS --to CHECKPOINT", "merge trained adapters into their base weights"),),
         needs_torch=True,
         is_long=True,
     ),
@@ -613,7 +613,7 @@ CONFIG_VERBS = {
     "check": CommandVerb(
         _config_check,
         (("check   [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE ...]",
-          "tell what train would refuse, and start nothing"),),
+          "report the problems that would stop train"),),
     ),
     "help": CommandVerb(
         config_command.print_help,

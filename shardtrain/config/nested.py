@@ -158,7 +158,7 @@ def underscored(name: str) -> str:
     option = next((o for o in _names() if plain.startswith(f"{o}.")), None)
     if option is None:
         return plain
-    # In data.my-sources.WEB-1.text-field.KEY the entry and the key are the user's, and the field is the schema's
+    # In data.my-sources.WEB-1.text-field.KEY the entry and the key are the user's, and the field is the schema's.
     entry, dot, rest = name[len(option) + 1 :].partition(".")
     field, dot_2, key = rest.partition(".")
     return f"{option}.{entry}{dot}{field.replace('-', '_')}{dot_2}{key}"

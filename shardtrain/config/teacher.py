@@ -50,14 +50,14 @@ def teacher_config(config: Config) -> Config | Problem:
     if isinstance(folder, Problem):
         return dataclasses.replace(folder, option=OPTION, value=path)
 
-    # The teacher uses the student's mesh, without options of training
+    # The teacher uses the student's mesh, without options of training.
     num_experts = (model_shape(Loaded(folder.config)) or {}).get("num_experts")
     degree = config.parallelism.expert_parallel_degree if num_experts else 1
     parallelism = dataclasses.replace(config.parallelism, shard_optimizer_states=False, expert_parallel_degree=degree)
     debug = dataclasses.replace(config.debug, moe_force_load_balance=False)
     recompute = dataclasses.replace(config.activation_checkpoint, mode="none")
     training = config.training
-    # Frozen weights are stored in the compute dtype, which does not change results
+    # Frozen weights are stored in the compute dtype, which does not change results.
     if derived.compute_dtype(config) == "bfloat16":
         training = dataclasses.replace(training, dtype="bfloat16")
     return dataclasses.replace(
@@ -136,7 +136,7 @@ def _num_rows(loaded: Loaded) -> int | None:
     """Return the rows of a model's embedding, or None if unknown."""
     num_rows = (model_shape(loaded) or {}).get("vocab_size")
     if num_rows is None and loaded.config.model.name == NAME:
-        # A transformers model has the number in its config.json, unless an override sets it
+        # A transformers model has the number in its config.json, unless an override sets it.
         try:
             file = Path(str(loaded.config.model.overrides["path"])) / "config.json"
             num_rows = checked_json.parse(bounded_reads.whole(file, _MAX_BYTES)).get("vocab_size")
@@ -171,7 +171,7 @@ def _token_difference(student_file: Path, teacher_file: Path) -> str:
         return ""
     student_tokens = _tokens(student_file)
     teacher_tokens = _tokens(teacher_file)
-    # A file that cannot be read is reported when the tokenizer is opened
+    # A file that cannot be read is reported when the tokenizer is opened.
     if student_tokens is None or teacher_tokens is None:
         return ""
     for id_, token in student_tokens.items():
@@ -198,7 +198,7 @@ def _tokens(file: Path) -> dict[int, str] | None:
         if isinstance(vocab, dict):
             tokens = {id_: token for token, id_ in vocab.items()}
         else:
-            # Unigram models have a list of pairs of token and score
+            # Unigram models have a list of pairs of token and score.
             tokens = {id_: pair[0] for id_, pair in enumerate(vocab)}
         for added in content.get("added_tokens") or []:
             tokens[added["id"]] = added["content"]

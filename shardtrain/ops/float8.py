@@ -72,7 +72,7 @@ def powers(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest exponents k <= 63, int32, with amax 2^k <= the largest value of ``dtype``."""
     # The largest value is fraction 2^exponent: 448 = 0.875 * 2^9. The exponent of amax is read from
     # its bits, because log2 rounds near powers of two. If amax has a larger fraction than the
-    # largest value, k is one less
+    # largest value, k is one less.
     fraction, exponent = math.frexp(torch.finfo(dtype).max)
     bits = amax.float().view(torch.int32)
     exceeds = (bits & 0x7FFFFF) > int((2 * fraction - 1) * 2**23)
@@ -125,23 +125,23 @@ def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate:
     b8_KN, b_inverse = to_float8(b_KN, b_dim, b_name)
 
     # Devices require (M, K) in row-major and (K, N) in column-major order, and K to be a multiple
-    # of 16: pad with zeros
+    # of 16: pad with zeros.
     a8_MK = a8_MK.contiguous()
     b8_NK = b8_KN.t().contiguous()
     missing = -a8_MK.size(1) % FLOAT8_MULTIPLE
     if missing:
-        # Padding is not implemented for float8. Pad the bytes: the byte 0 is the value 0
+        # Padding is not implemented for float8. Pad the bytes: the byte 0 is the value 0.
         a8_MK, b8_NK = (F.pad(x8.view(torch.uint8), (0, missing)).view(x8.dtype) for x8 in (a8_MK, b8_NK))
     b8_KN = b8_NK.t()
 
     options: dict[str, Any] = {"out_dtype": a_MK.dtype, "use_fast_accum": fast}
     if not (a_rows or b_rows):
         return torch._scaled_mm(a8_MK, b8_KN, a_inverse, b_inverse, **options)
-    # The kernel with a scale per row only returns bfloat16
+    # The kernel with a scale per row only returns bfloat16.
     if fast and a_rows and b_rows and a_MK.dtype == torch.bfloat16:
         return torch._scaled_mm(a8_MK, b8_KN, a_inverse, b_inverse, **options)
     # That kernel is slow without fast accumulation. Scales that are powers of two can be applied
-    # afterwards, exactly
+    # afterwards, exactly.
     one = torch.ones((), dtype=torch.float32, device=a_MK.device)
     out_MN = torch._scaled_mm(a8_MK, b8_KN, one, one, **options)
     return out_MN * a_inverse.to(out_MN.dtype) * b_inverse.to(out_MN.dtype)
@@ -176,7 +176,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight_OI: Tensor, recipe: str, emulate: bool) -> Tensor:
     """Return ``x @ weight.T``, (..., O) for (..., I), in float8 by a recipe of RECIPES. Differentiable."""
     out_RO = _Linear.apply(x.reshape(-1, x.size(-1)), weight_OI, recipe, emulate)
-    # A view would make FSDP warn, and a network could not modify it in place
+    # A view would make FSDP warn, and a network could not modify it in place.
     return torch.ops.aten._unsafe_view(out_RO, (*x.shape[:-1], weight_OI.size(0)))  # type: ignore[no-any-return]
 
 
@@ -201,7 +201,7 @@ class QuantizedLinear(nn.Linear):
         (placement,) = weight.placements
         partial: tuple[Placement, ...] = (Partial(),)
 
-        # Column-wise: a rank has some of the outputs, and the gradient of the input is a sum over ranks
+        # Column-wise: a rank has some of the outputs, and the gradient of the input is a sum over ranks.
         if placement.is_shard(0):
             x_local = x.to_local(grad_placements=partial)
             out = self.multiply(x_local, weight.to_local())
@@ -209,7 +209,7 @@ class QuantizedLinear(nn.Linear):
                 out = out + self.bias.to_local()  # type: ignore[attr-defined]
             return DTensor.from_local(out, mesh, (Shard(out.ndim - 1),), run_check=False)
 
-        # Row-wise: the output is a sum over ranks, so only one rank adds the bias
+        # Row-wise: the output is a sum over ranks, so only one rank adds the bias.
         out = self.multiply(x.to_local(), weight.to_local())
         if self.bias is not None:
             is_first = float(mesh.get_local_rank() == 0)
@@ -302,14 +302,14 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
         return torch.stack([g.t() @ x for g, x in parts])
 
     # Devices sum 16 rows at a time. Pad each expert's rows with zeros to a multiple of 16. The
-    # total number of rows is an upper bound, because the host does not know the counts
+    # total number of rows is an upper bound, because the host does not know the counts.
     padded_E = (count_E + FLOAT8_MULTIPLE - 1) // FLOAT8_MULTIPLE * FLOAT8_MULTIPLE
     stop_E = padded_E.cumsum(0)
     rows = -(-x_RI.size(0) // FLOAT8_MULTIPLE) * FLOAT8_MULTIPLE + FLOAT8_MULTIPLE * count_E.numel()
     padding_before_E = (stop_E - padded_E) - (count_E.cumsum(0) - count_E)
     position_R = torch.arange(x_RI.size(0), device=x_RI.device) + padding_before_E[expert_R]
 
-    # Pad and transpose both operands, because the product sums over rows
+    # Pad and transpose both operands, because the product sums over rows.
     operands = []
     inverses = []
     for x, amax in ((gradient_RO, g_amax_EO), (x_RI, x_amax_EI)):
@@ -323,7 +323,7 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
     g_inverse, x_inverse = inverses
     stop_E = stop_E.to(torch.int32)
     out_EOI = torch._scaled_grouped_mm(g8_OP, x8_IP.t(), g_inverse, x_inverse, stop_E, **options)
-    # A device writes arbitrary values for an expert without rows
+    # A device writes arbitrary values for an expert without rows.
     return torch.where((count_E > 0)[:, None, None], out_EOI, 0.0).to(gradient_RO.dtype)
 
 

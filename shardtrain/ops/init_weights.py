@@ -43,7 +43,7 @@ def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_la
         if rule is None:
             raise KeyError(name)
         # Each layer adds two branches to the residual stream, hence the factor 2. With this scale
-        # the variance of the sum grows slowly with depth
+        # the variance of the sum grows slowly with depth.
         layer = re.match(rf"{re.escape(layout.layers)}\.(\d+)\.", name)
         if rule.depth == "layer" and layer:
             rule = replace(rule, std=rule.std / math.sqrt(2 * (int(layer[1]) + 1)), depth="none")
@@ -69,7 +69,7 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         return
 
     # Find the blocks that overlap this rank's part. The number of rows per block does not depend on
-    # the mesh
+    # the mesh.
     rows, *rest = parameter.shape
     rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
     first = slices[0].start
@@ -80,7 +80,7 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
 
     for index in range(0, len(blocks), blocks_per_group):
         # Draw complete blocks, each with its own generator, because a generator cannot skip to the
-        # middle of a block
+        # middle of a block.
         group = blocks[index : index + blocks_per_group]
         start = group.start * rows_per_block
         size = min(len(group) * rows_per_block, rows - start)
@@ -89,7 +89,7 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
             _fill_block(part, draw, _generator(seed, name, block, local.device))
         _shape_(values, draw)
 
-        # Copy this rank's rows, and its part of the other dimensions
+        # Copy this rank's rows, and its part of the other dimensions.
         low = max(first, start)
         high = min(stop, start + size)
         local[low - first : high - first].copy_(values[(slice(low - start, high - start), *slices[1:])])
@@ -97,9 +97,9 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
 
 def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:
     # Blocks are float32 for every dtype of the parameter, so a bfloat16 run starts from the same
-    # weights, rounded
+    # weights, rounded.
     if math.isnan(draw.std):
-        # The initial distribution is unknown. If no weights are loaded either, the first loss is NaN
+        # The initial distribution is unknown. If no weights are loaded either, the first loss is NaN.
         block.fill_(math.nan)
     elif draw.distribution == "normal":
         block.normal_(0.0, draw.std, generator=generator)
@@ -125,6 +125,6 @@ def _shape_(values: Tensor, draw: Draw) -> None:
 
 
 def _generator(seed: int, name: str, block: int, device: torch.device) -> torch.Generator:
-    # Every generator accepts a seed of 56 bits. Hashing all three values gives each block its own stream
+    # Every generator accepts a seed of 56 bits. Hashing all three values gives each block its own stream.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=7).digest()
     return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big"))

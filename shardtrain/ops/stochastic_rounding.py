@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# The constants of SplitMix64 (Steele et al. 2014) as signed integers
+# The constants of SplitMix64 (Steele et al. 2014) as signed integers.
 _GOLDEN = -0x61C8864680B583EB
 _FIRST = -0x40A7B892E31B1A47
 _SECOND = -0x6B2FB644ECCEEE15

@@ -83,7 +83,7 @@ def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, 
         module.register_forward_pre_hook(lambda *_, path=path: enter(path))
         module.register_forward_hook(leave, always_call=True)
 
-    # On the meta device, tokens and positions have no values
+    # On the meta device, tokens and positions have no values.
     row_1T = torch.zeros(1, length, dtype=torch.int64, device="meta")
     try:
         with trial(model), torch.no_grad(), torch.device("meta"), watch:

@@ -33,7 +33,7 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
         yield from initial_hub_weights(loaded)
         yield from hub_exports(loaded)
     elif options.initial_load_path and not loaded.is_set("checkpoint.enable"):
-        # Files that set checkpoint.enable = false, as torchtitan's do, get a note instead of an error
+        # Files that set checkpoint.enable = false, as torchtitan's do, get a note instead of an error.
         rule = "loads nothing while checkpoints are off"
         yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
 
@@ -172,7 +172,7 @@ def store_address(loaded: Loaded, option: str, address: str) -> Iterator[Problem
     if "@" in rest.partition("/")[0]:
         rule = "contains a credential, which logs and files would show"
         fix = "remove the credential, and set the store's own environment variables"
-        # The value is not part of the message
+        # The value is not part of the message.
         yield Problem(option, None, rule, fix, loaded.where(option))
     elif scheme in ("file", "local"):
         rule = "addresses a local folder as an object store, which has weaker guarantees"

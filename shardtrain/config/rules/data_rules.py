@@ -82,7 +82,7 @@ def check_dataset(loaded: Loaded) -> Iterator[Problem]:
     for option, source in datasets(loaded).items():
         name = source.dataset
         if not name and loaded.config.task.name.endswith(".py"):
-            # A user's task file may read its own data
+            # A user's task file may read its own data.
             continue
         if not name:
             rule = "is not set, and no data are held out automatically"
@@ -215,7 +215,7 @@ def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Proble
 
 def check_kinds(loaded: Loaded) -> Iterator[Problem]:
     """Yield options of [data] that other options leave without effect, or that a stream does not support."""
-    # A user's task file may read any column
+    # A user's task file may read any column.
     used_formats = formats(loaded)
     task = loaded.config.task.name
     if task in OF_NEXT_TOKENS or task in _FIELDS_OF_TASKS:
@@ -311,7 +311,7 @@ def _check_template(
     data = loaded.config.data
     where = loaded.where(option)
     yield from _check_jinja(option, entries, where)
-    # Other tasks choose the columns themselves
+    # Other tasks choose the columns themselves.
     if loaded.config.task.name not in OF_NEXT_TOKENS:
         return
     if row_format == "chat":

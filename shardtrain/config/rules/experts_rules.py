@@ -32,7 +32,7 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
         yield from _check_without_experts(loaded)
         return
     yield from _check_choice(loaded, sizes, experts)
-    # Expert-parallel ranks have equal numbers of experts, and need layers with experts
+    # Expert-parallel ranks have equal numbers of experts, and need layers with experts.
     degree = p.expert_parallel_degree
     if degree > 1 and experts % degree:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
@@ -82,7 +82,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
     if not has_moe_layers or ranks <= experts or experts % degree:
         return
 
-    # With more ranks than experts, the ranks of one expert split its matrices by rows
+    # With more ranks than experts, the ranks of one expert split its matrices by rows.
     row_counts = (_count(sizes, "moe_ffn_dim"), _count(sizes, "dim"))
     ranks_per_expert = ranks // degree
     uneven = {rows for rows in row_counts if rows % ranks_per_expert}

@@ -31,7 +31,7 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
     if not {LINEAR, MX, GROUPED} & set(converters):
         return
 
-    # Float8 and MX are supported neither with adapters nor with float16
+    # Float8 and MX are supported neither with adapters nor with float16.
     if config.lora.enable:
         rule = "is not supported with adapters, whose frozen weights stay in high precision"
         yield problem(loaded, OPTION, rule, "set model.converters = [], or lora.enable = false")
@@ -116,7 +116,7 @@ def _mx_notes(loaded: Loaded) -> list[str]:
         lines.append(f"{option}: without effect, casts are PyTorch's operations here")
 
     # Gradients of weights are sums over tokens, in blocks of 32. With context parallelism a rank
-    # has two pieces of a row, so blocks may differ from those of one rank
+    # has two pieces of a row, so blocks may differ from those of one rank.
     config = loaded.config
     length = config.training.seq_len
     degree = config.parallelism.context_parallel_degree

@@ -74,7 +74,7 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
     if kind is int and value < 0:
         yield Problem(option, value, "must not be negative", "use 0 or more", where)
     # The number of layers and experts is bounded in every file, because each of them is built. The
-    # other fields of a user's file may have any meaning
+    # other fields of a user's file may have any meaning.
     maximum = _MAX_SIZE
     if key in _PARTS:
         maximum = MAX_PARTS
@@ -102,7 +102,7 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
     empty_sizes = list(nonempty_sizes(loaded, sizes))
     yield from empty_sizes
     yield from positive_numbers(loaded, sizes)
-    # The other rules divide by these sizes
+    # The other rules divide by these sizes.
     if empty_sizes:
         return
     yield from head_sizes(loaded, sizes)
@@ -121,7 +121,7 @@ def nonempty_sizes(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
         value = _number(sizes, name)
         # check_model reports negative sizes
         if value is not None and 0 <= value < 1:
-            # Rotary positions rotate pairs of features
+            # Rotary positions rotate pairs of features.
             lowest = 2 if name in ("head_dim", "qk_rope_head_dim") else 1
             yield _size_problem(loaded, sizes, name, "leaves nothing to compute", f"use {lowest} or more")
 
@@ -145,7 +145,7 @@ def head_sizes(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
         rule = f"does not divide the {heads} attention heads"
         yield _size_problem(loaded, sizes, "num_kv_heads", rule, f"use {any_of(legal)}")
 
-    # GPT-NeoX checks its rotary fraction itself
+    # GPT-NeoX checks its rotary fraction itself.
     name = "qk_rope_head_dim" if "qk_rope_head_dim" in sizes else "head_dim"
     value = _number(sizes, name)
     if value is not None and "rotary_pct" not in sizes and (value < 2 or value % 2):
@@ -199,7 +199,7 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
         "shared experts' feed-forward dimension {}": _size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim"),
         "vocabulary of {}": _size(sizes, "vocab_size"),
     }
-    # A size of 0 is unknown, or the model does not have it
+    # A size of 0 is unknown, or the model does not have it.
     divided = {text: count for text, count in divided.items() if count}
     uneven = [text.format(count) for text, count in divided.items() if count % tp]
     if uneven:
@@ -275,7 +275,7 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     cp = p.context_parallel_degree
     if min(tp, cp) < 1:
         return
-    # Ignore a degree that is already reported, because it will change
+    # Ignore a degree that is already reported, because it will change.
     if any(check_tensor_parallel(loaded)):
         tp = 1
     is_balanced = cp > 1 and derived.is_context_balanced(p)

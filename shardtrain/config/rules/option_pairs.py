@@ -50,7 +50,7 @@ def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
         for found in rule(loaded):
             option = found.option
             is_written = loaded.is_set(option) and not _is_default(loaded, option)
-            # A file's option is not reported if the command line sets the option that replaces it
+            # A file's option is not reported if the command line sets the option that replaces it.
             replacement = loaded.origins.get(_REPLACED_BY.get(option, ""))
             is_replaced = replacement == COMMAND_LINE and loaded.origins.get(option) != COMMAND_LINE
             if is_written and not is_replaced:
@@ -137,7 +137,7 @@ def float16_from_bfloat16(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "training.mixed_precision_param", rule, fix)
 
 
-# Activation checkpointing and the compiler
+# Activation checkpointing and the compiler.
 
 
 def memory_budget_without_compiler(loaded: Loaded) -> Iterator[Problem]:
@@ -213,7 +213,7 @@ def compile_nothing(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "compile.components", "must not be empty with compile.enable = true", fix)
 
 
-# Pipelines, checkpoints, diagnostics and workers
+# Pipelines, checkpoints, diagnostics and workers.
 
 
 def microbatch_size(loaded: Loaded) -> Iterator[Problem]:
@@ -305,7 +305,7 @@ PAIR_RULES: tuple[Rule, ...] = (
 )
 
 
-# Options without effect. check_without_effect drops those that nobody wrote
+# Options without effect. check_without_effect drops those that nobody wrote.
 
 
 def sample_frequency(loaded: Loaded) -> Iterator[Problem]:
@@ -445,7 +445,7 @@ def check_spikes(loaded: Loaded) -> Iterator[Problem]:
         rule = "requires checkpoints that this run saves"
         yield problem(loaded, "training.spike_policy", rule, "set checkpoint.enable=true")
 
-    # The oldest kept checkpoint must be old enough
+    # The oldest kept checkpoint must be old enough.
     kept_steps = (checkpoint.keep_latest_k - 1) * checkpoint.interval
     is_bounded = checkpoint.interval_type == "steps" and checkpoint.keep_latest_k
     if is_bounded and kept_steps < training.spike_rewind_steps:

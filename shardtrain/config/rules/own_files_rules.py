@@ -74,7 +74,7 @@ def schedule_options(name: str) -> tuple[str, ...] | None:
         return None
     for node in own_file.parse(name).body:
         if isinstance(node, ast.FunctionDef) and node.name == "factor":
-            # All parameters after step and total_steps, including *args and **kwargs
+            # All parameters after step and total_steps, including *args and **kwargs.
             signature = node.args
             parameters = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs][2:]
             for variadic in (signature.vararg, signature.kwarg):

@@ -34,7 +34,7 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     layers = (sizes or {}).get("num_layers")
     is_automatic = p.module_fqns_per_model_part is None
     if is_automatic:
-        # Other rules report too few layers, and a negative number of layers per stage
+        # Other rules report too few layers, and a negative number of layers per stage.
         has_layers = isinstance(layers, int) and layers >= p.pipeline_parallel_degree
         if not has_layers or (p.pipeline_parallel_layers_per_stage or 1) < 1:
             return
@@ -46,7 +46,7 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     if problems:
         return
 
-    # The number of micro-batches depends on the stages, so it is only checked if the stages are right
+    # The number of micro-batches depends on the stages, so it is only checked if the stages are right.
     rows = known_rows(loaded)
     if rows is not None:
         yield from check_microbatches(loaded, rows, count)
@@ -79,7 +79,7 @@ def _check_stages(loaded: Loaded, schedule: str, count: int) -> Iterator[Problem
     """Each rank has the number of stages that the schedule requires: one, exactly two, or at least two."""
     p = loaded.config.parallelism
     degree = p.pipeline_parallel_degree
-    # Name the option that determines the number of stages
+    # Name the option that determines the number of stages.
     option = _MODULES if p.module_fqns_per_model_part is not None else _PER_STAGE
     if not loaded.is_set(option):
         option = _SCHEDULE
@@ -107,7 +107,7 @@ def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
     reserved = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
     rule = f"leaves stage {empty[0]} of {count} without a layer of the model's {layers}"
     fix = f"use a schedule or degree with at most {layers} stages"
-    # There are enough layers if the embedding and the head do not count as layers
+    # There are enough layers if the embedding and the head do not count as layers.
     if reserved and count <= layers:
         ends = "pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers"
         fix = f"set {ends} to 0, or {fix}"
@@ -140,7 +140,7 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
     p = loaded.config.parallelism
     size = p.pipeline_parallel_microbatch_size
     degree = p.pipeline_parallel_degree
-    # Another rule reports a size that does not divide the local batch
+    # Another rule reports a size that does not divide the local batch.
     if size < 1 or loaded.config.training.local_batch_size % size:
         return
     option = "parallelism.pipeline_parallel_microbatch_size"

@@ -90,7 +90,7 @@ def _parse_action(loaded: Loaded, text: str, rank: int, num_stages: int, done: D
     kind = match[2]
     microbatch = int(match[3])
 
-    # Stages are assigned to ranks round-robin
+    # Stages are assigned to ranks round-robin.
     degree = loaded.config.parallelism.pipeline_parallel_degree
     if stage >= num_stages or stage % degree != rank:
         stages_of_rank = ", ".join(str(n) for n in range(rank, num_stages, degree))
@@ -105,7 +105,7 @@ def _parse_action(loaded: Loaded, text: str, rank: int, num_stages: int, done: D
 
 def _incomplete_stage(loaded: Loaded, done: Done, num_stages: int, num_microbatches: int | None) -> Problem | None:
     """Return a problem if a stage lacks forward or backward of a micro-batch, or has too many."""
-    # If the number of micro-batches is unknown, stage 0 determines it
+    # If the number of micro-batches is unknown, stage 0 determines it.
     expected = done[0, "F"] if num_microbatches is None else set(range(num_microbatches))
     for stage in range(num_stages):
         backward = done[stage, "B"] | (done[stage, "I"] & done[stage, "W"])

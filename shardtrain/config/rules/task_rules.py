@@ -104,7 +104,7 @@ def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[
             fix = "set it to 1: data-parallel axes shard any model"
             yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
 
-    # Tasks of rows with tensor parallelism. Distillation is a task of documents
+    # Tasks of rows with tensor parallelism. Distillation is a task of documents.
     is_tensor_parallel = c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees
     if c.task.name == DISTILLATION or not is_tensor_parallel:
         return
@@ -112,7 +112,7 @@ def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[
         rule = "leaves each rank a part of the outputs, and a task of rows requires full outputs"
         yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
     if c.compile.enable and "model" in c.compile.components:
-        # DTensor with dynamic shapes: the compiler of torch 2.13 recurses in backward until Python's limit
+        # DTensor with dynamic shapes: the compiler of torch 2.13 recurses in backward until Python's limit.
         rule = "cannot compile tensor-parallel layers for rows of different lengths, which this task has"
         yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
 
@@ -162,7 +162,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
     if not 0 <= task.gamma < math.inf:
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
 
-    # Names of the three columns
+    # Names of the three columns.
     for option, column in fields.items():
         if not column:
             yield problem(loaded, option, "must not be empty", "name the column")

@@ -119,7 +119,7 @@ ABOVE_0 = (
     "metrics.peak_flops",
     "checkpoint.mean_time_to_failure_hours",
 )
-# An infinite max_norm measures the norm of the gradients and never clips
+# An infinite max_norm measures the norm of the gradients and never clips.
 MAY_BE_INFINITE = ("training.max_norm",)
 FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
 FROM_0_TO_1 = (
@@ -146,7 +146,7 @@ CHOICES = {
 def check_ranges(loaded: Loaded) -> Iterator[Problem]:
     """Yield numbers outside their range. An unset option is not checked."""
     for option in AT_LEAST_1:
-        # By default it is training.seq_len, which has its own entry
+        # By default it is training.seq_len, which has its own entry.
         if option == "validation.seq_len" and not loaded.is_set(option):
             continue
         value = loaded.value(option)
@@ -191,7 +191,7 @@ def _check_number(loaded: Loaded, option: str, is_in_range: bool, rule: str, fix
 def _check_large_numbers(loaded: Loaded) -> Iterator[Problem]:
     for option in (*AT_LEAST_1, *AT_LEAST_0, *MINUS_1_OR_AT_LEAST_1, "training.steps"):
         value = loaded.value(option)
-        # A seed may be any number
+        # A seed may be any number.
         if isinstance(value, int) and value > MAX_NUMBER and option != "debug.seed":
             yield problem(loaded, option, f"must be at most {MAX_NUMBER}", "use a smaller number")
 
