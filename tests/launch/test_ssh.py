@@ -186,7 +186,7 @@ def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_start
     result = run([*arguments, f"--launch.python={python}"], tmp_path)
     assert result.returncode == 2 and not folder.exists()
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error[")]
-    assert "cannot start shardtrain" in line and "has no package torch; install shardtrain and torch there" in line
+    assert "cannot start shardtrain" in line and "has no package torch; install shardtrain and torch on it" in line
     assert "Traceback" not in result.stderr
 
 
