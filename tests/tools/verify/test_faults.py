@@ -24,7 +24,7 @@ from shardtrain import optim
 from shardtrain.config import stages
 from shardtrain.distributed import expert_parallel, fsdp, grad_clip, pipeline_parallel, runner, zero1
 from shardtrain.distributed.context_parallel import cores as context_parallel
-from shardtrain.distributed.context_parallel import gather, masks
+from shardtrain.distributed.context_parallel import gather, masks, ulysses
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
@@ -312,7 +312,7 @@ def gathered_keys_left_in_the_order_of_the_ranks(monkeypatch):
 
 @fault("cp=2", "attention over the parts of cp is wrong", context_parallel_method="ulysses")
 def heads_of_the_wrong_rank(monkeypatch):
-    wrap(monkeypatch, gather, "_heads_for_tokens", lambda f, x, group: f(x.flip(1), group))
+    wrap(monkeypatch, ulysses, "_heads_for_tokens", lambda f, x, group: f(x.flip(1), group))
 
 
 @fault("cp=2", "the backward pass first differs", "module layers.", "attn.core", by_default=True)
