@@ -631,7 +631,7 @@ def retained(count: int) -> dict[str, Any]:
             (folder / f"step-{step}" / "manifest.json").write_bytes(whole.to_bytes())
         reads, read = [], retention.read
         retention.read = lambda path: (reads.append(1), read(path))[1]  # type: ignore[attr-defined]
-        seconds, _ = timed(lambda: retention.delete_old(folder, 10 * count, 2, 10, 0))
+        seconds, _ = timed(lambda: retention.delete_old(folder, 10 * count, 2, 10, 0, "", retention.Removals()))
         listed, _ = timed(lambda: retention.step_folders(folder))
         return {"seconds": seconds, "manifests_read": len(reads), "list_seconds": listed}
 
@@ -653,9 +653,7 @@ def commit(count: int) -> dict[str, Any]:
         markers = Path(folder)
         for rank in range(count):
             async_save.write_marker(markers, rank, "t", files[rank])
-        wait_seconds, _ = timed(
-            lambda: [async_save.wait_for_marker(markers, rank, "t", lambda: None) for rank in range(count)]
-        )
+        wait_seconds, _ = timed(lambda: async_save.wait_for_markers(markers, range(count), "t", lambda: None))
     return {"seconds": seconds, "is_whole_seconds": look_seconds, "markers_seconds": wait_seconds}
 
 

@@ -10,9 +10,11 @@ step (``Saving.pack_flags``), so all learn it at the same step.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.collectives import any_ranks
 from shardtrain.checkpoint.manifest import TensorFile
-from shardtrain.checkpoint.objects import ObjectPath
+from shardtrain.checkpoint.objects import ObjectPath, unlink_all
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
@@ -30,6 +32,9 @@ from shardtrain.utils.errors import StorageError
 LOOK_SECONDS = 0.5
 """Longest pause of rank 0's thread between two checks for a marker."""
 NOTHING = [0.0, 0.0, 0.0]
+_MARKER_NAME = re.compile(
+    r"rank-(?P<rank>\d+)_(?P<token>[^_]+)_(?P<bytes>\d+)_(?P<sha256>[^_]*)_(?P<stem>[^_]+)_(?P<ending>[^_]+)_.*\.done"
+)
 
 
 class Cancelled(Exception):
@@ -205,25 +210,52 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
 
 
 def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None:
-    """Write the marker that tells rank 0's thread that this rank's file is on disk. ``token``
-    identifies the save.
-    """
+    """Write the marker that tells rank 0's thread that this rank's file is on disk. ``token`` identifies the save."""
+    if isinstance(folder, ObjectPath):
+        # The name has all fields, so that one listing reads the markers of all ranks. A store may add a suffix before
+        # the first dot.
+        stem, _, ending = file.name.rpartition(".")
+        (folder / f"rank-{rank:05d}_{token}_{file.bytes}_{file.sha256}_{stem}_{ending}_.done").put(b"", new=False)
+        return
     path = _marker(folder, rank)
     text = json.dumps([token, file.name, file.bytes, file.sha256])
-    if isinstance(path, ObjectPath):
-        path.put(text.encode(), new=False)
-        return
-    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a
-    # network filesystem, this node may not see it yet.
+    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a network filesystem, this
+    # node may not see it yet.
     part = path.with_suffix(".part")
     files.write_hashed(part, [memoryview(text.encode())], files.SEEN_SECONDS)
     files.rename(part, path)
 
 
-def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> TensorFile:
-    """Wait for a rank's marker and return the file that the rank has written. ``check_cancelled``
-    may raise.
+def wait_for_markers(
+    folder: Place, ranks: Sequence[int], token: str, check_cancelled: Callable[[], None]
+) -> list[TensorFile]:
+    """Wait for the markers of ranks, remove them, and return the files that the ranks have written, in order.
+
+    ``check_cancelled`` may raise. The requests to an object store do not depend on the number of ranks, except that a
+    listing returns a limited number of names per request.
     """
+    if not isinstance(folder, ObjectPath):
+        return [_wait_for_marker(folder, rank, token, check_cancelled) for rank in ranks]
+    pause = 0.05
+    while True:
+        check_cancelled()
+        markers = {}
+        paths = []
+        for path in folder.list_below():
+            marker = _MARKER_NAME.fullmatch(path.name)
+            # A marker with another token belongs to an earlier attempt.
+            if marker and marker["token"] == token:
+                name = f"{marker['stem']}.{marker['ending']}"
+                markers[int(marker["rank"])] = TensorFile(name, int(marker["bytes"]), marker["sha256"])
+                paths.append(path)
+        if set(ranks) <= set(markers):
+            unlink_all(paths)
+            return [markers[rank] for rank in ranks]
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK_SECONDS)
+
+
+def _wait_for_marker(folder: Path, rank: int, token: str, check_cancelled: Callable[[], None]) -> TensorFile:
     path = _marker(folder, rank)
     pause = 0.005
     while True:
@@ -246,5 +278,5 @@ def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Calla
         pause = min(2 * pause, LOOK_SECONDS)
 
 
-def _marker(folder: Place, rank: int) -> Place:
+def _marker(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.done"

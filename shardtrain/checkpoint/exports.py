@@ -61,8 +61,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
             if rank < size:
                 async_save.write_marker(draft, rank, token, TensorFile("share", 0, ""))
             return
-        for other in range(1, size):
-            async_save.wait_for_marker(draft, other, token, check_cancelled)
+        async_save.wait_for_markers(draft, range(1, size), token, check_cancelled)
         exporter.write_rest(checkpoint, draft)
         # Publish it like a checkpoint: sync all files, check the lease, then rename once.
         files.sync_folder(draft)

@@ -10,7 +10,9 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from shardtrain.checkpoint import files
@@ -29,6 +31,8 @@ together.
 _LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
 _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
+REMOVAL_SECONDS = 60.0
+"""Longest wait for removals at the end of a run."""
 _contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
 """Cache: (checkpoint, size and mtime of its manifest) -> (file names, file sizes in bytes, origin)."""
 _MOST_REMEMBERED = 64
@@ -137,11 +141,36 @@ def to_delete(own: Sequence[int], keep: int, complete: Collection[int]) -> list[
     return [step for step in own if step < oldest_kept]
 
 
-def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str) -> None:
+class Removals:
+    """Threads that remove renamed checkpoints, so that ranks do not wait for the deletion of thousands of files.
+
+    A process that ends before a thread leaves the renamed folder, which the next start removes.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def start(self, path: Path) -> None:
+        """Remove a folder in a thread."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=remove, args=(path,), name="retention", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def finish(self, limit_seconds: float = REMOVAL_SECONDS) -> None:
+        """Wait until all folders are removed, at most ``limit_seconds``."""
+        deadline = time.monotonic() + limit_seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def delete_old(
+    folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str, removals: Removals
+) -> None:
     """Delete old checkpoints after the checkpoint of step ``saved`` was written; see ``to_delete``.
 
-    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs than
-    ``origin`` are neither counted nor deleted.
+    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs than ``origin`` are
+    neither counted nor deleted. Files of a folder are removed by ``removals`` after the folder was renamed.
     """
     if not keep:
         return
@@ -158,15 +187,16 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
         if step == spare or (forever and step % forever == 0) or not is_of(folder / f"step-{step}", origin):
             continue
         try:
-            discard(folder / f"step-{step}")
+            discard(folder / f"step-{step}", removals.start)
         except OSError as error:
             # The new checkpoint is complete. The next save tries the deletion again.
             logger.warning(str(storage_errors.cannot("delete old checkpoint", folder / f"step-{step}", error)))
 
 
-def discard(path: Path | ObjectPath) -> None:
-    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first. Raises
-    OSError if that fails.
+def discard(path: Path | ObjectPath, remove_folder: Callable[[Path], None] | None = None) -> None:
+    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first. Raises OSError if that fails.
+
+    ``remove_folder`` removes the renamed folder; the default is ``remove``.
     """
     if isinstance(path, ObjectPath):
         (path / MANIFEST).unlink()
@@ -175,8 +205,8 @@ def discard(path: Path | ObjectPath) -> None:
         with contextlib.suppress(OSError):
             unlink_all(path.list_below())
         return
-    discard_hub(path)
-    _to_trash(path)
+    discard_hub(path, remove_folder)
+    _to_trash(path, remove_folder)
 
 
 def make_room(path: Path, origin: str) -> None:
@@ -200,16 +230,16 @@ def hub_folder(path: Path) -> Path:
     return path.with_name(f"{path.name}{HUB}")
 
 
-def discard_hub(path: Path) -> None:
+def discard_hub(path: Path, remove_folder: Callable[[Path], None] | None = None) -> None:
     """Delete a checkpoint's export to the Hugging Face format, if there is one. Raises OSError."""
     if hub_folder(path).is_dir():
-        _to_trash(hub_folder(path))
+        _to_trash(hub_folder(path), remove_folder)
 
 
-def _to_trash(path: Path) -> None:
+def _to_trash(path: Path, remove_folder: Callable[[Path], None] | None) -> None:
     trash = path.with_name(f"{path.name}.trash-{secrets.token_hex(4)}")
     files.rename(path, trash)
-    remove(trash)
+    (remove_folder or remove)(trash)
 
 
 def remove(path: Path) -> None:

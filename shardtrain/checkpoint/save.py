@@ -80,6 +80,7 @@ class Saver:
         self._run_lease: Lease | None = None
         # ID of the run in its manifests. A resumed run keeps it. Only rank 0 uses it.
         self._origin = self._lease.nonce
+        self._removals = retention.Removals()
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         # Number of saves of this process, for unique names of drafts.
@@ -288,6 +289,7 @@ class Saver:
         # Release the lease last. Until then no other run may write to the folder.
         if self._is_first:
             self._storage.abandon_all()
+            self._removals.finish()
             self._lease.release()
             if self._run_lease is not None:
                 self._run_lease.release()
@@ -347,7 +349,7 @@ class Saver:
                 for file in stored_files:
                     async_save.write_marker(draft, rank, token, file)
                 return
-            stored_files += [async_save.wait_for_marker(draft, r, token, check_cancelled) for r in others]
+            stored_files += async_save.wait_for_markers(draft, others, token, check_cancelled)
             self._commit(draft, self._manifest(step, stored_files, shares, facts))
             self._tidy(step, facts)
 
@@ -457,10 +459,11 @@ class Saver:
         retention.delete_old(
             self._folder,
             saved,
-            options.keep_latest_k,
-            options.keep_every_n_steps,
-            self.best.kept,
-            self._origin,
+            keep=options.keep_latest_k,
+            forever=options.keep_every_n_steps,
+            spare=self.best.kept,
+            origin=self._origin,
+            removals=self._removals,
         )
 
 

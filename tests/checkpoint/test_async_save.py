@@ -379,10 +379,10 @@ def test_markers_of_other_saves_are_ignored_and_broken_ones_are_errors(tmp_path:
             raise async_save.Cancelled
 
     with pytest.raises(async_save.Cancelled):
-        async_save.wait_for_marker(tmp_path, 1, "new", check_cancelled)
-    assert async_save.wait_for_marker(tmp_path, 2, "new", lambda: None) == file
+        async_save.wait_for_markers(tmp_path, [1], "new", check_cancelled)
+    assert async_save.wait_for_markers(tmp_path, [2], "new", lambda: None) == [file]
     assert not (tmp_path / "rank-00002.done").exists(), "the marker is not part of the checkpoint"
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):
         (tmp_path / "rank-00003.done").write_text(text)
         with pytest.raises(StorageError, match=r"rank-00003\.done: it is not a valid marker"):
-            async_save.wait_for_marker(tmp_path, 3, "new", lambda: None)
+            async_save.wait_for_markers(tmp_path, [3], "new", lambda: None)

@@ -228,7 +228,7 @@ def test_retention_in_an_object_store_deletes_only_checkpoints_of_its_run(tmp_pa
         path = tmp_path / f"checkpoint/step-{step}"
         (path / "manifest.json").write_bytes(dataclasses.replace(manifest.read(path), origin=origin).to_bytes())
     stored = place(f"file://{tmp_path}/checkpoint")
-    retention.delete_old(stored, saved=5, keep=2, forever=0, spare=-1, origin="mine")
+    retention.delete_old(stored, saved=5, keep=2, forever=0, spare=-1, origin="mine", removals=retention.Removals())
     assert retention.steps(stored) == [1, 3, 4, 5]
 
 

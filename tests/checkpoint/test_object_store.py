@@ -19,8 +19,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from small_checkpoint import checkpoints, facts, rest, save, weights, world_of_one
 
-from shardtrain.checkpoint import lease, objects
+from shardtrain.checkpoint import async_save, lease, objects
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.manifest import TensorFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import place
 from shardtrain.config import Loaded
@@ -443,3 +444,32 @@ def test_unsafe_address_is_rejected(folder: str, rule: str) -> None:
     options = dataclasses.replace(Config().checkpoint, enable=True, folder=folder)
     problems = [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))]
     assert len(problems) == bool(rule) and all(rule in line and "secret" not in line for line in problems)
+
+
+class CountingStore:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+        if name in ("ls", "rm", "rm_file", "pipe_file", "cat_file", "info"):
+            self.requests += 1
+        return method
+
+
+@pytest.mark.parametrize("ranks", [2, 200])
+def test_requests_for_the_markers_of_a_background_save_do_not_grow_with_ranks(ranks: int) -> None:
+    store = CountingStore(MemoryFileSystem())
+    folder = ObjectPath(store, "memory://markers/step-1", suffix="-0af3-1")
+    written = [TensorFile(f"rank-{rank:05d}-0af3-1.bin", 8 * rank, "ab" * 32) for rank in range(ranks)]
+    for rank in range(1, ranks):
+        async_save.write_marker(folder, rank, "0123abcd", written[rank])
+    async_save.write_marker(folder, 1, "earlier", written[0])
+    store.requests = 0
+    assert async_save.wait_for_markers(folder, range(1, ranks), "0123abcd", lambda: None) == written[1:]
+    assert store.requests <= 3
+    left = [path.name for path in folder.list_below()]
+    assert len(left) == 1 and "_earlier_" in left[0] and left[0].endswith("-0af3-1.done")
