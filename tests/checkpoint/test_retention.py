@@ -273,7 +273,7 @@ def test_a_save_does_not_wait_until_old_files_are_removed(tmp_path: Path, monkey
         assert may_remove.wait(patience.seconds(30))
         removed.append(path.name)
 
-    monkeypatch.setattr(shutil, "rmtree", slow_rmtree)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: slow_rmtree(path) if ".trash-" in path.name else None)
     manager = checkpoints(tmp_path, keep_latest_k=2)
     for step in (1, 2, 3, 4):
         save(manager, step)
