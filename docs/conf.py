@@ -6,6 +6,7 @@ and in a checkout.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import shardtrain
 project = "shardtrain"
 author = "the authors of shardtrain"
 release = version = shardtrain.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md",
@@ -32,6 +33,12 @@ include_patterns = [
 exclude_patterns = ["outputs"]
 html_theme = "furo"
 html_title = f"shardtrain {release}"
+# Set DOCS_REPOSITORY to the address of the repository for a link "edit this page" on each page.
+repository = os.environ.get("DOCS_REPOSITORY", "")
+html_theme_options = (
+    {"source_repository": repository, "source_branch": "main", "source_directory": ""} if repository else {}
+)
+copybutton_prompt_text = "$ "
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "description"
