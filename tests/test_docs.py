@@ -59,6 +59,9 @@ SMALLER = {
     "shardtrain train debug --task.name preference --training.dataset jsonl --training.dataset_path "
     "outputs/pairs.jsonl --training.on_data_end repeat --training.steps 10 "
     "--checkpoint.initial_load_path outputs/hub/checkpoint/step-20 --job.dump_folder outputs/preferred": TRAIN,
+    "shardtrain train debug --training.steps 20 --validation.enable --validation.dataset jsonl "
+    "--validation.dataset_path outputs/held_out.jsonl --validation.freq 5 --checkpoint.keep_best validation.loss "
+    "--job.dump_folder outputs/validated": TRAIN,
     "torchrun --nproc-per-node 2 -m shardtrain train debug "
     "--job.dump_folder outputs/by_torchrun": f"--training.steps 2 {TRAIN}",
     "shardtrain train debug_classification --job.dump_folder outputs/classification": (
