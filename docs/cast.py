@@ -38,11 +38,11 @@ Event = tuple[float, str]
 
 @dataclass
 class Screen:
-    """What a terminal shows of the codes that this program and rich use: colours, carriage return, lines up, erase."""
+    """What a terminal shows of the codes that this program and rich use: colors, carriage return, lines up, erase."""
 
     columns: int
     rows: list[list[tuple[str, str]]] = field(default_factory=lambda: [[]])
-    """Of each row its characters with their colours."""
+    """Of each row its characters with their colors."""
     written: list[float] = field(default_factory=lambda: [0.0])
     """When each row was last written to."""
     _row: int = 0

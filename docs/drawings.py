@@ -46,7 +46,7 @@ def mesh() -> str:
     canvas.text(372, 122, "activations", "dim small", "middle")
     canvas.arrow(414, 230, 330, 230)
     canvas.text(372, 222, "gradients", "dim small", "middle")
-    canvas.text(360, 322, "One colour: the ranks that read the same sequences.", "dim", "middle")
+    canvas.text(360, 322, "One color: the ranks that read the same sequences.", "dim", "middle")
     return canvas.svg()
 
 

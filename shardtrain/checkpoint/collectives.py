@@ -79,7 +79,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
 
     Values are in the order of their first rank. Ranks of a pipeline stage have consecutive numbers
     and equal values, so a stage costs one broadcast and one reduction. With more than
-    ``_MOST_RUNS`` runs of equal neighbours, ranks exchange hashes instead.
+    ``_MOST_RUNS`` runs of equal neighbors, ranks exchange hashes instead.
     """
     if _is_alone():
         return [json.loads(json.dumps(value))], [0]

@@ -136,7 +136,7 @@ class Grid:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield all boxes."""
-        # The offsets of two neighbouring repeats of an axis differ by the extent of all axes inside of it.
+        # The offsets of two neighboring repeats of an axis differ by the extent of all axes inside of it.
         steps = []
         extent = list(self.sizes)
         for repeats, dim, _ in self.axes:

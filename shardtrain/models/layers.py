@@ -253,7 +253,7 @@ class Attention(nn.Module):
 
 
 class NormedAttention(Attention):
-    """Grouped-query attention whose queries and keys are normalised per head (Dehghani et al. 2023;
+    """Grouped-query attention whose queries and keys are normalized per head (Dehghani et al. 2023;
     Qwen3).
     """
 

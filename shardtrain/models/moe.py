@@ -261,7 +261,7 @@ class Balance(nn.Module):
         none is enabled.
 
         Balance loss of a sequence, DeepSeek-V3 equations 17-20: f_i = E/(K T) (number of tokens
-        that chose i), P_i = mean over tokens of the normalised scores, loss = sum over i of f_i
+        that chose i), P_i = mean over tokens of the normalized scores, loss = sum over i of f_i
         P_i. The loss of a sequence is multiplied by its T tokens, which turns the mean P_i into a
         sum. z-loss: squared log-sum-exp of the logits (Zoph et al. 2022, equation 5).
         """
@@ -272,10 +272,10 @@ class Balance(nn.Module):
             # A row that is all padding has 0 choices
             num_choices_B1 = total_BE.sum(1, keepdim=True).clamp_min(1)
             load_BE = total_BE * r.num_experts / num_choices_B1
-            normalised_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            normalized_BTE = scores_BTE / scores_BTE.sum(-1, keepdim=True)
             if is_text_BT1 is not None:
-                normalised_BTE = normalised_BTE * is_text_BT1
-            losses.append(r.balance_loss_coeff * (load_BE * normalised_BTE.sum(1)).sum())
+                normalized_BTE = normalized_BTE * is_text_BT1
+            losses.append(r.balance_loss_coeff * (load_BE * normalized_BTE.sum(1)).sum())
         if r.z_loss_coeff:
             squares_BT = logits_BTE.logsumexp(-1).square()
             if is_text_BT1 is not None:

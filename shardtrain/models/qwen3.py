@@ -1,4 +1,4 @@
-"""Qwen3, dense (Qwen team 2025): a Llama with normalised queries and keys per head.
+"""Qwen3, dense (Qwen team 2025): a Llama with normalized queries and keys per head.
 
 The models with experts are in ``qwen3_moe.py``.
 """

@@ -59,7 +59,7 @@ class Model:
     """Older name of hf_assets_path: a tokenizer file or folder. It can also be your own file with a class Tokenizer,
     such as "my_tokenizer.py": docs/extend.md (shardtrain)."""
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
-    """Normalisation; rmsnorm and fused_rmsnorm are the same fused kernel, np_layernorm has no parameters
+    """Normalization; rmsnorm and fused_rmsnorm are the same fused kernel, np_layernorm has no parameters
     (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
     """Fields of the flavor to replace, such as ``num_layers = 4``; any field of the model's Config (shardtrain)."""

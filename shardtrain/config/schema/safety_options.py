@@ -172,13 +172,13 @@ class FaultTolerance:
     min_replica_size: int = 1
     """Replica groups that a step needs."""
     semi_sync_method: Literal["local_sgd", "diloco"] | None = None
-    """Synchronise every few steps instead of each."""
+    """Synchronize every few steps instead of each."""
     sync_steps: int = 5
-    """Steps between synchronisations."""
+    """Steps between synchronizations."""
     should_quantize: bool = False
     """Quantize the exchanged tensors."""
     fragment_sync_delay: int = 0
-    """Steps by which a fragment's synchronisation is delayed."""
+    """Steps by which a fragment's synchronization is delayed."""
     fragment_update_alpha: float = 0.0
     """Share of the local weights kept."""
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)

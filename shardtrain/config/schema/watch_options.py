@@ -36,7 +36,7 @@ class Metrics:
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     disable_color_printing: bool = False
-    """No colours on the console. They are always off if the output is not a terminal or SLURM_JOB_ID is set."""
+    """No colors on the console. They are always off if the output is not a terminal or SLURM_JOB_ID is set."""
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False

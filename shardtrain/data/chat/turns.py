@@ -170,7 +170,7 @@ class Turns:
         for before, place, after in zip(neighbours, self._places, neighbours[2:], strict=False):
             if place.turn != turn:
                 continue
-            # Neighbouring parts of the same turn become one span.
+            # Neighboring parts of the same turn become one span.
             stop = place.stop if after and after.turn == turn else self._stop(place, after)
             if before and before.turn == turn:
                 start, _ = spans.pop()

@@ -68,7 +68,7 @@ sys.exit("error[2]: " + wrong if wrong else 0)
 
 LOOK_ON_NODE = """\
 said=$("$@" 2>&1) && exit
-# the last line that says something, without its colours
+# the last line that says something, without its colors
 last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$said" | grep -v '^ *$' | tail -n 1)
 if ! command -v "$1" >/dev/null; then
     last="error[2]: no $1 here; install it, load its module in launch.slurm.setup, or correct launch.python"

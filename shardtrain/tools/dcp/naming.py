@@ -2,7 +2,7 @@
 
 Rotary embeddings of torchtitan's Llama 2 and 3 rotate pairs (x_2i, x_2i+1) of a head, as Meta's weights do. Ours rotate
 (x_i, x_{i+H/2}), as those of Hugging Face do. So the rows of wq and wk are in another order. Other families have the
-same order in both: Llama 4 rotates neighbours.
+same order in both: Llama 4 rotates neighbors.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
     """
     size = math.prod(sizes.values())
     groups = {}
-    # Neighbours along an axis differ by the product of the sizes of all later axes.
+    # Neighbors along an axis differ by the product of the sizes of all later axes.
     stride = size
     for axis, degree in sizes.items():
         stride //= degree
@@ -68,7 +68,7 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
 
 
 def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return two rounds of pairs of neighbours. With an odd number, each round skips one member.
+    """Return two rounds of pairs of neighbors. With an odd number, each round skips one member.
 
     >>> pairs([0, 1, 2, 3])
     [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
@@ -80,7 +80,7 @@ def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def pair_rounds(hosts: Sequence[str]) -> dict[str, list[list[tuple[int, int]]]]:
-    """Return rounds of pairs within each host, and between the first ranks of neighbouring hosts.
+    """Return rounds of pairs within each host, and between the first ranks of neighboring hosts.
 
     A rank is judged by the faster of its two pairs, so a kind of pair requires at least three ranks.
     """

@@ -39,7 +39,7 @@ Row = tuple[str, str]
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Measure the collectives of each axis, then pairs of neighbours. Skip both with one rank."""
+    """Measure the collectives of each axis, then pairs of neighbors. Skip both with one rank."""
     facts["cards"] = links.network_cards()
     facts["collectives"] = []
     facts["pairs"] = []
@@ -70,7 +70,7 @@ def collect(context: RankContext, facts: Facts) -> None:
                 {"axis": axis, "name": name, "group": place, "ranks": divided[place], **measured}
             )
 
-    # Exchange a buffer with each neighbour. All pairs of a round run simultaneously.
+    # Exchange a buffer with each neighbor. All pairs of a round run simultaneously.
     for kind, rounds in groups.pair_rounds(hosts).items():
         for number, pairs in enumerate(rounds):
             context.line.meet(f"{kind}, round {number + 1}")
@@ -248,7 +248,7 @@ def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[
 
 
 def _pairs(reports: Reports) -> Iterator[Finding]:
-    """Rate each rank by its faster pair, because a slow rank is slow with both neighbours."""
+    """Rate each rank by its faster pair, because a slow rank is slow with both neighbors."""
     # Pairs within a host and between hosts use different links, so compare them separately.
     kinds: dict[str, dict[int, float]] = {}
     for rank, facts in reports.of(AREA).items():

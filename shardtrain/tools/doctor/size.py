@@ -16,7 +16,7 @@ STORE_CONNECTIONS = 2
 OTHER_FILES = 1024
 """Other open files of a process: libraries, devices, data shards, and sockets of workers."""
 NODES_OF_A_SEGMENT = 0.8
-"""Usable fraction of the neighbour table. The kernel evicts entries before the table is full."""
+"""Usable fraction of the neighbor table. The kernel evicts entries before the table is full."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:

@@ -12,7 +12,7 @@ SHARED_MEMORY = 2.0
 
 
 def stride(job: PlannedJob, axis: str) -> int:
-    """Return the ranks between two neighbours on a mesh axis (distributed/mesh.py: tp is innermost,
+    """Return the ranks between two neighbors on a mesh axis (distributed/mesh.py: tp is innermost,
     pp outermost).
     """
     inner = {"tp": 1, "cp": job.tp, "dp_replicate": job.tp * job.cp * job.dp_shard}
