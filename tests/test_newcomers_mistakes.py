@@ -120,7 +120,7 @@ MISTAKES = {
     "goodput empty": "name the folder of a run",
     "runs nowhere": "name a folder with runs",
     "launch": "requires a platform; use one of local",
-    "launch logs": "requires one ID; as slurm/1234",
+    "launch logs": "requires one ID; use an ID such as slurm/1234",
     "completion tcsh": "fish",
     "Train debug": "did you mean train?",
     "start debug": "did you mean train?",

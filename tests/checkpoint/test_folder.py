@@ -55,7 +55,9 @@ def save(root: Path, *steps: int, last: bool = False, **options: Any) -> Checkpo
 
 
 def folder(root: Path) -> list[str]:
-    return sorted(path.name for path in (root / "checkpoint").iterdir() if path.name != "lease.json")
+    """Names in the checkpoint folder, without the lease and without renamed checkpoints, which a thread removes."""
+    names = (path.name for path in (root / "checkpoint").iterdir())
+    return sorted(name for name in names if name != "lease.json" and ".trash-" not in name)
 
 
 def refusal(root: Path, into: dict[str, Tensor] | None = None, other: dict[str, Tensor] | None = None) -> str:

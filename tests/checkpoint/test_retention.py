@@ -290,7 +290,7 @@ def test_failed_deletion_is_logged_and_does_not_stop_the_run(
     for step in (1, 2):
         save(manager, step)
 
-    def fail(path: Path) -> None:
+    def fail(path: Path, _: Any) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(retention, "discard", fail)

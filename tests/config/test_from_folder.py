@@ -108,7 +108,9 @@ def test_an_impossible_folder_is_one_problem(arguments: tuple[str, ...], message
 
 def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", {**LLAMA, "hidden_size": "wide"})
-    with pytest.raises(ConfigError, match="name a flavor if it is the tokenizer's.*hidden_size='wide' must be a int"):
+    with pytest.raises(
+        ConfigError, match="set model.flavor if the folder only contains a tokenizer.*hidden_size='wide' must be a int"
+    ):
         at(folder)
 
 

@@ -127,4 +127,4 @@ def test_metrics_require_the_language_model_task_and_distinct_names(tmp_path: Pa
     assert 'is not supported with task.name="kto"' in "".join(capsys.readouterr())
     again = written(tmp_path / "more")[0]
     assert main([*arguments[:-1], f"--metrics.token_metrics={paths[0]},{again}"]) == 2
-    assert "two files of one name" in "".join(capsys.readouterr())
+    assert "files with the same name" in "".join(capsys.readouterr())

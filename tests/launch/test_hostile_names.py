@@ -269,7 +269,7 @@ def test_a_configuration_with_an_unprintable_name_is_rejected(tmp_path, capsys, 
     for platform in ("slurm", "local"):
         assert main(["launch", platform, os.fsdecode(path), "--dry-run"]) == 2
         output = capsys.readouterr()
-        assert "cannot be printed" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
+        assert "non-printable character" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
 
 
 def test_the_text_of_a_configuration_arrives_in_a_manifest_unchanged(tmp_path):

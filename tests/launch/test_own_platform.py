@@ -74,5 +74,5 @@ def test_job_verbs_call_the_platform_file(tmp_path, capsys):
     assert (tmp_path / "my_platform.py.stopped").read_text() == "mine/first"
     with pytest.raises(ConfigError, match=r"launch logs=.*my_platform.py.* has no logs; define logs\(id\)"):
         main(["logs", path, "mine/first"])
-    with pytest.raises(ConfigError, match="launch status=.* requires one ID; as slurm/1234"):
+    with pytest.raises(ConfigError, match="launch status=.* requires one ID; use an ID such as slurm/1234"):
         main(["status", "slurm/1", "slurm/2"])

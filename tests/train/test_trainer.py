@@ -155,8 +155,8 @@ def test_model_too_small_for_the_tokenizer_is_rejected() -> None:
 def test_nonfinite_gradient_is_distinguished_from_a_nonfinite_loss() -> None:
     assert run_ranks(1, bad_gradient) == [
         "step 1: a gradient is not finite: lower optimizer.lr, or check the samples in the rank's log, or set "
-        "training.nonfinite_policy=skip; reason: the weights are still those of step 0; the first gradient that is "
-        "not finite is that of embed.weight (rank 0)"
+        "training.nonfinite_policy=skip; reason: the weights are still those of step 0; the first non-finite gradient "
+        "is that of embed.weight (rank 0)"
     ]
 
 
