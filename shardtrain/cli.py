@@ -282,7 +282,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         limits.require(choice.count)
     restarts = arguments.max_restarts or 0
 
-    # the same rule as in local.launch_verb; docs/launch.md has measurements of forked and new processes
+    # the same rule as in local.launch_verb; forked ranks start about two seconds sooner
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError
 from shardtrain.utils.units import MIB, format_bytes
 
-# What a rank with the smallest model needs on a CPU, with one thread (measured: docs/launch.md#limits).
+# Needs of a rank with the smallest model on a CPU, with one thread. docs/launch.md#limits has the same table.
 RANK_ADDRESS_BYTES = 1536 * MIB
 RANK_DATA_BYTES = 560 * MIB
 RANK_RESIDENT_BYTES = 192 * MIB
