@@ -271,14 +271,47 @@ def checkpoint() -> str:
         if number < 3:
             canvas.arrow(x + 158, 309, x + 174, 309)
     canvas.line(359, 262, 359, 372, dashed=True)
-    canvas.text(352, 392, "killed here: the draft is rubbish,", "small", "end")
-    canvas.text(352, 410, "the checkpoint before it is the newest", "small", "end")
-    canvas.text(366, 392, "killed here: step-500 is whole,", "small")
+    canvas.text(352, 392, "killed here: the draft is ignored,", "small", "end")
+    canvas.text(352, 410, "the previous checkpoint is the newest", "small", "end")
+    canvas.text(366, 392, "killed here: step-500 is complete,", "small")
     canvas.text(366, 410, "and the run continues from it", "small")
     return canvas.svg()
 
 
-ALL = {"mesh": mesh, "axes": axes, "pipelines": pipelines, "batch": batch, "checkpoint": checkpoint}
+def resharding() -> str:
+    """One tensor of a checkpoint, written by four FSDP ranks and read by two FSDP times two tensor-parallel ranks."""
+    canvas = Canvas(720, 300, "A checkpoint on two meshes")
+    canvas.text(110, 30, "written with dp_shard = 4", "head", "middle")
+    canvas.text(360, 30, "one tensor, in global rows", "head", "middle")
+    canvas.text(600, 30, "read with dp_shard = 2, tp = 2", "head", "middle")
+    for rank in range(4):
+        y = 50 + rank * 52
+        canvas.box(40, y, 140, 46, KINDS[rank])
+        canvas.text(110, y + 28, f"rank {rank}", "", "middle")
+        canvas.arrow(186, y + 23, 284, y + 23)
+        canvas.box(290, y, 140, 46, KINDS[rank])
+        canvas.text(360, y + 28, f"rows {rank * 256} to {rank * 256 + 255}", "", "middle")
+    for shard in range(2):
+        middle = 50 + shard * 104 + 49
+        for piece in range(2):
+            canvas.arrow(436, 50 + (2 * shard + piece) * 52 + 23, 504, middle + (4 if piece else -4))
+        for tp in range(2):
+            x = 510 + tp * 94
+            canvas.box(x, 50 + shard * 104, 88, 98, KINDS[2 * shard])
+            canvas.text(x + 44, middle - 4, f"rank {2 * shard + tp}", "", "middle")
+            canvas.text(x + 44, middle + 16, "left half" if tp == 0 else "right half", "small", "middle")
+    canvas.text(360, 282, "Each rank reads only the pieces that overlap its part.", "dim", "middle")
+    return canvas.svg()
+
+
+ALL = {
+    "mesh": mesh,
+    "axes": axes,
+    "pipelines": pipelines,
+    "batch": batch,
+    "checkpoint": checkpoint,
+    "resharding": resharding,
+}
 
 
 if __name__ == "__main__":
