@@ -41,13 +41,13 @@ SMALLER = {
     "shardtrain train debug --training.steps 25 --checkpoint.interval 5 --job.dump_folder outputs/crash": TRAIN,
     "shardtrain train debug --training.dataset tokens --training.dataset_path outputs/tokens "
     "--job.dump_folder outputs/of_tokens": (f"--training.steps 2 {TRAIN}"),
-    "shardtrain train debug --nproc 4 --parallelism.tensor_parallel_degree 2 "
-    "--job.dump_folder outputs/tensor": f"--training.steps 2 {TRAIN}",
-    "shardtrain train debug --training.steps 20 --checkpoint.interval 10 --job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train outputs/own.toml --job.dump_folder outputs/own": (
+        f"--training.steps 4 --validation.freq 2 --validation.steps 1 {TRAIN}"
+    ),
+    "shardtrain train outputs/own.toml --job.dump_folder outputs/own --nproc 1 "
+    "--training.steps 120": f"--validation.steps 1 {TRAIN}",
     "shardtrain train debug --training.steps 10 --profiling.enable_profiling --job.dump_folder outputs/profiled": TRAIN,
     "shardtrain train debug --training.steps 20 --job.dump_folder outputs/hub": TRAIN,
-    "shardtrain train debug --training.steps 30 --checkpoint.interval 10 --job.dump_folder outputs/continued "
-    "--nproc 1": TRAIN,
     "shardtrain train debug --job.dump_folder outputs/first": (f"--training.steps 2 {TRAIN}"),
     "shardtrain train debug --training.steps 20 --job.dump_folder outputs/pretrained": TRAIN,
     "shardtrain train debug --training.steps 20 --checkpoint.initial_load_path "
