@@ -37,7 +37,7 @@ class Exporter(Protocol):
 
 
 def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writing:
-    """Start to export a checkpoint to ``step-N-hf``, by the first ``size`` ranks (a collective)."""
+    """Start the export of a checkpoint to ``step-N-hf`` on the first ``size`` ranks (a collective)."""
 
     def prepare() -> list[Any]:
         lease.check()

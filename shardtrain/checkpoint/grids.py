@@ -3,7 +3,7 @@
 FSDP over 2,048 ranks splits a tensor into 2,048 boxes of equal size, each in the next rank's file
 at the same offset. A ``Grid`` stores the first box and the axes along which it repeats: a
 dimension, a count, and the step between files. Axes are nested, innermost first. Each axis repeats
-the area that the axes before it cover, so a grid also covers a box.
+the box that the axes before it cover, without gaps. So the boxes of a grid together are one large box.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
     counts = stops - starts
     which = np.repeat(np.arange(len(counts)), counts)
-    # The numbers of a range are its start plus their position in it.
+    # The i-th number of a range is its start plus i. In the result, i is the position minus that of the
+    # range's first number.
     first_positions = np.cumsum(counts) - counts
     numbers = np.arange(len(which)) + (starts - first_positions)[which]
     return numbers, which

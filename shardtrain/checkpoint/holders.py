@@ -230,8 +230,10 @@ def _kind(tensor: Tensor) -> Any:
 
 
 def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:
-    """Return the splits that map a rank's number to its shard, as (size, stride, dim) in their
-    order, or a box.
+    """Describe the shard of a rank in the form that ``boxes_of`` evaluates for any rank.
+
+    Return the splits (size, stride, dim) in the order in which they apply. If no splits describe this
+    rank's shard exactly, return its box as a dict.
     """
     offsets, sizes = box_of(tensor)
     if not is_distributed(tensor):

@@ -126,9 +126,9 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
             pass
     numbers = _file_numbers(load)
 
-    # Many tensors are sharded equally but have other offsets in their files. Grids depend on which
-    # boxes have equal offsets, not on the offsets themselves. So compute the grids once per kind,
-    # with indices instead of offsets.
+    # Many tensors are sharded in the same way but have different offsets in their files. A grid only
+    # depends on which boxes have equal offsets, not on the offsets themselves. So compute the grids once
+    # per sharding pattern, with indices instead of offsets.
     load = np.zeros(num_ranks, np.int64)
     grids: dict[str, list[Grid]] = {name: [] for name in held}
     known: dict[Any, list[Grid]] = {}

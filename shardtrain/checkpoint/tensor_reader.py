@@ -160,8 +160,8 @@ class _Pieces(NamedTuple):
     """Pieces ordered by file and offset, one row each.
 
     Attributes:
-        cut: The index of the piece's cut in ``cuts``.
-        row: The row of the piece in its cut.
+        cut: Index in ``cuts`` of the tensor and the ``_Cut`` that the piece belongs to.
+        row: Index of the piece in the arrays of that ``_Cut``.
     """
 
     files: Ints

@@ -22,7 +22,12 @@ _FOLDER_FLAVOR = "folder"
 
 @dataclass(frozen=True)
 class FolderModel:
-    """A configuration with the model of a folder, the origins of its values, and notices for the user."""
+    """A configuration whose model was read from a folder.
+
+    Attributes:
+        origins: The origin of each value that the folder set.
+        notices: Messages for the user.
+    """
 
     config: Config
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)

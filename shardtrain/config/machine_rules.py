@@ -38,7 +38,7 @@ BEATS_PER_HANG_TIMEOUT = 10.0
 """Number of heartbeats that a node sends within the hang timeout."""
 NODES_PER_SECOND = 700.0
 """Number of node heartbeats per second that a store can receive."""
-# 256 bytes, and the begin and end of a document.
+# 256 bytes, BOS and EOS.
 BYTE_TOKENIZER_IDS = 258
 
 

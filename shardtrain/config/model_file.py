@@ -23,7 +23,7 @@ MODELS_FOLDER = Path(__file__).parent.parent / "models"
 _PACKAGE = "shardtrain.models."
 _HAS_FLAVORS = re.compile(r"^(FLAVORS\b|from .* import .*\bFLAVORS\b)", re.MULTILINE)
 _AS_IT_IS = 'use its Hugging Face folder: set model.name = "transformers" and model.hf_assets_path to the folder'
-# Fix for torchtitan's models that this package does not have.
+# Hint for torchtitan models that this package does not have.
 _ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_5", "kimi_k2"), _AS_IT_IS),
     **dict.fromkeys(("vlm", "flux"), "images are not supported; write your own model file and task"),

@@ -90,7 +90,8 @@ class Feed(Protocol):
 class FilesWatch:
     """Checks from time to time that the files of a feed have not changed.
 
-    The interval is 16 rows per file, at most 256 rows; with very many files, one row per 16 files.
+    The interval between checks of all files is 16 rows per file, but at most 256 rows. With more than
+    4,096 files it is ``num_files / 16`` rows, so that a row costs at most 16 file checks on average.
     """
 
     def __init__(self, check: Callable[[], None], num_files: int) -> None:

@@ -78,8 +78,10 @@ class ComputeCopies:
         """PyTorch's version counter of each of these parameters when it was copied."""
 
     def before_forward(self, model: nn.Module, _: Any) -> None:
-        """Make the copies, unless those of an earlier pass are still valid: its backward is
-        pending, or it has none.
+        """Make the copies, unless those of an earlier forward pass are still valid.
+
+        They are valid until ``drop`` is called or a parameter changes: the backward of that pass has not
+        run yet, or it has none.
         """
         if self._places and self._versions == [_local(parameter)._version for parameter in self._places]:
             return  # a second pass of a loss that needs two, or validation: one gradient of each copy, one cast

@@ -96,7 +96,7 @@ def _check_device(mesh: Mesh, config: Config) -> None:
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
         is_capable = (major, minor) >= (8, 9)
-        # grouped products have a kernel only for Hopper
+        # grouped matrix products in float8 have a kernel only on Hopper
         if needs_grouped and major != 9:
             is_capable = False
     if not is_capable:

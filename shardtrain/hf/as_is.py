@@ -110,7 +110,7 @@ def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
 
 
 def _without_attribute(name: str) -> str:
-    """Return a tensor's name in ``transformers``. In our model, it is below the attribute that holds the network."""
+    """Return a tensor's name in ``transformers``: ours without the attribute of our model that holds the network."""
     return name.partition(".")[2]
 
 

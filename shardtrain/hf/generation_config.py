@@ -89,7 +89,7 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
     try:
         formats = set(formats_of(config, config.training).values())
     except ShardtrainError:
-        # Prepared shards that were moved may contain conversations.
+        # Prepared shards that were moved cannot be read. Assume that they may contain conversations.
         formats = {"chat"}
     has_conversations = config.task.name not in OF_NEXT_TOKENS or formats != {"text"}
     tokens: dict[str, list[int | None]] = {

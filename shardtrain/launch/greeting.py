@@ -135,8 +135,10 @@ def send_refusal(endpoint: str, key: str, reason: bytes) -> None:
 
 
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
-    """Wait for the rendezvous. Return a socket like ``claim`` if this node can serve it, or None if
-    another node does.
+    """Wait for the rendezvous, and decide which node serves it.
+
+    If this node can serve it, return a socket on which the store can listen, like ``claim``. If another
+    node serves it, return None.
 
     Raises:
         ConfigError: another program answers, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.

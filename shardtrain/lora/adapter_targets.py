@@ -179,7 +179,7 @@ def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[st
 
     That module may contain several of our modules, such as q, k and v (``Heads``).
     """
-    # Transformers classes keep their names, below the attribute that holds the network.
+    # Names in a transformers class are ours without the attribute that holds the network.
     if getattr(module, "AS_IS", False):
         return {path: path.partition(".")[2] for path in paths}
     hub = getattr(module, "HUB", None)

@@ -379,6 +379,7 @@ def _saving(migration: FileMigration) -> None:
             "ignored",
             f"{strategy}: checkpoint.interval is a number of steps, and checkpoint.keep_best keeps the best checkpoint",
         )
+    # record() keeps the first entry of a key, so these only apply to keys without an entry so far.
     migration.record("save_strategy", "honoured", "checkpoint.interval is a number of steps")
     migration.record("save_steps", "ignored", "save_strategy is not steps")
     limit = migration.get("save_total_limit", int)

@@ -79,7 +79,7 @@ def prepare(migration: FileMigration) -> None:
         return
     for key in own:
         section, _, name = key.rpartition("\0")
-        # A key outside the three sections is a typing error, which the rules report.
+        # A key outside the three sections is a typo, which the rules report.
         if section not in (_T[:-1], _D[:-1], _N[:-1]):
             continue
         value = migration.values[key]

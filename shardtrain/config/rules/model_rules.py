@@ -159,7 +159,10 @@ def head_sizes(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
 
 
 def rotary_options(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
-    """The scaling of rotary angles is known, and its constants leave a range to scale."""
+    """The kind of rotary scaling is known, and its constants are valid.
+
+    With llama3 scaling, the low frequency factor is at most the high one. With YaRN, rope_theta is above 1.
+    """
     scaling = sizes.get("rope_scaling")
     if scaling not in (None, "none", "linear", "llama3"):
         fix = 'use "none", "linear" or "llama3"'

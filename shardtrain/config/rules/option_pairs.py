@@ -353,7 +353,7 @@ def float32_compute(loaded: Loaded) -> Iterator[Problem]:
 
 
 def assets_and_tokenizer(loaded: Loaded) -> Iterator[Problem]:
-    """The folder of assets has no use if the tokenizer is elsewhere and the folder has no config.json.
+    """The assets folder has no effect if the tokenizer is elsewhere and the folder has no config.json.
 
     With a config.json the folder may also be the source of sizes and weights, or the model for exports.
     """

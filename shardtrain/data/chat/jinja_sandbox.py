@@ -328,8 +328,8 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
             num_items = len(arguments[0]) if has_items else 1
             work.plan(weight * num_items)
             return function(*args, **kwargs)
-        # All other filters count the size of their arguments. A width or an indent adds its length
-        # for each line. A filter that adds items counts the size once per item.
+        # Charge all other filters the size of their arguments. A width or an indent adds its length
+        # for each line. A filter that concatenates items is charged once per item.
         size = sum(map(deep_size, arguments)) if weight else 1
         if checks_widths:
             widths = [abs(value) for value in arguments if isinstance(value, int)]

@@ -1,6 +1,6 @@
-"""Handle lists of which some items are bad rows.
+"""Process lists in which some items are bad rows.
 
-Bad rows keep their place, and good ones are handled together.
+Bad rows keep their position in the list. All good rows are processed in one call.
 """
 
 from __future__ import annotations

@@ -91,7 +91,10 @@ def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens |
 
 
 def _documents_to_drop(line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing) -> Tokens:
-    """Return the long documents to skip. With "cut", those that would lose all their learned tokens."""
+    """Return the long documents to skip.
+
+    With "cut", skip a document if its loss mask excludes all of its first ``seq_len`` targets.
+    """
     if packing.long_documents == "drop":
         return long_documents
     if packing.long_documents == "split" or not line.has_mask:

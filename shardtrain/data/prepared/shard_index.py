@@ -299,7 +299,7 @@ def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
 
 
 def check_file(folder: Path, stored: ShardFile, option: str) -> None:
-    """Raise ConfigError unless a file's size and ends match the index."""
+    """Raise ConfigError unless a file's size and its first and last bytes match the index."""
     path = folder / stored.name
     try:
         size = path.stat().st_size

@@ -19,8 +19,9 @@ ENDINGS = file_kinds.ENDINGS["jsonl"]
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Open a file, a folder or a pattern with JSON objects; shards, one per file, if a file is compressed
-    or there are many.
+    """Open a file, a folder or a glob pattern of files with JSON objects.
+
+    Return one shard per file if a file is compressed or if there are many files.
 
     Raises:
         ConfigError: the option is not set, or matches no file.

@@ -75,7 +75,10 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 @dataclass(frozen=True)
 class LookAtTable:
-    """Checks of a file when it is opened, if there are many files: see ``FileShards.look``."""
+    """Checks a file when it is opened. With many files, this replaces a check of all files at the start.
+
+    See ``FileShards.look``.
+    """
 
     first: File
     request: Request

@@ -37,13 +37,13 @@ class Ends:
 
 
 def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
-    """Return the ends of a document. A prompt has only the ``prefix``.
+    """Return the tokens before and after a document, such as BOS and EOS. A prompt has only the ``prefix``.
 
     Raises:
         ConfigError: an option requires an end that the tokenizer does not have, or the separator has no
             tokens.
     """
-    # the tokenizer's own ends, and EOS if it exists, unless an option overrides them
+    # By default, use the tokens that the tokenizer itself adds. If it adds none at the end, use EOS if it exists.
     prefix = tokenizer.prefix_ids
     suffix = tokenizer.suffix_ids or _known(tokenizer.eos_id)
     if data.add_bos:

@@ -73,7 +73,7 @@ class SharedSequences(Sequences):
 class GradientSum:
     """The gradient of a gathered sequence.
 
-    In backward, each split layer that multiplied it adds its contribution.
+    In backward, each tensor-parallel linear layer that used the sequence adds its contribution.
     """
 
     def __init__(self) -> None:

@@ -125,14 +125,14 @@ def _newest_write(folder: Path) -> float:
 
 
 def _own_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder for all meetings of this user: the first candidate that only this user can enter.
+    """Return this user's folder for rendezvous files: the first candidate that only this user can enter.
 
     The candidates are below ``XDG_RUNTIME_DIR``, the folder for temporary files, and the home
     folder. Another user may have taken the name in the folder for temporary files, but not the one
     in the home folder.
 
     Raises:
-        StorageError: none of them can be used.
+        StorageError: no candidate can be used.
     """
     places = [Path(tempfile.gettempdir(), f"shardtrain-{os.geteuid()}"), Path.home() / ".cache/shardtrain/meetings"]
     if environment.get("XDG_RUNTIME_DIR"):

@@ -51,7 +51,7 @@ class SequenceLength:
         Raises:
             ConfigError: the input has the other length.
         """
-        # A replicated DTensor has the full length, as its local tensor.
+        # A replicated DTensor contains the full sequence, and so does its local tensor.
         x_BtD = plain(x_BtD)
         if part and x_BtD.ndim == 3 and x_BtD.size(1) == self._tokens:
             rule = "works on this rank's part of the sequence, and receives the full sequence"
@@ -94,7 +94,7 @@ class Sequences:
     def reduce_scatter(self, sums_BTD: Tensor, device_mesh: DeviceMesh) -> Tensor:
         """Sum over ranks and return this rank's part of the sequence, (B, t, D) (a collective).
 
-        A plain tensor is this rank's addend.
+        If the input is a plain tensor, it is this rank's partial sum.
         """
         if not isinstance(sums_BTD, DTensor):
             sums_BTD = DTensor.from_local(sums_BTD, device_mesh, (Partial(),), run_check=False)

@@ -169,7 +169,7 @@ class ReplicatedWeights(ParallelStyle):
 
 
 class SplitHeadNumbers(ParallelStyle):
-    """One number per head, split over ranks like the heads. Computes with plain tensors."""
+    """Parameters with one scalar per head, sharded over ranks like the heads. Computes with local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
