@@ -25,7 +25,7 @@ class WindowMeans:
     targets: int
     """Global number of target tokens."""
     computed_tokens: int
-    """Global number of tokens that the model computed with, without padding."""
+    """Global number of tokens that the model processed, without padding."""
     steps: int
     seconds: float
     """Wall time of the window, without pauses."""

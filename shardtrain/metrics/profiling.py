@@ -136,7 +136,7 @@ class _Trace:
             profile_memory=options.profile_memory,
         )
         self._profile.step_num = start_step
-        # PyTorch chose the action of the first step for step 0, before the number was set.
+        # PyTorch's profiler chose its first action for step 0 when it was created. Choose it again for start_step.
         self._profile.current_action = self._profile.schedule(start_step)  # type: ignore[assignment]
         self._profile.start()
 

@@ -69,7 +69,7 @@ class Record:
     tokens_seen: int
     """Target tokens over all ranks since the first step of the run."""
     tokens_per_second: float
-    """Tokens per second that the model computed with over all devices, without padding."""
+    """Tokens per second that the model processed on all devices together, without padding."""
     tps: float
     """``tokens_per_second`` per device."""
     tflops: float

@@ -177,8 +177,8 @@ class AttentionCore(nn.Module):
         if self.softcap or self.alibi_slopes:
             scores = attention_scores.scores_of(self)
             return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
-        # Documents, a window shorter than the sequence, and sinks need masked kernels. Plain
-        # attention uses them too if a measurement on this CPU found blocks faster
+        # Documents, a window shorter than the sequence, and sinks need masked kernels. Plain causal
+        # attention also uses them if a measurement on this CPU showed that the blocked kernel is faster
         has_window = 0 < self.window < q_BTNH.size(1)
         needs_mask = documents_BT is not None or has_window or sinks_N is not None
         if needs_mask or chosen_kernels.attends_in_blocks(q_BTNH):
@@ -212,8 +212,8 @@ class SinkAttentionCore(AttentionCore):
 
 
 class HeadNumbers(nn.Module):
-    """A parameter with one number per query head, (N,). With tensor parallelism a rank has the
-    numbers of its heads.
+    """A parameter with one scalar per query head, (N,). With tensor parallelism a rank has the
+    scalars of its heads.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -221,7 +221,7 @@ class HeadNumbers(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads))
 
     def forward(self) -> Tensor:
-        """Return the numbers (N,)."""
+        """Return the parameter: one value for each head of this rank, (N,)."""
         return self.weight
 
 

@@ -318,7 +318,10 @@ def _diagnose(
     scoring: attention_scores.Scores,
     heads_first: bool,
 ) -> Broken | None:
-    """Find by experiments the property of a core that its attributes do not specify. None if no experiment fits."""
+    """Run experiments to find out which property of a core its attributes do not describe.
+
+    Return None if no experiment finds one.
+    """
 
     def output_of(k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT) -> Tensor:
         return run(core, q, k, v, documents_BT, heads_first)  # type: ignore[no-any-return]
@@ -397,8 +400,8 @@ def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attenti
         if broken is not None:
             return broken
 
-    # A soft cap makes large scores smaller than the line. Ignore score differences above 10, because the smaller weight
-    # then has no precision.
+    # A soft cap makes large scores smaller than the line that was fitted above. Ignore score differences above 10,
+    # because the smaller weight then has no precision.
     x, y = differences(2.5)
     is_below_line = y.abs() < 0.99 * (scale_N * x).abs()
     if not scoring.softcap and bool((is_below_line & (y.abs() < 10)).any()):

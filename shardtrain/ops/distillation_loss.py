@@ -122,13 +122,17 @@ def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabu
     """Return D (n,) of the teacher's p and the student's q, and its gradient with respect to the logits of q."""
     p_nV = log_p_nV.exp()
     q_nV = log_q_nV.exp()
+    # D = sum p (log p - log q), and its gradient is q - p.
     if mix.divergence == "forward_kl":
         return vocabulary.sum(_expected(p_nV, log_p_nV - log_q_nV).sum(-1)), q_nV - p_nV
+    # D = sum q (log q - log p), and its gradient is q (log q - log p - D).
     if mix.divergence == "reverse_kl":
         terms_nV = _expected(q_nV, log_q_nV - log_p_nV)
         divergences_n = vocabulary.sum(terms_nV.sum(-1))
         return divergences_n, terms_nV - q_nV * divergences_n.unsqueeze(1)
-    # Compute the mixture m in the log domain. One collective sums both divergences over ranks.
+    # D = beta KL(p, m) + (1 - beta) KL(q, m) with the mixture m = beta p + (1 - beta) q. Its gradient is
+    # (1 - beta) q (log q - log m - KL(q, m)). Compute m in the log domain. One collective sums both
+    # divergences over ranks.
     beta = mix.jsd_beta
     log_m_nV = torch.logaddexp(log_p_nV + math.log(beta), log_q_nV + math.log1p(-beta))
     of_teacher_n = _expected(p_nV, log_p_nV - log_m_nV).sum(-1)

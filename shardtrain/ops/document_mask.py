@@ -137,7 +137,7 @@ def _cut(documents_BT: Tensor, chunk: int) -> Tensor:
     """Return document numbers of chunks, ascending from 0 in each row."""
     position_T = torch.arange(documents_BT.size(1), device=documents_BT.device)
     begins_BT = _begins_document(documents_BT)
-    # The first position of a token's document is the last begin so far.
+    # A token's document starts at the last document start at or before the token.
     first_BT = torch.where(begins_BT, position_T, 0).cummax(1).values
     begins_chunk_BT = begins_BT | ((position_T - first_BT) % chunk == 0)
     return begins_chunk_BT.cumsum(1) - 1
@@ -193,9 +193,9 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def ragged(documents_BT: Tensor) -> tuple[Tensor, int]:
-    """Return the first token of each document in the concatenated rows, and the length of the longest document.
+    """Return the start of each document in the concatenated rows, and the length of the longest document.
 
-    The first tokens are int32, and are followed by the number of tokens in all rows.
+    The starts are int32, and are followed by the number of tokens in all rows.
 
     >>> ragged(torch.tensor([[0, 0, 1], [0, 0, 0]]))
     (tensor([0, 2, 3, 6], dtype=torch.int32), 3)
@@ -226,7 +226,10 @@ def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterato
 
 
 def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, int]:
-    """Return the result of ``ragged`` with the first tokens on the device. Without documents, each row is one."""
+    """Return the result of ``ragged`` with the document starts on the device.
+
+    Without documents, each row is one document.
+    """
     if documents_BT is not None:
         # Compute it once per tensor from the host copy, without waiting for the device.
         if documents_BT not in _ragged_copies:

@@ -1,4 +1,4 @@
-"""Tests for plain linear layers, for modules that replace or inspect them."""
+"""Predicates that recognize plain linear layers, for code that replaces or inspects them."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def lost(model: nn.Module, layout: Layout, values: Values) -> list[str]:
 
 
 def _sharing(model: nn.Module) -> list[tuple[str, str]]:
-    """Return pairs of different parameters with a common element, for example by ``nn.Parameter(other.data)``."""
+    """Return pairs of distinct parameters that share memory, for example through ``nn.Parameter(other.data)``."""
     seen: dict[int, list[tuple[str, int, int]]] = {}
     pairs = []
     for name, parameter in model.named_parameters():

@@ -72,7 +72,7 @@ class Bucket:
         # the plan is the same in every step
         self._matrices = self._assign(load)
         self._hops = [self._plan_hop(k) for k in range(len(self._axes))]
-        # the slices of all shards that this rank has at some time
+        # the slices of all shards that this rank holds at any point of the exchange
         keys = {(m, self._position) for m in range(len(self._matrices))}
         for hop in self._hops:
             for keys_of_rank in (*hop.sent, *hop.received):
@@ -166,8 +166,8 @@ class Bucket:
     def _plan_hop(self, k: int) -> _Hop:
         """Plan the all-to-all along axis k.
 
-        Before it, this rank has the shards of the matrices whose owners have its coordinate on the axes
-        before k. These shards come from all ranks along those axes.
+        Before this hop, a rank holds shards of the matrices whose owner has the same coordinates as this
+        rank on the axes before k. The shards come from all ranks along those axes.
         """
         coordinate = self._position
         own_coordinate = coordinate[k]
@@ -239,7 +239,7 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
         waiting: list[Tensor] = []
         elements = 0
         for tensor in members:
-            # a bucket is exchanged at a time, so its size bounds the memory
+            # one bucket is exchanged at a time, so its size bounds the memory
             if waiting and elements + tensor.numel() > local_elements * num_ranks:
                 buckets.append(Bucket(waiting, load))
                 waiting = []

@@ -39,8 +39,9 @@ _RECOMPILE_LIMIT = 256
 
 @functools.cache
 def code(signed: bool) -> tuple[float, ...]:
-    """Return the dynamic code: 256 numbers up to 1, half of them between 0.1 and 1, half as many in each
-    lower decade."""
+    """Return the codebook of the dynamic 8-bit format: 256 numbers up to 1, half of them between 0.1 and 1,
+    half as many in each lower decade.
+    """
     numbers = [0.0, 1.0]
     for decade in range(7):
         count = 2**decade if signed else 2 ** (decade + 1)
@@ -49,7 +50,7 @@ def code(signed: bool) -> tuple[float, ...]:
         numbers += centers
         if signed:
             numbers += [-center for center in centers]
-    # replace the smallest number with -1, so every value in [-1, 1] is between two numbers of the code
+    # replace the smallest number with -1, so every value in [-1, 1] lies between two entries of the codebook
     if signed:
         numbers[numbers.index(-max(numbers[2:]))] = -1.0
     return tuple(sorted(numbers))
@@ -77,8 +78,9 @@ class LowBitsAdam(torch.optim.Optimizer):
                 _check_blocks(parameter, name)
 
     def zero_state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first update: step count, two means, and their scales
-        in 8 bits."""
+        """Return the state of a parameter before its first update: the step count, both moments and, for
+        moments in 8 bits, their scales.
+        """
         state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         is_8bit = self._config.name == EIGHT_BITS
         dtype = parameter.dtype

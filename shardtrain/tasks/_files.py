@@ -104,7 +104,8 @@ def _good_rows(
                 continue
             place = place_of(source, key)
             stats.add_bad(task_row, place)
-            # every row of a held-out set counts, so only harmless ones of a validation set are skipped
+            # Every row of a held-out set affects the result. A bad row of a test set is an error, and in a
+            # validation set only harmless ones are skipped.
             if split == "test" or (split == "validation" and not task_row.harmless):
                 raise DataError(f"{place}: {task_row}; correct it, because each row of a held-out set counts")
             policy.meet(task_row, place)

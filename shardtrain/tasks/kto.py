@@ -271,7 +271,7 @@ def _groups(rows: list[Answer], size: int) -> Iterator[Group]:
 
 def _exchanged(side: Side, other: Side) -> Side:
     """Return the prompt of ``side`` with the completion of ``other``."""
-    # The completion of a side begins after the input of its first target.
+    # Target i is token i + 1. So the completion begins one token after the index of the first target.
     prompt_length = 1 + int(np.argmax(side.targets != IGNORE))
     prompt = side.whole[:prompt_length]
     start = int(np.argmax(other.targets != IGNORE))

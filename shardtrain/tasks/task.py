@@ -124,7 +124,7 @@ class RowTask:
     num_labels: int = 0
     """Number of outputs of a head that replaces the vocabulary head. 0 keeps the model unchanged."""
     sequences_per_row: int = 1
-    """Number of sequences of a row that the model computes with gradients, for a dry run."""
+    """Number of sequences per row that pass through the model with gradients. Used by dry runs."""
 
     # Methods that the trainer calls
 

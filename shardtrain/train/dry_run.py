@@ -343,7 +343,7 @@ def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
 
 
 def _without_compiler(config: Config) -> Config:
-    """Return the configuration without options that cannot run on tensors without memory; see ``_notes``."""
+    """Return the configuration without options that do not support fake tensors; see ``_notes``."""
     recompute = config.activation_checkpoint
     if recompute.mode == "memory_budget":
         recompute = replace(recompute, mode="none")

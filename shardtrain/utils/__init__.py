@@ -1,1 +1,1 @@
-"""What knows nothing of training: errors, units, logs, small files."""
+"""Helpers that do not depend on training: errors, units, logs, small files."""

@@ -125,7 +125,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """Return the message of an error with ``is_out_of_memory``: its own text and the limit that was reached."""
+    """Return the message for an out-of-memory error: its own text, and the limit that was reached."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())
     if "CUDA" in text or "HIP" in text:
         # For device memory the text includes the size.

@@ -30,7 +30,7 @@ def line(record: Record) -> str:
 
 
 def colored_line(record: Record) -> str:
-    """Return the line of ``line`` with ANSI colors."""
+    """Return the text of ``line`` with ANSI colors."""
     return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
 
 

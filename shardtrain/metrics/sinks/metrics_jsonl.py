@@ -166,6 +166,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
                     logger.info(f"{path}: continuing after step {start_step}; removed {size - end} bytes after it")
                 return history
         file.seek(0)
+        # A new run does not need the content of a large file, because it only renames the file.
         content = b"" if not start_step and size > _LARGE_BYTES else file.read()
     records, bad = _parse(content)
 

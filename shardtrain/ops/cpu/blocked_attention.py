@@ -264,7 +264,7 @@ def _grouped(x_BlNH: Tensor, heads: int) -> Tensor:
 
 
 def _pairs(x_rkGnH: Tensor) -> Tensor:
-    """Return queries of a block by pairs of row and key-value head: (P, X, H)."""
+    """Reshape the queries of a block to (P, X, H), where P counts pairs of a row and a key-value head."""
     return x_rkGnH.flatten(2, 3).flatten(0, 1)
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from shardtrain.ops.row_order import Choice, inverse_of
 
 SMALL_EXPERT_NUMEL = 1 << 17
-"""Elements in the three weights of an expert up to which sorting experts saves more time than it takes."""
+"""Largest size of an expert (elements in its three weights) for which sorting experts saves more time than it takes."""
 _MANY_ROWS = 64
 """Mean rows per expert below which PyTorch's ``grouped_mm`` is faster, for example in generation."""
 _PADDING_PARTS = 8
@@ -213,10 +213,11 @@ def one_by_one(counts: list[int], least: int) -> list[ExpertBatch]:
 
 
 def batches(counts: list[int], least: int) -> list[ExpertBatch]:
-    """Divide experts, sorted by size, into batches with the least total cost of rows and calls.
+    """Group experts, sorted by size, into batches with the least total cost.
 
-    A batch has a power of two of experts, so there are few different products. Its size is that of its largest expert,
-    rounded up unless ``least`` is 0.
+    The cost of a batch is its padded number of rows plus the overhead of a call (``_CALL_ROWS``). The number of
+    experts in a batch is a power of two, to limit the number of different shapes. The size of a batch is that of its
+    largest expert, rounded up unless ``least`` is 0.
 
     >>> [(batch.experts, batch.size) for batch in batches([3, 4, 4, 5, 800], 4)]
     [(4, 8), (1, 800)]
@@ -325,7 +326,8 @@ def _row_products(dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights
 
     g (w2 h) is computed as (g w2) h, with shorter rows.
     """
-    # Use the operator for the per-sample weights of embedding_bag: a row of one table is a bag of one row of the other.
+    # Dot product of each row of one tensor with the same row of the other. embedding_bag's gradient of per-sample
+    # weights computes this if each bag has one entry.
     row_P = torch.arange(hidden_PF.size(0))
     sum_P = torch.ops.aten._embedding_bag_per_sample_weights_backward(dhidden_PF, hidden_PF, row_P, row_P, row_P, _SUM)
     return sum_P.index_select(0, places.place_R).view_as(weights_SK).to(weights_SK.dtype)

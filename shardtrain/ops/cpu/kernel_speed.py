@@ -220,7 +220,7 @@ def _is_short_of_memory() -> bool:
         with open(_PRESSURE) as file:
             percent = re.search(r"some avg10=([0-9.]+)", file.read(256))
     except OSError:
-        # This kernel of the operating system does not measure memory pressure.
+        # This OS kernel does not report memory pressure (PSI).
         return False
     return percent is not None and float(percent[1]) > _MOST_PERCENT
 

@@ -1,4 +1,4 @@
-"""Compare replicas of the same numbers between ranks, to detect hardware that silently computes wrong results."""
+"""Compare the replicas of tensors between ranks, to detect hardware that silently computes wrong results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the marks of all ranks at a step, to find ranks that diverged and ranks that are slower than their peers."""
+"""Compare the reports (``Mark``) of all ranks on a step, to find ranks that diverged or are slower than their peers."""
 
 from __future__ import annotations
 

@@ -341,7 +341,9 @@ class Watchdog:
 
     def _die(self, verdict: HangReport) -> None:
         """Record the verdict, write the stacks, wait until the other live ranks have written theirs, and exit."""
-        self._dying.acquire()  # never released, because the first thread to get here ends the process
+        # The first thread that gets here keeps the lock and ends the process. Another thread waits here until then.
+        # Only if the watchdog was closed in the meantime does the process continue, and the lock is released.
+        self._dying.acquire()
         if self._closed.is_set():
             return self._dying.release()
         reported = failure.Failure(

@@ -49,7 +49,7 @@ def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Check that memory suffices for the model's states, and that no other process uses the device."""
-    # Rank 0 computed the size of the model in the configuration area.
+    # Rank 0 computed the size of the model during the checks of the configuration.
     needs = reports.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
     on_cpu = not any("device_total" in facts for facts in reports.of(AREA).values())
     rules = {

@@ -248,7 +248,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
         yield from _shared(reports, option)
         yield from _rate(reports, option)
 
-    # Rank 0 computed the size of the model in the configuration area.
+    # Rank 0 computed the size of the model during the checks of the configuration.
     needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
     if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
         yield from each(reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)})

@@ -21,7 +21,7 @@ def entire(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_of_batch(row: int) -> Pick:
-    """Pick that compares one row of a batch of ROWS rows with a pass over only that row.
+    """Return a ``Pick`` that compares one row of a batch of ROWS rows with a pass over only that row.
 
     Rows and tokens may be flattened into one dimension, with the rows outermost.
     """
@@ -41,7 +41,7 @@ def row_of_batch(row: int) -> Pick:
 
 
 def unchanged_tokens(count: int, tokens: slice) -> Pick:
-    """Pick that compares only the slice ``tokens`` of each dimension with ``count`` elements."""
+    """Return a ``Pick`` that compares only the slice ``tokens`` of each dimension with ``count`` elements."""
 
     def pick(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
         if one.shape != other.shape:
@@ -61,7 +61,7 @@ def unchanged_tokens(count: int, tokens: slice) -> Pick:
 
 
 def half_of_tokens(count: int, start: int) -> Pick:
-    """Pick that compares ``count // 2`` tokens from ``start`` with a pass over only these tokens."""
+    """Return a ``Pick`` that compares ``count // 2`` tokens from ``start`` with a pass over only these tokens."""
 
     def pick(full: Tensor, half: Tensor) -> tuple[Tensor, Tensor] | None:
         if full.ndim != half.ndim:

@@ -10,7 +10,7 @@ from shardtrain.utils.errors import ShardtrainError
 
 
 def _lease_error(folders: list[Path]) -> ShardtrainError | None:
-    """Return the error of a folder that another run on this host writes to, if there is one."""
+    """Return the error to raise if another run on this host writes to one of the folders, or else None."""
     for folder in folders:
         if (folder / "lease.json").exists():
             from shardtrain.checkpoint.lease import Lease

@@ -107,8 +107,10 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
 
 
 def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str, Any]:
-    """Check the loss of more than 2^31 logits. Only the last tokens have targets, both likely and
-    unlikely ones.
+    """Check the loss of more than 2^31 logits.
+
+    Only four tokens have targets: the first, the middle and the last two. Their targets are the last two
+    tokens of the vocabulary.
     """
     logits = torch.empty(1, tokens, vocabulary, dtype=torch.bfloat16)
     targets = torch.full((1, tokens), IGNORE)

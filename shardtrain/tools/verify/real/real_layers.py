@@ -88,7 +88,7 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
 
     ``count`` returns a piece with its numbers of parameters.
     """
-    # Use one layer of each kind. With two layers, the second has experts or no positions.
+    # Keep one layer of each kind. If this takes two layers, the second one has experts or no rotary positions.
     sizes = model_shape(loaded) or {}
     shallow: dict[str, Any] = {"num_layers": 1} if "num_layers" in sizes else {}
     if sizes.get("no_rope_layer_interval"):
