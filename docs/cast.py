@@ -1,11 +1,11 @@
-"""A picture of a command in a terminal: run it in a pseudo-terminal, and draw what it wrote as one SVG file.
+"""Draw the output of a command: run it in a pseudo-terminal and write one animated SVG file.
 
     python docs/cast.py -o docs/first_run.svg --columns 96 -- shardtrain train debug
     python docs/cast.py -o docs/first_run.svg --replay outputs/first_run.cast
 
-Lines appear as they did, the whole time squeezed into a few seconds, and stay; where nothing moves all are there. The
-recording (--record) is an asciicast of version 2, which asciinema plays too. docs/CONTRIBUTING.md has the
-command that draws the picture of the README.
+Lines appear in their order within a few seconds and stay. Without animation all lines are visible. The recording
+(--record) is an asciicast of version 2, which asciinema plays too. docs/CONTRIBUTING.md has the command that draws the
+picture of the README.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLORS = {30: "#6e7681", 31: "#ff7b72", 32: "#7ee787", 33: "#e3b341", 34: "#79c0
 TEXT, DIM, BACK = "#e6edf3", "#8b949e", "#0d1117"
 CHAR_WIDTH, LINE_HEIGHT, FONT_SIZE, EDGE = 8.4, 19, 14, 16
 SECONDS = 8.0
-"""That the whole drawing takes to appear."""
+"""Duration of the animation."""
 _CODE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\x1b\][^\x07]*\x07|\x1b[()][A-Z0-9]")
 
 Event = tuple[float, str]
@@ -38,19 +38,19 @@ Event = tuple[float, str]
 
 @dataclass
 class Screen:
-    """What a terminal shows of the codes that this program and rich use: colors, carriage return, lines up, erase."""
+    """Content of a terminal. It supports the codes of rich: colors, carriage return, lines up, erase."""
 
     columns: int
     rows: list[list[tuple[str, str]]] = field(default_factory=lambda: [[]])
-    """Of each row its characters with their colors."""
+    """Characters of each row, with their colors."""
     written: list[float] = field(default_factory=lambda: [0.0])
-    """When each row was last written to."""
+    """Time of the last change of each row, in seconds."""
     _row: int = 0
     _column: int = 0
     _color: str = TEXT
 
     def write(self, text: str, seconds: float) -> None:
-        """Take the text of one moment."""
+        """Write a text that arrived at ``seconds``."""
         place = 0
         for code in _CODE.finditer(text):
             self._print(text[place : code.start()], seconds)
@@ -101,7 +101,7 @@ class Screen:
 
 
 def record(command: list[str], columns: int) -> list[Event]:
-    """Run the command in a terminal so wide; gives what it wrote, and when. Raises SystemExit where it fails."""
+    """Run a command in a terminal with ``columns`` and return its output with times. Raises SystemExit if it fails."""
     child, terminal = pty.fork()
     if not child:
         os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "50"}
@@ -114,7 +114,7 @@ def record(command: list[str], columns: int) -> list[Event]:
     while True:
         try:
             data = os.read(terminal, 65536)
-        except OSError:  # Linux says so at the end
+        except OSError:  # the end of the output on Linux
             break
         if not data:
             break
@@ -138,14 +138,14 @@ def write_cast(path: Path, title: str, columns: int, events: list[Event]) -> Non
 
 
 def read_cast(path: Path) -> tuple[str, int, list[Event]]:
-    """Title, columns and events of a recording."""
+    """Return title, columns and events of a recording."""
     head, *lines = path.read_text().splitlines()
     found = json.loads(head)
     return found["title"], found["width"], [(at, text) for at, _, text in map(json.loads, lines)]
 
 
 def draw(title: str, columns: int, events: list[Event], keep: str = ":") -> str:
-    """The picture. ``keep`` are slices of the rows, as ``"0:4 -20:"``; a row of dots stands for what is between."""
+    """Return the SVG. ``keep`` are slices of the rows, such as ``"0:4 -20:"``; dots replace the rows between them."""
     screen = Screen(columns)
     for at, text in events:
         screen.write(text, at)
@@ -178,7 +178,7 @@ def draw(title: str, columns: int, events: list[Event], keep: str = ":") -> str:
                 end += 1
             text = "".join(char for char, _ in row[place:end])
             if text.strip():
-                # each span at its own place and length, so that columns stand under one another in any font
+                # fix position and length of each span, to align columns in any font
                 left = len(text) - len(text.lstrip())
                 text = text.strip()
                 spans.append(

@@ -1,7 +1,7 @@
-"""Sphinx configuration: `sphinx-build -W -q -c docs -b html . build/site`. The pages are also readable as they are.
+"""Sphinx configuration: `sphinx-build -W -q -c docs -b html . build/site`. The pages are also readable without it.
 
-Its source is the whole repository, of which it takes the pages, so that links between them lead to the same files here
-and in a checkout.
+The source folder is the repository, and ``include_patterns`` selects the pages. Links between pages therefore
+lead to the same files on the site and in a checkout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The drawings of docs/concepts.md, as SVG: python docs/drawings.py [FOLDER].
+"""Drawings of docs/concepts.md, as SVG: python docs/drawings.py [FOLDER].
 
-What is drawn is asked of the program where it can be: the order of the mesh's axes, the actions of a pipeline's
+Where possible, their content comes from the package: the order of the mesh's axes, the actions of a pipeline's
 schedule, the order of the data.
 """
 
@@ -51,7 +51,7 @@ def mesh() -> str:
 
 
 SPLITS = (
-    # axis, weights of (layer, part 0..3) that rank 0 and rank 1 hold, what they read, what they talk about
+    # axis, weights that rank 0 and rank 1 hold, data that they read, tensors that they exchange
     ("dp_replicate", "all", "rows", "gradients, once a step"),
     ("dp_shard (FSDP)", "rows", "rows", "weights of a layer; gradients"),
     ("tp", "columns", "all", "activations, in each layer"),
@@ -62,7 +62,7 @@ SPLITS = (
 
 
 def axes() -> str:
-    """What two ranks along each axis hold of four layers, and read of four sequences."""
+    """Draw which parts of four layers and of four sequences two ranks along each axis hold and read."""
     canvas = Canvas(720, 84 + 66 * len(SPLITS), "What each axis divides between two ranks")
     for x, words in ((128, "weights of four layers"), (370, "a step's sequences"), (552, "exchanged")):
         canvas.text(x, 26, words, "head")
@@ -108,7 +108,7 @@ def _row(canvas: Canvas, x: float, y: float, reads: str, rank: int, row: int, ki
     canvas.box(x, y, width, height, "none")
     if reads == "all" or (reads == "rows" and row // 2 == rank):
         canvas.box(x, y, width, height, kind)
-    elif reads == "tokens" and rank == 0:  # a piece from each end, so that causal attention costs both the same
+    elif reads == "tokens" and rank == 0:  # a piece from each end: then causal attention costs both ranks the same
         canvas.box(x, y, width / 4, height, kind)
         canvas.box(x + 3 * width / 4, y, width / 4, height, kind)
     elif reads == "tokens":
@@ -116,7 +116,7 @@ def _row(canvas: Canvas, x: float, y: float, reads: str, rank: int, row: int, ki
 
 
 LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""Slots of an action: a backward takes about twice as long as a forward, and each of its halves as long."""
+"""Slots of an action. A backward pass takes about two forward passes, and each of its halves one."""
 
 
 def times(name: str, degree: int, per_rank: int, count: int) -> tuple[list[tuple[int, int, schedule.Action]], int]:

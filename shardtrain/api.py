@@ -178,8 +178,7 @@ class Trainer:
 
         Raises:
             ShardtrainError: the error that would end ``shardtrain train``. ``exit.json`` in the run's folder
-            records
-                it, unless the error requires leaving the folder unchanged.
+                records it, unless the error requires leaving the folder unchanged.
         """
         world, run, checkpoints = self._opened()
         folder = Path(self.config.job.dump_folder)

@@ -83,8 +83,8 @@ class Manifest:
     Attributes:
         run: ID of the process that saved the checkpoint: the nonce of its lease.
         origin: ID of the run: the lease nonce of its first process. It stays the same when the run
-            is resumed.
-        Empty in checkpoints of earlier versions, and in runs that continue from such a checkpoint.
+            is resumed. Empty in checkpoints of earlier versions, and in runs that continue from such a
+            checkpoint.
         facts: Counters of the run, written by ``resume.py``.
     """
 

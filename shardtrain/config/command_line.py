@@ -24,7 +24,7 @@ class VerbOption:
     Attributes:
         read: Converts text to the value. Raises ValueError with the violated rule.
         example: Value in error messages: ``write it like --nproc 2``.
-        is_list: True if the option takes all words up to the next option, and may be repeated.
+        is_list: True if the option takes all arguments up to the next option, and may be repeated.
         once: True if repeating the option is an error. Otherwise the last value counts.
     """
 
@@ -36,16 +36,16 @@ class VerbOption:
 
 @dataclass(frozen=True)
 class Taken:
-    """Options of a verb that were given, by name, and the remaining words."""
+    """Options of a verb that were given, by name, and the remaining arguments."""
 
     own: dict[str, Any] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     help: bool = False
 
     def places(self, most: int = 1) -> tuple[list[str], tuple[str, ...]]:
-        """Split the remaining words into at most ``most`` positional words and the overrides.
+        """Split the remaining arguments into at most ``most`` positional ones and the overrides.
 
-        Positional words, such as the configuration file, come first, because an override may take several
+        Positional arguments, such as the configuration file, come first, because an override may take several
         values.
 
         >>> Taken({}, ("run.toml", "--training.steps", "8")).places()
@@ -63,35 +63,35 @@ class Taken:
 
 
 def take(
-    words: Sequence[str], options: Mapping[str, VerbOption], flags: Sequence[str] = (), usage: str | None = None
+    arguments: Sequence[str], options: Mapping[str, VerbOption], flags: Sequence[str] = (), usage: str | None = None
 ) -> Taken:
-    """Extract a verb's ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` from its words.
+    """Extract a verb's ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` from its arguments.
 
     Raises:
         ConfigError: an option has no value, an invalid value, or is repeated although it may not be.
-        HelpPrinted: the words contain --help, and ``usage`` was printed.
+        HelpPrinted: the arguments contain --help, and ``usage`` was printed.
 
     >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": VerbOption(int)})
     Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
     """
     own: dict[str, Any] = {}
     rest: list[str] = []
-    remaining = list(words)
+    remaining = list(arguments)
     while remaining:
-        word = remaining.pop(0)
-        if word in ("--help", "-h"):
+        argument = remaining.pop(0)
+        if argument in ("--help", "-h"):
             if usage is not None:
-                help_if_asked([word], usage)
+                help_if_asked([argument], usage)
             return Taken(help=True)
-        name, equals, value = word.partition("=")
-        if word in flags:
-            own[word] = True
+        name, equals, value = argument.partition("=")
+        if argument in flags:
+            own[argument] = True
             continue
         option = options.get(name)
         if option is None:
-            # A word for the configuration. Reject a likely misspelling of an option of this verb, unless the
-            # word may be an option of the configuration (with a dot) or one in OWN.
-            rest.append(word)
+            # An argument for the configuration. Reject a likely misspelling of an option of this verb, unless
+            # it may be an option of the configuration (with a dot) or one in OWN.
+            rest.append(argument)
             if name.startswith("--") and "." not in name and name not in OWN:
                 near = difflib.get_close_matches(name, [*options, *flags], 1, 0.8)
                 if near and name[2:] not in sections():
@@ -100,8 +100,8 @@ def take(
         if option.once and name in own:
             raise _wrong(name, None, "is given twice", "give it once")
 
-        # The value follows "=", or is the next word, which may begin with one dash like a negative number. A
-        # list takes all words up to the next option.
+        # The value follows "=", or is the next argument, which may begin with one dash like a negative number. A
+        # list takes all arguments up to the next option.
         texts = [value] if equals else []
         while not equals and remaining and (option.is_list or not texts):
             if remaining[0].startswith("-" if option.is_list else "--"):
@@ -142,7 +142,7 @@ def _wrong(name: str, value: str | None, rule: str, fix: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Parsed words after a verb: the configuration file, the options in ``OWN``, and overrides."""
+    """Parsed arguments after a verb: the configuration file, the options in ``OWN``, and overrides."""
 
     path: str | None
     nproc: int | None
@@ -175,7 +175,7 @@ def two_files(named: str, path: str) -> Problem:
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:
     """Use the file in CONFIG_FILE, which torchtitan's scripts set, if the command line names no file."""
     file = environment.get("CONFIG_FILE")
-    is_deepspeed = any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides)
+    is_deepspeed = any(argument.partition("=")[0] == "--deepspeed_config" for argument in arguments.overrides)
     if not file or arguments.path or is_deepspeed:
         return arguments
     # Print the line once per run: only on rank 0, and not in processes that this command started.
@@ -185,8 +185,8 @@ def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> Com
     return replace(arguments, path=file)
 
 
-def split(words: Sequence[str]) -> CommandLine:
-    """Parse the file, the options in ``OWN`` and ``--help``. All other words are overrides.
+def split(arguments: Sequence[str]) -> CommandLine:
+    """Parse the file, the options in ``OWN`` and ``--help``. All other arguments are overrides.
 
     The file must precede the first override, because an override may take several values.
     ``--job.config_file`` can name the file at any position.
@@ -194,7 +194,7 @@ def split(words: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: an option in ``OWN`` has no value or an invalid one, or two files are named.
     """
-    taken = take(words, OWN)
+    taken = take(arguments, OWN)
     path, overrides = taken.configuration()
     own = {name[2:]: value for name, value in taken.own.items() if not name.startswith("--job.")}
     for name in ("--job.config_file", "--job.config-file"):

@@ -35,13 +35,12 @@ class Loaded:
     Attributes:
         config: the configuration.
         origins: maps each dotted option to "run.toml:12", "command line" or "default". Also has each key of a
-        table
-            option, and each key of the entries of nested tables.
+            table option, and each key of the entries of nested tables.
         notices: lines for the user about older names.
         path: the TOML file, or None.
         renames: the notices about options whose name changed but whose results did not.
         problems: problems of reading, if ``load`` was called with ``keep_problems``. Their options have
-        default values.
+            default values.
     """
 
     config: Config

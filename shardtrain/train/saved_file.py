@@ -143,7 +143,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
 
     Raises:
         CheckpointError: as in ``fill``; or the optimizer's state is not that of the model, or a counter is
-        missing.
+            missing.
     """
     weights = FileWeights(path)
     translation = translate(weights, tensors, run.config.model)

@@ -77,7 +77,7 @@ def evaluate(
         max_batches: maximum number of batches to read; -1 reads all.
         stop: checked before each batch. If any rank has a request to stop, all ranks return None.
         labelled: False if the rows of a row task have no labels. The loss is then NaN, and there are no
-        metrics.
+            metrics.
 
     Raises:
         DataError: no sequence has a target token.

@@ -1,15 +1,14 @@
-"""Find the assistant's turns in the text that a chat template writes, if the template does not mark them.
+"""Find the assistant's turns in the text that a chat template renders, if the template does not mark them.
 
 Two methods are tried for each turn:
 
-1. Growth: the template writes more with the turn than without it, and the text before and after stays the
-same.
-2. Stand-ins: the template renders the conversation with each text replaced by a word of ours. This shows
-which text of
-   the template lies between the texts of two messages. Such a gap ends one turn and begins the next. It is
-   cut by comparing it with what the template writes after the last text of a shorter conversation.
+1. Growth: the template renders more text with the turn than without it, and the text before and after stays
+   the same.
+2. Placeholders: the template renders the conversation with each text replaced by a unique placeholder. This shows
+   the text of the template between the texts of two messages. Such a gap ends one turn and begins the next.
+   It is cut by comparing it with the text after the last message of a shorter conversation.
 
-The second method also finds turns that a template writes in another way once later ones exist (thinking
+The second method also finds turns that a template renders in another way once later ones exist (thinking
 blocks, an end token only after the last turn), and a turn in several parts (a tool's result between a tool
 call and the content).
 """
@@ -87,7 +86,7 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
                 part["text"] = stand_in(turn, "content", part["text"])
         elif content.strip() or "tool_calls" not in message:
             message["content"] = stand_in(turn, "content", content)
-        # the reasoning in a field of its own, and tool calls
+        # the reasoning in a separate field, and tool calls
         if message.get("reasoning_content"):
             message |= dict.fromkeys(REASONING, stand_in(turn, "reasoning", message["reasoning_content"]))
         for function in called_functions([message]):
@@ -188,7 +187,7 @@ class Turns:
         asked = self._tail(before, place.turn, prompt=True)
         if is_first and self._header and asked is not None:
             shared = _common(gap, asked)
-            if gap.startswith(self._header, shared):  # some templates ask only for some answers
+            if gap.startswith(self._header, shared):  # some templates write a prompt only before some answers
                 shared += len(self._header)
             if shared or not asked:
                 return begin + shared

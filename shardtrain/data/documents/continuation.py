@@ -46,7 +46,7 @@ def starts_with(ids: Ids, start: Ids) -> bool:
 
 
 def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids: Ids) -> Ids:
-    """Encode a completion so that it decodes to the joined text after ``prompt_ids``."""
+    """Encode a completion. After ``prompt_ids``, the tokens must decode to the joined text."""
     wanted = tokenizer.decode(joined_ids, keep_special=True)
     by_itself = tokenizer.encode(completion)
     candidates = [by_itself]
@@ -59,8 +59,8 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
     if wanted in written:
         return candidates[written.index(wanted)]
     # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a
-    # word is a special token only if no letter follows it. Take a candidate that begins with whitespace
-    # only if the completion does, so that no space is inserted. A decoder that joins words with spaces
+    # special token is recognized only if no letter follows it. Take a candidate that begins with whitespace
+    # only if the completion does, so no space is inserted. A decoder that joins tokens with spaces
     # (WordPiece) always inserts one.
     seam = len(tokenizer.decode(prompt_ids, keep_special=True))
     for candidate, text in zip(candidates, written, strict=True):

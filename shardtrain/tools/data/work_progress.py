@@ -1,4 +1,4 @@
-"""Progress of reading an input: the share that is done, speed and time left."""
+"""Progress of reading an input: the share that was read, speed and time left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkProgress(Progress):
         super().__init__(title, 1.0, done)
 
     def advance(self, done: float, tokens: int) -> None:
-        """Show that the share ``done`` of the input is done.
+        """Show that the share ``done`` of the input was read.
 
         ``tokens`` is the number of tokens of this run so far.
         """
@@ -32,7 +32,7 @@ class WorkProgress(Progress):
         self.show(done, [f"{100 * done:.1f} %", *self.speeds(done, tokens)])
 
     def speeds(self, done: float, tokens: int) -> list[str]:
-        """Return speed and time left, as far as they are known."""
+        """Return speed and time left, without those that are unknown."""
         seconds = max(self.seconds, 1e-9)
         share = done - self._done_before
         parts = [f"{self.megabytes(done) / seconds:.2f} MB/s"] if self._total_bytes else []

@@ -138,7 +138,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
 
     Raises:
         ShardtrainError: the error of ``require``; or the child failed with another exception, which it has
-        printed.
+            printed.
     """
     with tempfile.TemporaryFile("w+") as answer:
         # otherwise the child would also print the buffered output
