@@ -288,13 +288,14 @@ def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:
     ends = begins + num_bytes
     # A run ends where the next piece does not follow immediately.
     gaps = np.flatnonzero(begins[1:] != ends[:-1])
-    firsts = np.concatenate([[0], 1 + gaps, [len(ends)]])
-    positions = begins[firsts[:-1]]
-    run_bytes = ends[firsts[1:] - 1] - positions
-    is_short = (run_bytes <= files.PIECE_BYTES) & (np.diff(firsts) <= files.MOST_VIEWS)
-    edges = itertools.pairwise(firsts.tolist())
-    for (start, end), position, is_one in zip(edges, positions.tolist(), is_short.tolist(), strict=True):
-        if is_one:
+    # The first piece of each run. The last entry is the end of the last run.
+    bounds = np.concatenate([[0], 1 + gaps, [len(ends)]])
+    positions = begins[bounds[:-1]]
+    run_bytes = ends[bounds[1:] - 1] - positions
+    is_short = (run_bytes <= files.PIECE_BYTES) & (np.diff(bounds) <= files.MOST_VIEWS)
+    runs = itertools.pairwise(bounds.tolist())
+    for (start, end), position, fits_one_read in zip(runs, positions.tolist(), is_short.tolist(), strict=True):
+        if fits_one_read:
             yield start, end, position
             continue
         # Cut a long run after the last piece that is within both limits.

@@ -156,7 +156,7 @@ class FlatFile:
         self.objects: dict[str, Any] = {}
         self.unread: dict[str, str] = {}
         if not isinstance(self._file.value, dict):
-            raise CheckpointError(f"{path} holds no table of tensors; use another checkpoint")
+            raise CheckpointError(f"{path} contains no state dict; use another checkpoint")
         self._add("", self._file.value, _MAX_NAMES)
 
     def _add(self, start: str, table: Any, budget: int) -> int:

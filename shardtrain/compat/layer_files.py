@@ -37,16 +37,16 @@ class Family:
         layers: Prefix of the layers, before their number.
         norm: Prefix of the last norm.
         head: Prefix of the head.
-        rows: Modules whose weights and biases are split along the output dimension.
-        columns: Modules whose weights are split along the input dimension.
+        output_split: Modules whose weights and biases are split along the output dimension (column-parallel).
+        input_split: Modules whose weights are split along the input dimension (row-parallel).
     """
 
     embed: str
     layers: str
     norm: str
     head: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    output_split: tuple[str, ...]
+    input_split: tuple[str, ...]
 
     def prefix(self, number: int, num_layers: int) -> str:
         """Return the Hugging Face prefix of the tensors in file ``number``."""
@@ -74,9 +74,9 @@ class Family:
     def split_dim(self, name: str) -> int | None:
         """Return the dimension along which model-parallel ranks split a tensor. None for a replicated tensor."""
         module, _, kind = name.rpartition(".")
-        if f"{module}." in (self.embed, self.head) or module.endswith(self.rows):
+        if f"{module}." in (self.embed, self.head) or module.endswith(self.output_split):
             return 0
-        if kind == "weight" and module.endswith(self.columns):
+        if kind == "weight" and module.endswith(self.input_split):
             return 1
         return None
 
@@ -205,7 +205,7 @@ class LayerWeights(HubWeights):
         for (number, _), path in sorted(files.items()):
             opened = TorchFile(path)
             if not isinstance(opened.value, dict):
-                raise CheckpointError(f"{path} contains no table of tensors; use another checkpoint")
+                raise CheckpointError(f"{path} contains no state dict; use another checkpoint")
             prefix = self._family.prefix(number, num_layers)
             for name, stored in opened.value.items():
                 full_name = f"{prefix}{name}"

@@ -291,16 +291,17 @@ def check_accepted(loaded: Loaded) -> Iterator[Problem]:
         if word in known or word == ALL:
             continue
         kind = class_of(word) if word in options() else None
-        rule = {
-            None: f'holds "{word}", which is not an option',
-            "ignore": f'holds "{word}", which may be changed freely',
-            "warn": f'holds "{word}", which may be changed freely',
-            "data": f'holds "{word}", which the data decide: other data begin at their first sample',
-        }[kind]
-        near = nearest(word, [*known, ALL])
-        fix = f'did you mean "{near}"?' if near and kind is None else f'leave it out, or use "{ALL}"'
-        if kind == "data":
+        fix = f'remove it, or use "{ALL}"'
+        if kind is None:
+            rule = f'contains "{word}", which is not an option'
+            near = nearest(word, [*known, ALL])
+            if near:
+                fix = f'did you mean "{near}"?'
+        elif kind == "data":
+            rule = f'contains "{word}", which determines the data; changed data start at their first sample'
             fix = 'use checkpoint.exclude_from_loading = ["dataloader"]'
+        else:
+            rule = f'contains "{word}", which may be changed freely'
         yield Problem(ACCEPT, loaded.value(ACCEPT), rule, fix, loaded.where(ACCEPT))
 
 

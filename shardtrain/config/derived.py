@@ -79,8 +79,8 @@ def notes_on_rows(config: Config) -> list[str]:
         return []
     length = f"training.seq_len={config.training.seq_len}"
     return [
-        f'every sequence of task.name="{config.task.name}" is counted with {length} tokens, the maximum; '
-        "a run pads each batch to its longest row only, and computes its speed from the real tokens"
+        f'every sequence of task.name="{config.task.name}" is counted as {length} tokens, the maximum; '
+        "a run pads each batch only to its longest row, and reports its speed in real tokens"
     ]
 
 

@@ -243,7 +243,10 @@ def _compare_stages(
             raise _refusal(degree, rule, "pass only x along the chain, and name layers by their keys") from None
         for name, arguments in actual.items():
             if not _equal(arguments, expected[name]):
-                rule = f"{name} receives other arguments in its stage than in the full model, as by enumerate(layers)"
+                rule = (
+                    f"{name} receives different arguments in its stage than in the full model, for example from "
+                    "enumerate(layers)"
+                )
                 fix = "store values that differ between layers as attributes of the layers, set in __init__"
                 raise _refusal(degree, rule, fix)
 

@@ -20,12 +20,12 @@ class BinWeights(HubWeights):
     """Tensors by name from files of ``torch.save``. Only one tensor is in memory at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the table of tensors of each file, and remove the prefixes of wrapped models from names.
+        """Read the state dict of each file, and remove the prefixes of wrapped models from names.
 
         Raises:
             ConfigError: the folder has safetensors.
             CheckpointError: the folder has no such file, or a file is missing, damaged or contains
-                no table of tensors.
+                no state dict.
         """
         self.folder = folder
         self._files: dict[str, TorchFile] = {}
@@ -42,7 +42,7 @@ class BinWeights(HubWeights):
             if isinstance(table, dict) and isinstance(table.get("state_dict"), dict):
                 table = table["state_dict"]
             if not isinstance(table, dict) or not table:
-                raise CheckpointError(f"{folder / file} contains no table of tensors; use another file")
+                raise CheckpointError(f"{folder / file} contains no state dict; use another file")
             for name, stored in table.items():
                 if not isinstance(name, str) or not isinstance(stored, Stored):
                     raise CheckpointError(f"{folder / file}: {str(name)[:100]} is not a tensor; use another file")

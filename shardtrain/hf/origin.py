@@ -23,12 +23,12 @@ from shardtrain.utils.log import logger
 
 _LEVELS = 3
 """Maximum depth of a checkpoint below the folder of its run."""
-_RUNS = 8
+_MAX_CHAIN = 8
 """Maximum length of a chain of runs, each of which started from a checkpoint of the previous run."""
 
 
-def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
-    """Return the folder that a run's weights came from, directly or through earlier runs.
+def of_run(config: Config, module: ModuleType, shape: Any, max_chain: int = _MAX_CHAIN) -> FolderSource | None:
+    """Return the folder that a run's weights came from, directly or through at most ``max_chain`` earlier runs.
 
     Without such a folder, return ``model.hf_assets_path`` if its config.json describes this model, or else None.
 
@@ -37,17 +37,17 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
     """
     if as_is.is_as_is(module):
         return source.of_folder(Path(shape.path))
-    begun = derived.initial_weights(config) if config.checkpoint.enable else None
-    if begun is not None and "://" not in begun:
-        if found := of_path(Path(begun), module, shape, runs):
-            return found
-        if not Path(begun).exists():
-            logger.warning(f"the initial weights {begun} do not exist anymore, so a new config.json is written")
+    initial_path = derived.initial_weights(config) if config.checkpoint.enable else None
+    if initial_path is not None and "://" not in initial_path:
+        if origin := of_path(Path(initial_path), module, shape, max_chain):
+            return origin
+        if not Path(initial_path).exists():
+            logger.warning(f"the initial weights {initial_path} do not exist anymore, so a new config.json is written")
     assets = Path(config.model.hf_assets_path)
     return source.of_folder(assets) if _is_of(assets, module, shape) else None
 
 
-def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
+def of_path(path: Path, module: ModuleType, shape: Any, max_chain: int = _MAX_CHAIN) -> FolderSource | None:
     """Return the origin of a path, or None if it is unknown.
 
     A Hugging Face folder is its own origin. A checkpoint records its origin, or has the origin of its run's
@@ -55,14 +55,14 @@ def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> Fo
     """
     if not (path / MANIFEST).is_file():
         return source.of_folder(path) if (path / "config.json").is_file() else None
-    if found := source.of_checkpoint(path, manifest.read(path)):
-        return found
+    if origin := source.of_checkpoint(path, manifest.read(path)):
+        return origin
     above = list(Path(os.path.realpath(path)).parents)[:_LEVELS]
     resolved = next((level / RESOLVED_CONFIG for level in above if (level / RESOLVED_CONFIG).is_file()), None)
-    if resolved is None or not runs:
+    if resolved is None or not max_chain:
         return None
     try:
-        return of_run(configs.load(resolved).config, module, shape, runs - 1)
+        return of_run(configs.load(resolved).config, module, shape, max_chain - 1)
     except ConfigError:
         # The run was written by another version or was moved, so its origin is unknown.
         return None

@@ -110,15 +110,20 @@ def describe(error: BaseException, rank: int) -> Failure:
         text = f"sys.exit({text or 'None'}) was called before the end of the run"
     host = socket.gethostname()
     # If all ranks raise the same error, its text names the rank on which it occurred.
-    others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
-    if others is not None:
-        rank = int(others[1])
-        host = others[2]
-        text = others[3]
+    named_rank = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
+    if named_rank is not None:
+        rank = int(named_rank[1])
+        host = named_rank[2]
+        text = named_rank[3]
     message = redact(text)
     if len(message) > MESSAGE_LENGTH:
         message = message[: MESSAGE_LENGTH - 3] + "..."
     is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
+    problems: tuple[str, ...] = ()
+    if isinstance(error, ConfigError):
+        problems = tuple(redact(visible(str(problem), lines=False)) for problem in error.problems)
+    # A note of the exception names the step.
+    places = [note.removeprefix(IN) for note in getattr(error, "__notes__", ()) if note.startswith(IN)]
     return Failure(
         rank=rank,
         host=host,
@@ -129,10 +134,8 @@ def describe(error: BaseException, rank: int) -> Failure:
         exit_code=_exit_code(error, kind, text, is_peer),
         is_peer=is_peer,
         trace=redact(visible("".join(traceback.format_exception(error)))),
-        problems=tuple(redact(visible(str(problem), lines=False)) for problem in error.problems)
-        if isinstance(error, ConfigError)
-        else (),
-        place=next((note[len(IN) :] for note in getattr(error, "__notes__", ()) if note.startswith(IN)), ""),
+        problems=problems,
+        place=places[0] if places else "",
         is_sentence=isinstance(error, ShardtrainError),
         leaves_folder_alone=isinstance(error, FolderTaken),
         **own_end(),

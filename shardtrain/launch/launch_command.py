@@ -289,7 +289,7 @@ def _spelt_out(words: list[str]) -> list[str]:
     return [*taken.rest, *spelt]
 
 
-def _forwarded(job: ClusterJob) -> None:
+def _check_forwarded(job: ClusterJob) -> None:
     """Raise ConfigError if a variable of launch.forward_env is not set."""
     missing = [name for name in job.forwarded if not os.environ.get(name)]
     if missing:
@@ -308,7 +308,7 @@ def _follow_own(action: str, path: str, name: str) -> int:
     return 0
 
 
-def _submitted(job_id: str, asked: PlatformRequest, shown: str | None = None) -> None:
+def _report_submission(job_id: str, asked: PlatformRequest, shown: str | None = None) -> None:
     """Print the ID of a submitted job, and store it for ``launch status``."""
     print(shown or job_id, flush=True)
     launched.note(job_id, asked.loaded.config.job.dump_folder)
@@ -323,12 +323,12 @@ def _own(path: str, asked: PlatformRequest) -> Submission:
     if not isinstance(text, str):
         rule = f"renders a {type(text).__name__}"
         raise ConfigError(Problem("shardtrain launch", path, rule, "return the text to submit from render"))
-    _forwarded(job)
+    _check_forwarded(job)
 
     def submit() -> int:
         answer = module.submit(text, job, launch)
         if answer is not None:
-            _submitted(f"{path} {answer}", asked, shown=str(answer))
+            _report_submission(f"{path} {answer}", asked, shown=str(answer))
         return 0
 
     return Submission(text if text.endswith("\n") else f"{text}\n", submit)
@@ -360,13 +360,13 @@ def _ssh(asked: PlatformRequest) -> Submission:
     job = asked.job()
     launch = asked.launch
     chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
-    _forwarded(job)
-    meeting = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
-    plans = ssh.render(job, launch, chosen, meeting, ssh.new_run_id())
+    _check_forwarded(job)
+    rendezvous_host = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
+    plans = ssh.render(job, launch, chosen, rendezvous_host, ssh.new_run_id())
 
     def submit() -> int:
         folder = job_status.open_folder(os.getpid())
-        _submitted(f"ssh/{os.getpid()}", asked)
+        _report_submission(f"ssh/{os.getpid()}", asked)
         # Import here, because only this platform needs the module, and the import would slow down --help.
         from shardtrain.launch.platforms import ssh_connections
 
@@ -378,12 +378,12 @@ def _ssh(asked: PlatformRequest) -> Submission:
 def _slurm(asked: PlatformRequest) -> Submission:
     job = asked.job()
     text = slurm.render(job, asked.launch)
-    _forwarded(job)
+    _check_forwarded(job)
     _note_unasked(asked.loaded, "slurm")
 
     def submit() -> int:
         slurm.note_missing(job, asked.launch)
-        _submitted(f"slurm/{slurm_queue.submit(text)}", asked)
+        _report_submission(f"slurm/{slurm_queue.submit(text)}", asked)
         return 0
 
     return Submission(text, submit)
@@ -397,7 +397,7 @@ def _kubernetes(asked: PlatformRequest) -> Submission:
 
     def submit() -> int:
         kubectl.create(text)
-        _submitted(job_status.kubernetes_id(job, launch), asked)
+        _report_submission(job_status.kubernetes_id(job, launch), asked)
         return 0
 
     return Submission(text, submit)
@@ -411,7 +411,7 @@ def _runai(asked: PlatformRequest) -> Submission:
 
     def submit() -> int:
         runai.submit(words)
-        _submitted(job_status.runai_id(job, launch), asked)
+        _report_submission(job_status.runai_id(job, launch), asked)
         return 0
 
     return Submission(f"{shlex.join(words)}\n", submit)

@@ -42,19 +42,21 @@ def export(
     model = models.build(module, shape, labels)
     linears = list(their_names(linears_of(model), module, shape).values())
     fields = peft.config_fields(adapters.spec, names, linears, base)
-    first = {other: group[0] for group in tied_names(model) for other in group}
+    first_of_tied = {name: group[0] for group in tied_names(model) for name in group}
     kind = getattr(torch, dtype)
-    ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
-    tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
+    ours = {name: adapters.read(first_of_tied.get(name, name)).to(kind) for name in names.tensors}
+    tensors = {}
+    for name, peft_name in names.tensors.items():
+        tensors[peft_name] = names.theirs(name, ours[name]).contiguous().clone()
 
     # Write to a temporary folder, read it back and compare. Rename it to ``output`` only if it is equal.
     with files.new_folder(output) as temporary:
         files.write_durable(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
         files.write_durable(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
-        found = peft.PeftFolder(temporary, module, shape, labels)
-        again = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
-        found.fill(again)
-        if not all(torch.equal(again[name], tensor) for name, tensor in ours.items()):
+        written = peft.PeftFolder(temporary, module, shape, labels)
+        read_back = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+        written.fill(read_back)
+        if not all(torch.equal(read_back[name], tensor) for name, tensor in ours.items()):
             raise CheckpointError(
                 f"{temporary} differs from the written data when read back, so nothing was exported; check the disk"
             )

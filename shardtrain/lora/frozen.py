@@ -210,7 +210,7 @@ def find(
     else:
         found = fingerprint_of(path)
     if found != expected:
-        rule = f"contains other base weights than those with which the adapters of {where} were trained"
+        rule = f"does not contain the base weights with which the adapters of {where} were trained"
         raise ConfigError(Problem(option, str(path), rule, "name the original base weights with --base"))
     return FrozenWeights(path, module, shape, config, config.lora.base_dtype, num_labels)
 

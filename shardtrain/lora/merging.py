@@ -130,7 +130,7 @@ def merge(
             b_EOR = factor(f"{stack.path}_lora_b")
             sizes = ((stack.experts, spec.rank, stack.inputs), (stack.experts, stack.outputs, spec.rank))
             if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
-                raise CheckpointError(f"the adapter of {stack.path} has other shapes than {sizes[0]} and {sizes[1]}")
+                raise CheckpointError(f"the adapter of {stack.path} does not have the shapes {sizes[0]} and {sizes[1]}")
             return stacks.merged(weight, stack, a_ERI, b_EOR, part, spec.scale)
         if name not in adapted:
             return weight

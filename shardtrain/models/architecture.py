@@ -380,10 +380,12 @@ def _draw_after(name: str, before: Draw | None, numbers: list[float], named: Map
     """
     if name in ("normal_", "uniform_"):
         # The arguments of both default to 0 and 1
-        first, second = [*numbers, *[0.0, 1.0][len(numbers) :]]
+        first = numbers[0] if numbers else 0.0
+        second = numbers[1] if len(numbers) > 1 else 1.0
         if name == "normal_":
             return Draw("normal", std=float(second)) if first == 0 else None
-        # A normal distribution of the same variance replaces a uniform one: no rule depends on its shape
+        # Replace a uniform distribution with a normal one of the same variance. Initialization schemes prescribe the
+        # variance, not the shape of the distribution
         return Draw("normal", std=(second - first) / math.sqrt(12)) if first == -second else None
 
     if name == "zero_":

@@ -328,7 +328,8 @@ def _check_blocks(parameter: Tensor, name: str) -> None:
     size = parameter.size(-1)
     if columns.start % STATE_BLOCK or (columns.stop % STATE_BLOCK and columns.stop != size):
         rule = (
-            f"requires blocks of {STATE_BLOCK} columns on one rank, and {name} with {size} columns is split within one"
+            f"requires each block of {STATE_BLOCK} columns on one rank, but the sharding of {name} with {size} columns "
+            "splits a block"
         )
         fix = "use a smaller parallelism.tensor_parallel_degree, or AdamW"
         raise ConfigError(Problem("optimizer.name", EIGHT_BITS, rule, fix))

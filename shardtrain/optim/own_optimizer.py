@@ -56,7 +56,7 @@ def check(config: Optimizer) -> None:
     for parameter, names in zip(parameters, initial_names, strict=True):
         differing = sorted(map(str, names ^ set(optimizer.state[parameter])))
         if differing:
-            rule = f"has other state after a step than initial_state returns ({', '.join(differing)})"
+            rule = f"has different state after a step than initial_state returns ({', '.join(differing)})"
             raise _problem(config, rule, "return in initial_state each tensor that step keeps, and no other")
         _check_state(parameter, optimizer.state[parameter], config)
 

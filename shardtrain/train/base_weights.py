@@ -137,7 +137,7 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
         old_path = base.get("path")
         old_fingerprint = base.get("fingerprint")
     if old_fingerprint != run.lora["base"]["fingerprint"]:
-        rule = f"contains other base weights than those of the adapters in {path}"
+        rule = f"does not contain the base weights of the adapters in {path}"
         fix = f"use the original weights, which were at {old_path}"
         raise ConfigError(Problem(PATH, run.lora["base"]["path"], rule, fix))
 

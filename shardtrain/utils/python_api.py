@@ -33,7 +33,7 @@ _VALUE = r'[ =](?:\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml)|=(?!true
 """Pattern of a value that differs from ordinary text: a number, a quoted text, a path, or a value
 after "=".
 """
-_FLAG = rf"(?<![\w/-])--([a-z_][\w.]*\w)({_VALUE})?"
+_FLAG = rf"(?<![\w/-])--(?P<flag>[a-z_][\w.]*\w)(?P<value>{_VALUE})?"
 
 
 def python_function(function: F) -> F:
@@ -181,12 +181,14 @@ def _parameters(text: str, values: Sequence[str] = ()) -> str:
     """
 
     def parameter(match: re.Match[str]) -> str:
-        if match[1] is None:
+        flag = match["flag"]
+        if flag is None:
             return match[0]
-        name = PARAMETERS.get(match[1], match[1])
-        if match[2] is None:
+        name = PARAMETERS.get(flag, flag)
+        if match["value"] is None:
             return name
-        value = match[2][1:]
+        # The first character separates the flag from its value.
+        value = match["value"][1:]
         is_literal = value.startswith('"') or value[0].isdigit()
         return f"{name}={value}" if is_literal else f'{name}="{value}"'
 

@@ -111,8 +111,8 @@ BROKEN = {
     values_by_an_attribute: "layers.1 uses layers.0.linear.",
     skips: "layers.2 receives outputs of other modules in addition to x",
     first_embedding: "layers.0 receives outputs of other modules in addition to x",
-    place_in_the_loop: "layers.2 receives other arguments in its stage than in the full model",
-    number_of_layers: "receives other arguments in its stage than in the full model",
+    place_in_the_loop: "layers.2 receives different arguments in its stage than in the full model",
+    number_of_layers: "receives different arguments in its stage than in the full model",
 }
 
 

@@ -86,8 +86,8 @@ def test_files_with_more_than_tensors_are_rejected_and_run_no_code(form: str, tm
     for value, message in (
         ({"a": Hostile(tmp_path / "ran")}, "nothing in it was run"),
         ({"a": torch.zeros(2), "note": "text"}, "note is not a tensor"),
-        ([torch.zeros(2)], "contains no table of tensors"),
-        ({}, "contains no table of tensors"),
+        ([torch.zeros(2)], "contains no state dict"),
+        ({}, "contains no state dict"),
         ({"a": torch.zeros(1).expand(2**40)}, "a tensor repeats its storage"),
     ):
         with pytest.raises(CheckpointError, match=message):

@@ -250,7 +250,7 @@ def test_block_split_over_two_ranks_is_rejected():
             build([("w", weight)], CONFIGS["AdamW8bit"])
         return str(refused.value)
 
-    assert "w with 256 columns is split within one" in run_ranks(2, split)[0]
+    assert "w with 256 columns splits a block" in run_ranks(2, split)[0]
 
 
 @pytest.mark.parametrize(

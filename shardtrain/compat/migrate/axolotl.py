@@ -217,7 +217,7 @@ KEYS: Mapping[str, Rule] = {
         ]
     },
     "noisy_embedding_alpha": Cannot("noise on embeddings is not supported"),
-    "torchdistx_path": Idle("only selects a kernel for the optimizer of PyTorch"),
+    "torchdistx_path": Idle("only selects a kernel for PyTorch's optimizer"),
     "ddp_find_unused_parameters": Idle("every parameter receives a gradient"),
     "ddp_timeout": To("comm.train_timeout_seconds", int),
     "ddp_bucket_cap_mb": _SHARDS,

@@ -433,7 +433,7 @@ def _validation(migration: FileMigration) -> None:
             "the best checkpoint is kept and used by other commands",
         )
         migration.record("metric_for_best_model", "honoured", f"checkpoint.keep_best = {name}")
-    text = "it requires validation of the loss or the accuracy" if best else "it is off"
+    text = "it requires validation that reports the loss or the accuracy" if best else "it is off"
     migration.record("load_best_model_at_end", "ignored", text)
     migration.record("metric_for_best_model", "ignored", "no best checkpoint is kept; see checkpoint.keep_best")
     text = "the task determines if a larger value is better; see checkpoint.best_mode"

@@ -252,7 +252,7 @@ class Parallelism:
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1
-    """A torchtitan option, 1 or tensor_parallel_degree; no effect here: experts are not split."""
+    """Accepted for torchtitan: must be 1 or tensor_parallel_degree. No effect here, because experts are not split."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """Backend of the exchange of tokens between experts."""
 

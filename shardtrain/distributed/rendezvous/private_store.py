@@ -142,7 +142,7 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
             place.mkdir(mode=0o700, parents=place == places[-1], exist_ok=True)
             return own(place)
     raise StorageError(
-        f"no folder in which the ranks can meet: {', '.join(map(str, places))} are not of this user alone"
+        f"no folder can be used for the rendezvous of the ranks: {', '.join(map(str, places))} are not private"
     )
 
 

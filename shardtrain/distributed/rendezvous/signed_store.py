@@ -137,7 +137,7 @@ class SignedStore(dist.Store):
         body = bytes(sealed)[len(SIGNATURE_PREFIX) + _SIGNATURE_BYTES + 1 :]
         if not hmac.compare_digest(bytes(sealed), self._seal(key, body)):
             raise ForgedError(
-                f"the value of {key!r} in the store at which the nodes meet is not signed with this node's {SECRET}: "
+                f"the value of {key!r} in the rendezvous store is not signed with this node's {SECRET}: "
                 "give every node the same secret, or somebody else has reached the store's port"
             )
         return body

@@ -18,7 +18,7 @@ MEANINGS = {
     "compile": "first step of each attempt, minus a normal step",
     "start": "imports, building and loading, and the exit after the last step",
     "restart": "from a failure to the start of the next attempt, within one command",
-    "lost": "steps that a later attempt repeated, because they followed its checkpoint",
+    "lost": "steps after the last checkpoint, which a later attempt had to repeat",
     "idle": "between two commands; not part of the running time",
 }
 

@@ -225,7 +225,7 @@ def logs(number: str) -> int:
     try:
         named = [Path(record.log) for record in records(number) if record.log]
     except ConfigError as error:
-        _forgotten(error)
+        _raise_unless_forgotten(error)
         # Look in the current folder for the name that the script gives its log.
         named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
         if not named:
@@ -252,22 +252,22 @@ def stop(number: str) -> int:
     try:
         next(records(number), None)  # scancel does not fail for an unknown job
     except ConfigError as error:
-        _forgotten(error)
+        _raise_unless_forgotten(error)
         rule = "is unknown to Slurm: it has ended, or belongs to another cluster"
         raise ConfigError(Problem("id", f"slurm/{number}", rule, "use the ID that launch printed")) from None
     ask(["scancel", number], fixes=REFUSALS)
     return 0
 
 
-def _forgotten(error: ConfigError) -> None:
-    """Return if the error means that Slurm no longer knows the job. Raise any other error."""
+def _raise_unless_forgotten(error: ConfigError) -> None:
+    """Raise the error again, unless it means that Slurm no longer knows the job."""
     if "Invalid job id" not in str(error):
         raise error
 
 
 def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
     """Return the accounting records of a job that the controller no longer knows."""
-    _forgotten(error)
+    _raise_unless_forgotten(error)
     fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
     try:
         answer = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"])

@@ -64,7 +64,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
     rates = list(zip(total_rates, device_rates, strict=False))
     if len(step_seconds) < FEWEST_STEPS or not rates or not rates[-1][1] > 0:
         rule = f"has only {len(step_seconds)} logged steps with times"
-        fix = f"use a run with at least {FEWEST_STEPS} (metrics.log_freq)"
+        fix = f"use a run with at least {FEWEST_STEPS} logged steps (see metrics.log_freq)"
         raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
     # The last logged rates of all devices and of one device tell the number of devices.
     total_rate, device_rate = rates[-1]

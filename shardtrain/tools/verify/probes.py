@@ -274,8 +274,8 @@ class Prober:
                 if torch.equal(weight, weights[name]):
                     continue
                 rule = (
-                    f"changes the weight {name} in forward, but a rank has only a part of it, and a mesh runs forward "
-                    "more often"
+                    f"changes the weight {name} in forward, but on a mesh a rank has only a part of it, and forward "
+                    "runs more than once per step"
                 )
                 fix = "compute with a modified copy, like F.linear(x, F.normalize(self.weight, dim=-1)); avoid max_norm"
                 return self._break(rule, fix)
@@ -610,8 +610,8 @@ class Prober:
         second = self._difference_of_half(fixed, self._count // 2)
         if second is not None and first is None and self._ignores_positions(fixed):
             rule = (
-                "must take positions from its argument: the second half of a sequence, with its positions, has other "
-                f"outputs than in the full sequence, {second}, and positions change nothing"
+                "must take positions from its argument: the second half of a sequence, run alone with its positions, "
+                f"differs from the full sequence, {second}, and changing the positions has no effect"
             )
             return self._break(rule, "use positions_BT instead of torch.arange for the positions of tokens", "cp")
         if first is None and second is None:

@@ -282,7 +282,7 @@ def test_float8_is_searched_if_requested_and_supported_by_the_device(tmp_path, c
 def test_plan_and_dry_run_report_the_assumed_row_length(capsys, monkeypatch, tmp_path, task, has_rows):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    note = f'every sequence of task.name="{task}" is counted with training.seq_len=64 tokens'
+    note = f'every sequence of task.name="{task}" is counted as training.seq_len=64 tokens'
     arguments = [
         f"--task.name={task}",
         "--training.seq_len=64",
