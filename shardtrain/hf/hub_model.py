@@ -24,7 +24,6 @@ from shardtrain.models import architecture
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
-"""``model.name`` of the model file that wraps classes of ``transformers``."""
 _MISSING_CLASS = "Llama4ForSequenceClassification"
 
 

@@ -331,7 +331,7 @@ class PeftFolder:
         if tensors and (len(tensors) < len(group) or not all(torch.equal(tensor, tensors[0]) for tensor in tensors)):
             rest = ", ".join(sorted({*group.values()} - {theirs[0]}))
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} has different values for {theirs[0]} and {rest}, which this model ties; "
+                f"{self.folder / WEIGHTS} has {theirs[0]} without an equal {rest}, although this model ties them; "
                 "merge these adapters with PEFT, which unties them"
             )
 

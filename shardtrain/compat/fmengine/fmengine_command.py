@@ -88,7 +88,7 @@ def to_fmengine(words: Sequence[str]) -> int:
         else:
             choice.reject_step(options.step, folder)
             for name, value in given.items():
-                rule = f"has no effect, because {folder} is a Hugging Face folder"
+                rule = f"has no effect, because {folder} is not a checkpoint of this package"
                 raise ConfigError(Problem(f"--{name}", str(value), rule, "remove it"))
         stack.enter_context(folders.errors_name(options.checkpoint, folder))
         count, layers = folders.write(folder, output, options.mp_world_size)

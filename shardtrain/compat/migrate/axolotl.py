@@ -217,7 +217,7 @@ KEYS: Mapping[str, Rule] = {
         ]
     },
     "noisy_embedding_alpha": Cannot("noise on embeddings is not supported"),
-    "torchdistx_path": Idle("only selects a kernel for PyTorch's optimizer"),
+    "torchdistx_path": Idle("torchdistx is not used"),
     "ddp_find_unused_parameters": Idle("every parameter receives a gradient"),
     "ddp_timeout": To("comm.train_timeout_seconds", int),
     "ddp_bucket_cap_mb": _SHARDS,
@@ -359,7 +359,7 @@ def _adapter(migration: FileMigration) -> None:
     elif kind is not None:
         migration.record("adapter", "unsupported", "it must be lora or qlora")
     else:
-        options = ("r", "alpha", "dropout", "model_dir", "modules_to_save")
+        options = ("r", "alpha", "dropout", "model_dir", "modules_to_save", "target_linear", "target_modules")
         for name in (*(f"lora_{option}" for option in options), "peft_use_dora", "peft_use_rslora"):
             if migration.has(name):
                 migration.settings = [s for s in migration.settings if not s.option.startswith("lora.")]
@@ -372,7 +372,7 @@ def _adapter(migration: FileMigration) -> None:
                 )
     names = ["adapter", "lora_target_linear", "lora_target_modules", "lora_modules_to_save"]
     for name in (*names, "load_in_4bit", "load_in_8bit"):
-        migration.record(name, "ignored", "it is off or empty")
+        migration.record(name, "ignored", "it is off or empty here")
 
 
 def _data(migration: FileMigration) -> None:

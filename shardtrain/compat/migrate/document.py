@@ -211,7 +211,7 @@ class _Yaml:
                     rule = f"must not use aliases (*{event.anchor})"
                     raise _wrong(self.path, line, rule, "write the value instead")
                 if self.count > 4 * MAX_VALUES:
-                    raise _wrong(self.path, 1, f"must have at most {MAX_VALUES} values", "use another file")
+                    raise _wrong(self.path, 1, "has more values than any configuration needs", "use another file")
             loader = yaml.SafeLoader(self.text)
             try:
                 node = loader.get_single_node()

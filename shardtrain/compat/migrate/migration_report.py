@@ -297,7 +297,7 @@ def apply(migration: FileMigration, rules: Mapping[str, Rule], unknown_reason: s
         elif isinstance(rule, Idle):
             migration.record(key, "ignored", rule.why)
         elif isinstance(rule, Cannot) and _is_off(value, rule.off):
-            migration.record(key, "ignored", "it is off or empty")
+            migration.record(key, "ignored", "this value needs no option")
         elif isinstance(rule, Cannot):
             migration.record(key, "unsupported", rule.why)
         elif isinstance(rule, To):

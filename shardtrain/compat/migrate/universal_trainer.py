@@ -301,7 +301,7 @@ def _hooks(migration: FileMigration) -> bool:
 
 
 def _classes(file: Path) -> set[str]:
-    """Names assigned at module level of a Python file, migration by parsing it."""
+    """Return the names assigned at module level of a Python file, found by parsing it."""
     module = own_file.parse(file)
     names: set[str] = set()
     for node in module.body:
@@ -391,7 +391,7 @@ def _sharding(migration: FileMigration, world: int) -> None:
     # Record all keys without a result.
     text = "a single process does not shard"
     if world > 1 or is_on["model_sharding"]:
-        text = "it is off, or another option includes it"
+        text = "it is off, included by another option, or has no effect without use_fairscale_model_sharding"
     for name in names:
         migration.record(place[name], "ignored", text)
 

@@ -18,9 +18,7 @@ from shardtrain.hub_formats.config_json import MAX_PARTS
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PARTS = ("num_layers", "num_experts", "num_shared_experts")
-"""Upper bound of layers and experts, because each of them is built, on the meta device. Also used
-for config.json.
-"""
+"""Sizes of at most ``MAX_PARTS``, because each layer and expert is built on the meta device."""
 _MAX_SIZE = 2**31 - 1
 _KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 
