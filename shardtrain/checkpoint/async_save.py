@@ -2,9 +2,10 @@
 commits the checkpoint.
 
 The threads use no collectives, because these would interleave with the trainer's in a different
-order on each rank. A rank that has written its file adds a marker, ``rank-00001.done``. Rank 0's
-thread waits for all markers. The ranks exchange the outcome in the all-reduce at the start of every
-step (``Saving.pack_flags``), so all learn it at the same step.
+order on each rank. A rank that has written its file adds a marker, whose name begins with
+``rank-00001`` and ends with ``.done``. Rank 0's thread waits for all markers. The ranks exchange
+the outcome in the all-reduce at the start of every step (``Saving.pack_flags``), so all learn it at
+the same step.
 """
 
 from __future__ import annotations

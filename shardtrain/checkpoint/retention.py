@@ -31,8 +31,8 @@ together.
 _LEFT = re.compile(r"step-\d+(?:-hf)?\.tmp(?:-([0-9a-f]+))?")
 _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
-REMOVAL_SECONDS = 60.0
-"""Longest wait for removals at the end of a run."""
+REMOVAL_SECONDS = 1.0
+"""Longest wait for removals at the end of a run. The lease is held meanwhile, also after an error."""
 _contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
 """Cache: (checkpoint, size and mtime of its manifest) -> (file names, file sizes in bytes, origin)."""
 _MOST_REMEMBERED = 64
@@ -154,11 +154,16 @@ class Removals:
         """Remove a folder in a thread."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=remove, args=(path,), name="retention", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            # The process may start no further thread. The checkpoint is complete, so the run must go on.
+            remove(path)
+            return
         self._threads.append(thread)
 
     def finish(self, limit_seconds: float = REMOVAL_SECONDS) -> None:
-        """Wait until all folders are removed, at most ``limit_seconds``."""
+        """Wait until all folders are removed, at most ``limit_seconds``. The next start removes the others."""
         deadline = time.monotonic() + limit_seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -194,7 +194,6 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         if any(axes):
             alike &= np.fromiter((a == b for a, b in itertools.pairwise(axes)), bool, len(at))
         moved_along = (moved != 0).sum(1) == 1
-        moved_along = (moved != 0).sum(1) == 1
         if dims:
             dim = np.abs(moved).argmax(1)
             links = np.arange(len(at))

@@ -29,7 +29,8 @@ Place: TypeAlias = Path | ObjectPath
 SPARE = 1.2
 """A save starts only if the free space is at least this multiple of its size."""
 
-_OBJECT = re.compile(r"rank-\d{5}-[0-9a-f]+-\d+\.(bin|done)")
+_OBJECT = re.compile(r"rank-\d{5}(-[0-9a-f]+-\d+\.bin|_.+-[0-9a-f]+-\d+\.done)")
+"""Names of the objects of a save: files of tensors, and markers of ``async_save.write_marker``."""
 
 
 class Storage(Protocol):

@@ -59,6 +59,9 @@ class CoreCall:
         return len(self.shapes) == 3 and all(len(shape) == 4 for shape in self.shapes)
 
 
+NOT_FINITE = Broken("returns NaN or infinity for finite inputs", "correct it; a token attends at least to itself")
+
+
 def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
     """Return the call of each core by its path, from a forward pass on the meta device.
 
@@ -145,6 +148,8 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
             names = {(rows, heads, tokens, width): "(B, N, T, H)", (rows, tokens, heads * width): "(B, T, N H)"}
             shape = names.get(tuple(output.shape), str(tuple(output.shape)))
             return Broken(f"returns {shape} for queries (B, T, N, H)", "return the shape of the queries")
+        if not output.isfinite().all():
+            return NOT_FINITE
         error = _error(output, expected)
         if error <= CLOSE:
             return None
@@ -189,6 +194,8 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
     full_output = run(core, q, k, v, None, heads_first)
     if isinstance(full_output, Broken):
         return full_output
+    if not full_output.isfinite().all():
+        return NOT_FINITE
     sinks_N = _sinks(core, heads)
     fix = "read the number of heads from shapes; only alibi_slopes, one per query head, may differ between heads"
     for half in (0, 1):

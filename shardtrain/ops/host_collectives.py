@@ -48,7 +48,11 @@ def all_reduce(
         dist.all_reduce(tensor, op, group=group)
     else:
         exchange = partial(_exchange, group, _REDUCE_TAG)
-        reduce_by_doubling(tensor, _OPERATIONS[op], dist.get_rank(group), size, exchange)
+        # A message must be contiguous.
+        reduced = tensor.contiguous()
+        reduce_by_doubling(reduced, _OPERATIONS[op], dist.get_rank(group), size, exchange)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
 
 def all_gather(tensor: Tensor) -> Tensor:

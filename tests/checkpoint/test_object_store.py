@@ -141,6 +141,9 @@ def test_checkpoint_without_a_manifest_is_ignored_and_swept() -> None:
     manager.close()
     MemoryFileSystem.store.pop("/bucket/run/step-3/manifest.json")
     (place(FOLDER) / "step-3" / "notes.txt").put(b"of the user", new=True)
+    # the marker of a background save that was killed
+    draft = dataclasses.replace(place(FOLDER) / "step-3", suffix="-0af3-1")
+    async_save.write_marker(draft, 1, "0123abcd", TensorFile("rank-00001-0af3-1.bin", 8, "ab" * 32))
     with pytest.raises(CheckpointError, match="has no such step, nor any other"):
         stored(load_step=3, load_only=True).to_continue()
     again = stored()

@@ -279,8 +279,21 @@ def test_a_save_does_not_wait_until_old_files_are_removed(tmp_path: Path, monkey
         save(manager, step)
     assert manager.steps() == [3, 4] and not removed
     may_remove.set()
+    patience.wait_for(lambda: len(removed) == 2, 10)
     manager.close()
     assert sorted(name.partition(".")[0] for name in removed) == ["step-1", "step-2"]
+
+
+def test_a_process_without_threads_removes_old_checkpoints_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    (tmp_path / "step-1.trash-0").mkdir()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    retention.Removals().start(tmp_path / "step-1.trash-0")
+    assert not list(tmp_path.iterdir())
 
 
 def test_failed_deletion_is_logged_and_does_not_stop_the_run(

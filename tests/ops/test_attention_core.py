@@ -137,6 +137,22 @@ def test_core_that_returns_nan_for_some_heads_cannot_be_split() -> None:
     assert broken is not None and "different values for half of its heads" in broken.rule
 
 
+class NanForTheFirstToken(AttentionCore):
+    """Lets tokens attend only to earlier ones, so the first row of the softmax is empty."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        output = super().forward(q, k, v, documents_BT)
+        output[:, 0] = float("nan")
+        return output
+
+
+def test_core_that_returns_nan_is_named_as_such() -> None:
+    split = attention_core.broken_when_split(NanForTheFirstToken(), GIVEN, seq_len=64)
+    assert split is not None and "NaN or infinity" in split.rule
+    dealt = attention_core.broken_when_heads_are_dealt(NanForTheFirstToken(), GIVEN)
+    assert dealt is not None and "NaN or infinity" in dealt.rule
+
+
 def test_window_longer_than_the_rows_is_accepted() -> None:
     assert attention_core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
 

@@ -111,6 +111,9 @@ def reduced_and_gathered(rank: int) -> tuple[list[float], int, int, list[int]]:
     largest, smallest = torch.tensor([rank]), torch.tensor([rank + 3])
     host_collectives.all_reduce(largest, dist.ReduceOp.MAX)
     host_collectives.all_reduce(smallest, dist.ReduceOp.MIN)
+    transposed = torch.ones(2, 3).t()
+    host_collectives.all_reduce(transposed)
+    assert torch.equal(transposed, torch.full((3, 2), float(dist.get_world_size())))
     return total.tolist(), int(largest), int(smallest), host_collectives.all_gather(torch.tensor(rank)).tolist()
 
 
