@@ -28,7 +28,7 @@ from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.facts.file_kinds import FOREIGN_CONFIGS
 from shardtrain.utils import garbage_collection, limits, process, python_child, storage_errors
 from shardtrain.utils.arguments import help_if_asked
-from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
+from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError, print_error
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.verbs import Command, CommandVerb, import_part
 
@@ -68,7 +68,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         # a user's file or a library called sys.exit(0), but the verb has not finished
         return _print_errors(1, ["sys.exit was called before the verb had ended"])
     except ShardtrainError as error:
-        return _print_errors(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
+        return print_error(error)
     except ModuleNotFoundError as error:
         # the verbs that need no torch also work where it is not installed, such as a login node
         if error.name not in ("torch", "numpy"):

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from shardtrain import cli
 from shardtrain.utils import process
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
-from shardtrain.utils.redact import one_line
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError, print_error
 
 USAGE = """\
 usage: python -m shardtrain.compat.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
@@ -35,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         verb, path, rest = _read(words)
     except ShardtrainError as error:
-        for problem in getattr(error, "problems", [error]):
-            print(f"error[{error.exit_code}]: {one_line(str(problem))}", file=sys.stderr)
-        return error.exit_code
+        return print_error(error)
     return cli.main([verb, path, *rest])
 
 

@@ -27,7 +27,7 @@ from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.seal import Seal
 from shardtrain.utils import python_child
-from shardtrain.utils.errors import OutOfMemoryError
+from shardtrain.utils.errors import OutOfMemoryError, print_error
 from shardtrain.utils.process import SECRET
 from shardtrain.utils.temporary import temporary_folder
 
@@ -59,8 +59,12 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     try:
         require(world_size, choice.count)
     except OutOfMemoryError as error:
+        # exit.json is written. Telling the others may take minutes, so print the error first, and keep its
+        # exit status if this process is asked to stop meanwhile.
+        signals.handle_requests(lambda *_: os._exit(OutOfMemoryError.exit_code))
+        print_error(error)
         _tell_others(nodes, str(error))
-        raise
+        sys.exit(OutOfMemoryError.exit_code)
     number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
     print(
         f"shardtrain {__version__}: node{number} of {nodes.reason.partition('=')[2]} ({nodes.reason.partition('=')[0]})"

@@ -85,6 +85,14 @@ class TrainingAgent(NodeAgent):
             # The previous attempt failed, and the ranks were about to restart.
             self._tell(failure.stopped(None, signal_name, run_end=run_ends.BEFORE_FIRST_STEP))
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Remove what is left of ranks that have ended, before a restart or the end.
+
+        PyTorch would call this class's ``_shutdown``. Its handler would then ignore requests to stop until the
+        ranks have restarted, which may take as long as the rendezvous.
+        """
+        super()._shutdown()
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Pass a request to stop on to the ranks, and wait for them. Only a second SIGINT ends this wait early."""
         asked_at = time.monotonic()

@@ -61,6 +61,13 @@ def within(seconds: float | None, action: Callable[[], Result]) -> Result:
     return future.result(seconds)
 
 
+def several_lines(kind: type[ShardtrainError], text: str) -> ShardtrainError:
+    """Return an error with the message of another node, which has one line for each problem."""
+    error = kind(visible(text))
+    error.problems = tuple(visible(line) for line in text.splitlines())
+    return error
+
+
 def claim(endpoint: str, seconds: float) -> socket.socket:
     """Wait until a connection to ``endpoint`` reaches this process. Return the socket, on which the store can listen.
 
@@ -105,7 +112,8 @@ def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> None:
     """
     host, _, port = endpoint.rpartition(":")
     end = time.monotonic() + REFUSAL_SECONDS
-    with contextlib.suppress(OSError, ConfigError), rendezvous_listener(host, int(port)) as server:
+    # UnicodeError: a host name with an empty or a very long label
+    with contextlib.suppress(OSError, UnicodeError, ConfigError), rendezvous_listener(host, int(port)) as server:
         while other_nodes and (remaining := end - time.monotonic()) > 0:
             server.settimeout(remaining)
             with contextlib.suppress(OSError), server.accept()[0] as connection:
@@ -242,7 +250,7 @@ def _greet(endpoint: str, greeting: bytes = GREETING) -> None:
     if not reply:
         raise OSError("the connection is closed immediately")
     if reply.startswith(_REFUSED):
-        raise OutOfMemoryError(reply.removeprefix(_REFUSED).decode(errors="replace"))
+        raise several_lines(OutOfMemoryError, reply.removeprefix(_REFUSED).decode(errors="replace"))
     if reply != _ECHO:
         words = visible(reply.decode("latin-1"), lines=False)
         rule = f"is used by another program, which answers {words!r}"

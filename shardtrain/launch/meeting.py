@@ -28,14 +28,13 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from shardtrain.launch.greeting import within
+from shardtrain.launch.greeting import LOOK_SECONDS, REFUSAL_SECONDS, several_lines, within
 from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
 from shardtrain.launch.seal import Seal
 from shardtrain.launch.signed_meeting import SignedBackend
 from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Problem
 from shardtrain.utils.process import SECRET
-from shardtrain.utils.redact import visible
 
 _NO_NUMBER = 2**31
 """Sort key of a node without --node_rank. It is larger than every --node_rank."""
@@ -89,11 +88,25 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     seal = Seal(secret, nodes.run_id)
 
     def raise_refusal() -> None:
-        if store.check([nodes.refusal_key]):
-            raise OutOfMemoryError(visible(seal.open(store.get(nodes.refusal_key)).decode(errors="replace")))
+        if not store.check([nodes.refusal_key]):
+            return
+        reason = seal.open(store.get(nodes.refusal_key)).decode(errors="replace")
+        num_read = store.add(f"{nodes.refusal_key}/read", 1)
+        if listener is not None and num_read < nodes.most - 1:
+            # The store ends with this process, and the other nodes may not have read the reason yet.
+            print("another node cannot run: waiting until all nodes know it", file=sys.stderr, flush=True)
+            _await_readers(store, nodes)
+        raise several_lines(OutOfMemoryError, reason)
 
     meeting._state_holder.raise_refusal = raise_refusal  # type: ignore[attr-defined]
     return meeting
+
+
+def _await_readers(store: dist.Store, nodes: Nodes) -> None:
+    """Wait until all nodes except the one that cannot run have read its reason, at most ``REFUSAL_SECONDS``."""
+    end = time.monotonic() + REFUSAL_SECONDS
+    while store.add(f"{nodes.refusal_key}/read", 0) < nodes.most - 1 and time.monotonic() < end:
+        time.sleep(LOOK_SECONDS)
 
 
 def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:

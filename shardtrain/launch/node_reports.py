@@ -144,6 +144,8 @@ class NodeReports:
         self._store.add(_ENDED, int(not self._has_reported))
         self._has_reported = True
         if not failed_nodes:
+            # This node ends without reading reports. A node that fails later need not wait for it.
+            self._store.add(_READ, 1)
             return
         self._await(_ENDED, len(self._nodes))
         for number in range(len(self._nodes)):

@@ -15,12 +15,13 @@ ShardtrainError
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils.redact import MASK, shown
+from shardtrain.utils.redact import MASK, one_line, shown
 
 SENTENCES = re.compile(r", so (?!that)|; ")
 """Separator of the two sentences of a rule: the fact, and its consequence or explanation."""
@@ -151,6 +152,13 @@ class NotSaved(ShardtrainError):
 
 class HelpPrinted(Exception):
     """The requested help of a command has been printed. ``cli.run`` exits with status 0."""
+
+
+def print_error(error: ShardtrainError) -> int:
+    """Print an error to stderr, one line for each of its problems, and return its exit status."""
+    for problem in getattr(error, "problems", (error,)):
+        print(f"error[{error.exit_code}]: {one_line(str(problem))}", file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def require_new(path: Path) -> None:

@@ -179,14 +179,25 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
 def memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Return the folders of the cgroups (version 2 and 1) that may limit the memory of this process."""
     folders = [root, root / "memory"]
-    # Without its own cgroup namespace, as in a Slurm job, this process is in a folder below the root.
+    for own in own_memory_cgroups(root):
+        folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return list(dict.fromkeys(folders))
+
+
+def own_memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Return the folders of the cgroups (version 2 and 1) that this process belongs to.
+
+    A container may see the paths of its host in /proc/self/cgroup, but mount only its own cgroup, at ``root``.
+    """
+    folders = []
     for line in _lines("/proc/self/cgroup"):
         _, _, place = line.partition(":")
         controllers, _, path = place.partition(":")
         if controllers in ("", "memory"):
-            own = root / controllers / path.lstrip("/")
-            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-    return list(dict.fromkeys(folders))
+            mount = root / controllers
+            own = mount / path.lstrip("/")
+            folders.append(own if own.is_dir() else mount)
+    return folders
 
 
 def number_in(path: Path) -> int:

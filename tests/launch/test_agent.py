@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import forked
+import patience
+import pytest
+from ports import free_port
+
+from shardtrain.config import load
 from shardtrain.launch import agent, child_watch, nodes
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_agent_polls_at_the_interval_used_to_count_stopped_ranks(tmp_path):
@@ -13,3 +26,37 @@ def test_the_agent_polls_at_the_interval_used_to_count_stopped_ranks(tmp_path):
     rendezvous = SimpleNamespace(get_backend=lambda: "c10d", get_run_id=lambda: "run")
     node_agent = agent._agent(node, rendezvous, 1, ["doctor"], 0, str(tmp_path), None)
     assert node_agent.get_worker_group().spec.monitor_interval == child_watch.POLL_SECONDS
+
+
+def test_an_agent_that_restarts_its_ranks_still_ends_at_a_request(tmp_path):
+    """PyTorch ends the remaining ranks before each restart, and then may wait minutes for other nodes."""
+    node = nodes.Nodes(2, 2, "127.0.0.1:1", 0, "run", "127.0.0.1", 0, 1, "--nnodes=2")
+    rendezvous = SimpleNamespace(get_backend=lambda: "c10d", get_run_id=lambda: "run")
+    loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
+    node_agent = agent._agent(node, rendezvous, 1, ["train"], 0, str(tmp_path), loaded)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    node_agent._stop_workers(node_agent.get_worker_group())
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, rank):
+    """Nobody else may start for minutes. A request to stop in this time keeps the reason and the exit status."""
+    words = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, f"--job.dump_folder={tmp_path}"]
+
+    def limit_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+
+    with forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=limit_files) as process:
+        try:
+            line = process.stderr.readline()
+            assert line.startswith("error[7]: ulimit -n=60 must be at least ")
+            # The line comes when the handler is set.
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(patience.seconds(30)) == 7
+            assert process.stderr.read() == ""
+        finally:
+            process.kill()
+    assert '"code": 7' in (tmp_path / "exit.json").read_text()

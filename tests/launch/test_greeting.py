@@ -85,6 +85,9 @@ def test_a_node_that_cannot_run_ends_in_time_if_nobody_listens(monkeypatch):
     monkeypatch.setattr(greeting, "REFUSAL_SECONDS", 0.3)
     greeting.send_refusal(f"127.0.0.1:{free_port()}", "a key", b"reason")
     greeting.serve_refusal(f"127.0.0.1:{free_port()}", "reason", 1)
+    for host in ("a" * 64, "a..b"):  # not host names
+        greeting.serve_refusal(f"{host}:{free_port()}", "reason", 1)
+        greeting.send_refusal(f"{host}:{free_port()}", "a key", b"reason")
 
 
 # behavior of the program at the endpoint -> error of a node that is not the first, and part of its message

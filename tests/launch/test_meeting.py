@@ -132,6 +132,24 @@ def test_a_node_that_waits_for_one_that_cannot_run_ends_with_its_reason(secret, 
         rendezvous.next_rendezvous()
 
 
+def read_reason(rank: int, port: int, refused: int) -> list[str]:
+    """Return the lines with which a node ends if node ``refused`` of three cannot run."""
+    own_node = node(rank, port, most=3)
+    if rank == refused:
+        greeting.send_refusal(own_node.endpoint, own_node.refusal_key, b"ulimit -u=13\nulimit -n=14")
+        return []
+    if rank == 2:
+        time.sleep(2)  # this node connects after the first one has read the reason
+    with pytest.raises(OutOfMemoryError) as caught:
+        open_meeting(own_node, listener(rank, port)).next_rendezvous()
+    return [str(line) for line in caught.value.problems]
+
+
+def test_the_first_node_stays_until_all_others_know_why_a_node_cannot_run():
+    lines = ["ulimit -u=13", "ulimit -n=14"]
+    assert run_ranks(3, read_reason, free_port(), 1) == [lines, [], lines]
+
+
 def state_of(store: dist.Store, name: str) -> Any:
     """The shared state as one node reads it: a node called ``name``, with heartbeats that expire after 15 s."""
     settings = pytorch.RendezvousSettings(

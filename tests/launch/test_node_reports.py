@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import patience
 import pytest
 import torch.distributed as dist
 from clocks import set_clock
@@ -22,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 from shardtrain.launch import failure, node_reports
 from shardtrain.launch.failure import Failure
+from shardtrain.launch.greeting import within
 from shardtrain.launch.node_reports import NodeReports
 from shardtrain.utils.errors import ConfigError, PeerError
 from shardtrain.utils.process import SECRET
@@ -108,6 +110,16 @@ def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
     assert cause and (cause.rank, cause.exit_code) == (2, 6) and "did not report" in cause.message
     local_cause = remaining.explain([LEFT, PEERS[0]], False, tmp_path)
     assert local_cause and local_cause.rank == 1, "a cause on this node takes precedence over a lost node"
+
+
+def test_a_node_whose_ranks_fail_later_does_not_wait_for_one_that_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_reports, "WAIT_SECONDS", 3600.0)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as nodes:
+        first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, number), range(2))
+    assert first.explain([], True, tmp_path) is None
+    cause = within(patience.seconds(30), lambda: second.explain([failure.killed(1, 9, 10.0)], False, tmp_path))
+    assert cause and cause.rank == 1
 
 
 def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatch):

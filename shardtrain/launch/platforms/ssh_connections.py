@@ -299,7 +299,7 @@ class SshConnections:
             # A host that does not answer ends by itself, because it no longer receives keep-alives.
             if time.monotonic() > self._kill_at:
                 return self._stopped(
-                    NOT_SAVED, "immediately, while hosts did not answer; these end their processes themselves"
+                    self._stop_code, "immediately, while hosts did not answer; these end their processes themselves"
                 )
         # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
         lost = [one for one in self._open if one.is_lost]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, warn_if
-from shardtrain.utils.limits import cgroup_memory, host_memory, memory_cgroups
+from shardtrain.utils.limits import cgroup_memory, host_memory, own_memory_cgroups
 from shardtrain.utils.units import GIB, MIB, format_bytes
 
 AREA = "memory"
@@ -39,12 +39,19 @@ def collect(context: RankContext, facts: Facts) -> None:
 
 
 def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of OOM kills in this container."""
-    # The file of cgroup version 2, and that of version 1.
-    names = ("memory.events", "memory.oom_control")
-    texts = [kernel_text(folder / name) for folder in memory_cgroups(root) for name in names]
-    lines = [line.split() for text in texts for line in text.splitlines()]
-    return max((int(words[1]) for words in lines if words[0] == "oom_kill"), default=0)
+    """Return the number of OOM kills in this process's cgroup and those below it.
+
+    The cgroups above it would also count the kills of other jobs.
+    """
+    num_kills = 0
+    for folder in own_memory_cgroups(root):
+        # The file of cgroup version 2, and that of version 1.
+        for name in ("memory.events", "memory.oom_control"):
+            for line in kernel_text(folder / name).splitlines():
+                key, _, number = line.partition(" ")
+                if key == "oom_kill":
+                    num_kills = max(num_kills, int(number))
+    return num_kills
 
 
 def judge(reports: Reports) -> Iterator[Finding]:

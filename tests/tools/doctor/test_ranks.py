@@ -28,6 +28,7 @@ from shardtrain.tools.doctor import (
     store_channel,
     versions,
 )
+from shardtrain.utils import limits
 
 
 def test_healthy_ranks_pass(tmp_path):
@@ -312,3 +313,14 @@ def _adds_in_float32(rank):
     if rank == 2:
         # PyTorch's norm on a CPU sums float32 squares sequentially in each lane.
         dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()
+
+
+def test_kills_in_cgroups_of_other_jobs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of a cgroup counts the kills of all cgroups below it."""
+    job = tmp_path / "slurm" / "job_7"
+    job.mkdir(parents=True)
+    for folder, kills in ((job, 1), (job.parent, 20), (tmp_path, 300)):
+        (folder / "memory.events").write_text(f"low 0\noom 5\noom_kill {kills}\n")
+    for place, expected in (("/slurm/job_7", 1), ("/", 300), ("/a/path/of/the/host", 300)):
+        monkeypatch.setattr(limits, "_lines", lambda _, place=place: [f"0::{place}"])
+        assert memory_checks._oom_kills(tmp_path) == expected, place

@@ -17,9 +17,9 @@ from shardtrain.checkpoint.collectives import all_gather_json, any_rank, first_w
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed import LOSS_AXES, process_group
-from shardtrain.metrics.sinks.metrics_jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.loss_spikes import Rewind
+from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.replay.replay_plan import ReplayPlan
 from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.train import compatibility, shutdown, trainer
@@ -55,9 +55,10 @@ def main(loaded: Loaded, plan: ReplayPlan) -> None:
 
 def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> None:
     same_mesh = plan.world_size in (None, world.size)
-    path = RunFolder(plan.run_folder).metrics
-    # Read the records like a resumed run, which skips records with impossible values.
-    records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
+    records = {}
+    for record in run_files.records(RunFolder(plan.run_folder).metrics):
+        if record is not None:
+            records[record["step"]] = record
     saved = set(retention.steps(plan.checkpoints))
     compared = 0
     _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")
