@@ -164,7 +164,7 @@ def healthy(num_hosts=2, ranks_per_host=2) -> Reports:
         facts_of_rank["hosts"] |= {"hostname": f"host-{host}", "addresses": [f"10.0.0.{host + 1}"]}
         facts_of_rank["devices"] |= {"uuid": f"GPU-{rank}"}
         facts_of_rank["clock"]["moments"] = [1000.0 + number for number in range(4)]
-        facts_of_rank["storage"]["folders"] = {"checkpoint.folder": folder(range(size))}
+        facts_of_rank["storage"]["folders"] = {"checkpoint.folder": folder()}
         facts_of_rank["network"]["collectives"] = [
             collective("all ranks", "all_reduce", 0, range(size), 80e9, latency=2e-5),
             collective("one host", "all_gather", host, range(host * 2, host * 2 + 2), 400e9),
@@ -173,13 +173,12 @@ def healthy(num_hosts=2, ranks_per_host=2) -> Reports:
     return Reports(size, facts)
 
 
-def folder(signers, **changes):
+def folder(**changes):
     return {
         "place": "/scratch/run",
         "error": "",
         "rate": 500e6,
-        "seen": list(signers),
-        "signers": list(signers),
+        "unseen": [],
         "signed": True,
         "free": 2**42,
         "inodes": -1,
@@ -189,4 +188,4 @@ def folder(signers, **changes):
 
 
 def collective(axis, name, group, ranks, rate, **more):
-    return {"axis": axis, "name": name, "group": group, "ranks": list(ranks), "right": True, "rate": rate} | more
+    return {"axis": axis, "name": name, "group": group, "size": len(ranks), "right": True, "rate": rate} | more

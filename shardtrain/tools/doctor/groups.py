@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from shardtrain.config import Loaded
 
@@ -30,20 +30,18 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
     return groups
 
 
-def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
+def of_run(loaded: Loaded, hosts: Sequence[Hashable]) -> Groups:
     """Return all groups to measure. Equal divisions of the ranks are merged under a joined name.
 
-    ``hosts`` contains the host of each rank. A mesh that does not fit the number of ranks is skipped, because
-    the configuration check reports it.
+    ``hosts`` contains the name or number of each rank's host. A mesh that does not fit the number
+    of ranks is skipped, because the configuration check reports it.
     """
     from shardtrain.distributed import mesh
 
     size = len(hosts)
     if size < 2:
         return {}
-    own: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        own.setdefault(host, []).append(rank)
+    own = _ranks_of(hosts)
 
     # Divide the ranks by mesh axes, into one group of all ranks and, if all hosts have the same number of
     # ranks, within and across hosts.
@@ -67,6 +65,13 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
     return {first + "".join(f" ({name})" for name in others): divisions[first] for first, *others in names.values()}
 
 
+def _ranks_of(hosts: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return ranks
+
+
 def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Return two rounds of pairs of neighbors. With an odd number, each round skips one member.
 
@@ -79,14 +84,12 @@ def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     return [first, second]
 
 
-def pair_rounds(hosts: Sequence[str]) -> dict[str, list[list[tuple[int, int]]]]:
+def pair_rounds(hosts: Sequence[Hashable]) -> dict[str, list[list[tuple[int, int]]]]:
     """Return rounds of pairs within each host, and between the first ranks of neighboring hosts.
 
     A rank is judged by the faster of its two pairs, so a kind of pair requires at least three ranks.
     """
-    own: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        own.setdefault(host, []).append(rank)
+    own = _ranks_of(hosts)
     found: dict[str, list[list[tuple[int, int]]]] = {}
     within = [pairs(ranks) for ranks in own.values() if len(ranks) > 2]
     if within:

@@ -56,19 +56,18 @@ def collect(context: RankContext, facts: Facts) -> None:
     backend = accelerator.collectives(context.device)
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
 
-    # PyTorch requires that every rank creates all groups in the same order. Ranks meet before each
-    # measurement, because a late rank would look like a slow link.
+    # Ranks meet before each measurement, because a late rank would look like a slow link.
     for axis, divided in groups.of_run(context.loaded, hosts).items():
         context.line.mark(f"making the groups of {axis}")
-        subgroups: Any = dist.new_subgroups_by_enumeration(divided, timeout=timeout)
-        group: dist.ProcessGroup = subgroups[0]
         place = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
+        # Only members create a group. Otherwise every rank would create those of all ranks.
+        group: Any = dist.new_group(divided[place], timeout=timeout, use_local_synchronization=True)
         for name, measure in COLLECTIVES.items():
             context.line.meet(f"{name} on {axis}")
             measured = measure(context, group)
-            facts["collectives"].append(
-                {"axis": axis, "name": name, "group": place, "ranks": divided[place], **measured}
-            )
+            # Rank 0 receives the facts of all ranks. It finds the members of a group by its number.
+            of_group = {"axis": axis, "name": name, "group": place, "size": len(divided[place])}
+            facts["collectives"].append({**of_group, **measured})
 
     # Exchange a buffer with each neighbor. All pairs of a round run simultaneously.
     for kind, rounds in groups.pair_rounds(hosts).items():
@@ -98,18 +97,37 @@ def _peer(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
     return None
 
 
-def _hosts(context: RankContext) -> list[str]:
-    """Return the host of each rank. Collective."""
+def _hosts(context: RankContext) -> list[int]:
+    """Return a number for each rank that is equal for the ranks of one host. Collective.
+
+    Rank 0 receives the names. With the same number of ranks on all hosts, in order, it sends only this number.
+    """
     import socket
 
     context.line.send(f"host-{context.rank}", socket.gethostname())
     context.line.meet("network")
     if context.rank == 0:
-        context.line.send("hosts", [context.line.receive(f"host-{rank}") for rank in range(context.size)])
-    hosts = context.line.receive("hosts", context.limit_seconds)
-    if hosts is None:
+        names = context.line.receive_all([f"host-{rank}" for rank in range(context.size)]) or []
+        context.line.send("hosts", _placement([str(name) for name in names]))
+    placement = context.line.receive("hosts", context.limit_seconds)
+    if placement is None:
         raise PeerError("rank 0 did not send the hosts of the ranks")
-    return [str(host) for host in hosts]
+    if isinstance(placement, int):
+        return [rank // placement for rank in range(context.size)]
+    return [int(number) for number in placement]
+
+
+def _placement(names: Sequence[str]) -> int | list[int]:
+    """Return the number of ranks per host if each host has this many neighboring ranks, else a host number per rank.
+
+    >>> _placement(["a", "a", "b", "b"]), _placement(["a", "b", "a", "b"]), _placement(["a", "b", "b"])
+    (2, [0, 1, 0, 1], [0, 1, 1])
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    of_ranks = [numbers[name] for name in names]
+    ranks_per_host = of_ranks.count(0)
+    is_regular = of_ranks == [rank // ranks_per_host for rank in range(len(names))]
+    return ranks_per_host if is_regular else of_ranks
 
 
 def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
@@ -206,7 +224,7 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
         first = min(group)
         measurements = list(group.values())
         rates[first] = statistics.median(measured["rate"] for measured in measurements)
-        members[first] = measurements[0]["ranks"]
+        members[first] = sorted(group)
         latencies += [measured["latency"] for measured in measurements if "latency" in measured]
     slowest = min(rates, key=lambda first: (rates[first], first))
     rate = rates[slowest]
@@ -217,11 +235,11 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
         text += f"; {format_seconds(statistics.median(latencies))} for one number"
 
     # Compare with the expected bandwidth of the links, if known, and with other groups.
-    all_members = list(members.values())
+    crossing = _crossing(reports, list(members.values()))
     expectations = []
-    for ranks in all_members:
-        crossing = _crossing(reports, ranks, all_members)
-        expectations.append(links.expected(reports, ranks, crossing))
+    for ranks in members.values():
+        most_crossing = max(crossing[reports.host(rank)] for rank in ranks)
+        expectations.append(links.expected(reports, ranks, most_crossing))
     limit, why = min(expectations, key=lambda expectation: expectation[0])
     expected = f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
     behind = []
@@ -237,14 +255,14 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
     return Finding(AREA, subject, "pass", text, expected)
 
 
-def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
-    """Return the maximum number of groups that share the network cards of one of this group's hosts."""
+def _crossing(reports: Reports, groups: Sequence[Sequence[int]]) -> collections.Counter[str]:
+    """Return the number of groups that share the network cards of each host."""
     num_groups: collections.Counter[str] = collections.Counter()
     for ranks in groups:
         hosts = {reports.host(rank) for rank in ranks}
         if len(hosts) > 1:
             num_groups.update(hosts)
-    return max(num_groups[reports.host(rank)] for rank in group)
+    return num_groups
 
 
 def _pairs(reports: Reports) -> Iterator[Finding]:

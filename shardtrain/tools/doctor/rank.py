@@ -109,10 +109,15 @@ def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = 
     for rank in range(context.size):
         if rank == context.rank:
             continue
-        there = context.line.receive(f"done-{rank}", max(0.0, end - time.monotonic()))
-        received = {area.name: context.line.receive(f"facts-{rank}-{area.name}") for area in areas}
-        facts[rank] = {name: one for name, one in received.items() if one is not None}
-        if there is None:
+        is_done = context.line.receive(f"done-{rank}", max(0.0, end - time.monotonic()))
+        keys = {area.name: f"facts-{rank}-{area.name}" for area in areas}
+        if is_done and (received := context.line.receive_all([*keys.values()])) is not None:
+            facts[rank] = dict(zip(keys, received, strict=True))
+            continue
+        # The areas that a late rank has finished.
+        late = {name: context.line.receive(key) for name, key in keys.items()}
+        facts[rank] = {name: one for name, one in late.items() if one is not None}
+        if not is_done:
             missing[rank] = str(context.line.receive(f"at-{rank}") or "the start")
     return Reports(context.size, {rank: one for rank, one in facts.items() if one}, missing)
 

@@ -22,19 +22,19 @@ def of(reports: Reports) -> Facts:
 
     # Find the slowest group of each collective and axis, because the others wait for it. A group's rate is
     # the median of its ranks.
-    groups: dict[tuple[str, str, int], list[Facts]] = {}
-    for facts in reports.of(network.AREA).values():
+    groups: dict[tuple[str, str, int], dict[int, Facts]] = {}
+    for rank, facts in reports.of(network.AREA).items():
         for one in facts["collectives"]:
-            groups.setdefault((one["axis"], one["name"], one["group"]), []).append(one)
+            groups.setdefault((one["axis"], one["name"], one["group"]), {})[rank] = one
     slowest: dict[tuple[str, str], Facts] = {}
     for (axis, name, _), members in groups.items():
-        ranks = members[0]["ranks"]
+        measurements = list(members.values())
         row = {
             "axis": axis,
             "name": name,
-            "ranks": len(ranks),
-            "ranks_per_host": max(Counter(map(reports.host, ranks)).values()),
-            "bytes_per_second": statistics.median(one["rate"] for one in members),
+            "ranks": measurements[0]["size"],
+            "ranks_per_host": max(Counter(map(reports.host, members)).values()),
+            "bytes_per_second": statistics.median(one["rate"] for one in measurements),
         }
         known = slowest.setdefault((axis, name), row)
         if row["bytes_per_second"] < known["bytes_per_second"]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import math
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ A run waits longer, and reports the delay.
 LEFT_SECONDS = 3600.0
 ALL_WRITE = 64
 """Maximum number of ranks that all write to a folder. With more, one rank per host writes."""
+MOST_SIGNERS = 64
+"""Maximum number of ranks for whose files the others look."""
 
 LITTLE_BYTES = GIB
 FEW_INODES = 10_000
@@ -108,7 +111,7 @@ def _existing(path: Path) -> Path:
 
 def _write(place: Place) -> Facts:
     """Write to one place. Return its free space, filesystem and durable write rate, or the error."""
-    found: Facts = {"place": str(place), "error": "", "rate": 0.0, "seen": [], "signed": False}
+    found: Facts = {"place": str(place), "error": "", "rate": 0.0, "signed": False}
     try:
         if isinstance(place, Path):
             _sweep(place)
@@ -173,24 +176,33 @@ def _sign(place: Place, found: Facts, name: str, signed: list[Place]) -> bool:
 
 
 def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str) -> None:
-    """Record which ranks' files this rank sees in each folder, after all ranks have written."""
+    """Record whose files this rank does not see in each folder, after all ranks have written."""
     context.line.send(f"signed-{context.rank}", {option: found["signed"] for option, found in by_option.items()})
     context.line.meet("storage, written")
-    # Rank 0 collects one list, because requests between all pairs of ranks would overload the store.
     if context.rank == 0:
-        context.line.send("signers", [context.line.receive(f"signed-{rank}") for rank in range(context.size)])
-    all_signed = context.line.receive("signers", context.line.limit_seconds / 2) or []
+        all_signed = context.line.receive_all([f"signed-{rank}" for rank in range(context.size)]) or []
+        context.line.send("signers", {option: _sample(all_signed, option) for option in folders})
+    signers = context.line.receive("signers", context.line.limit_seconds / 2) or {}
     end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
-        wanted = {rank for rank, signed in enumerate(all_signed) if signed.get(option)}
+        wanted = set(signers.get(option, ()))
         while True:
             seen = _signs(place, prefix)
             if seen >= wanted or time.monotonic() > end:
                 break
             time.sleep(0.1)
-        by_option[option]["seen"] = sorted(seen & wanted)
-        by_option[option]["signers"] = sorted(wanted)
+        by_option[option]["unseen"] = sorted(wanted - seen)
     context.line.meet("storage, seen")
+
+
+def _sample(all_signed: Sequence[Facts], option: str) -> list[int]:
+    """Return at most ``MOST_SIGNERS`` of the ranks that have written to a folder, evenly spaced.
+
+    A rank whose folder is not that of the others does not see them, whether or not it is one of them.
+    """
+    signers = [rank for rank, signed in enumerate(all_signed) if signed.get(option)]
+    step = math.ceil(len(signers) / MOST_SIGNERS)
+    return signers[:: max(1, step)]
 
 
 def _signs(place: Place, prefix: str) -> set[int]:
@@ -285,15 +297,15 @@ def _written(option: str, facts: Facts) -> Judged | None:
 
 def _shared(reports: Reports, option: str) -> Iterator[Finding]:
     by_rank = {rank: facts["folders"][option] for rank, facts in reports.of(AREA).items() if option in facts["folders"]}
-    by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "signers" in one}
+    by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "unseen" in one}
     if len(by_rank) < 2 or option == "temporary folder":
         return
     subject = f"{option} shared"
     expected = "one folder for all ranks"
-    if all(one["seen"] == one["signers"] for one in by_rank.values()):
+    if not any(one["unseen"] for one in by_rank.values()):
         yield Finding(AREA, subject, "pass", "all ranks see the files of all ranks", expected)
         return
-    alone = odd({rank: tuple(one["seen"]) for rank, one in by_rank.items()})
+    alone = odd({rank: tuple(one["unseen"]) for rank, one in by_rank.items()})
     text = "ranks see only their own files"
     if len(alone) < len(by_rank):
         text = f"{reports.who(alone)} does not see the files of other ranks"

@@ -7,7 +7,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +18,10 @@ from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 
-FIRST_POLL_SECONDS = 0.002
-"""Initial poll interval, short because ranks usually arrive together."""
-LAST_POLL_SECONDS = 0.25
-"""Maximum poll interval, long because thousands of ranks poll one server."""
+LOOK_SECONDS = 0.25
+"""Interval at which a waiting rank looks whether another rank has given up."""
+LOOKS_PER_SECOND = 1000
+"""Maximum number of these looks, of all ranks together, that the store answers in a second."""
 
 
 @contextlib.contextmanager
@@ -135,16 +135,30 @@ class StoreChannel:
         """Store a value for other ranks."""
         self._store.set(key, json.dumps(value))
 
+    def receive_all(self, keys: Sequence[str]) -> list[Any] | None:
+        """Return the values of several keys with two requests, or None if one of them is not set."""
+        if not self._store.check(list(keys)):
+            return None
+        return [json.loads(value) for value in self._store.multi_get(list(keys))]
+
     def receive(self, key: str, limit_seconds: float = 0.0) -> Any:
         """Return the value that a rank stores within the time limit, or None."""
         return json.loads(self._store.get(key)) if self._comes(key, limit_seconds) else None
 
     def _comes(self, key: str, limit_seconds: float, unless: str = "") -> bool:
+        """Return True if the key is set within the time limit, and False if not or if the key ``unless`` is set."""
         end = time.monotonic() + limit_seconds
-        pause = FIRST_POLL_SECONDS
+        interval = max(LOOK_SECONDS, self.size / LOOKS_PER_SECOND)
         while not self._store.check([key]):
-            if time.monotonic() >= end or (unless and self._store.check([unless])):
+            remaining = end - time.monotonic()
+            if remaining <= 0 or (unless and self._store.check([unless])):
                 return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, LAST_POLL_SECONDS)
+            # The store answers when the key is set, so a waiting rank sends no requests.
+            try:
+                self._store.wait([key], timedelta(seconds=min(interval, remaining)))
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:
+                # A timeout: DistStoreError of most stores, RuntimeError of a FileStore.
+                continue
         return True

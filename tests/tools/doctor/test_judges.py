@@ -175,8 +175,8 @@ def test_groups_are_counted_at_the_hosts_that_they_cross():
     reports = patients.healthy(4, 2)
     # Two pipelines of two hosts each: two of the four groups cross each host.
     divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert [network._crossing(reports, group, divided) for group in divided] == [2, 2, 2, 2]
-    assert network._crossing(reports, [0, 1], [[0, 1], [2, 3]]) == 0
+    assert network._crossing(reports, divided) == {f"host-{number}": 2 for number in range(4)}
+    assert network._crossing(reports, [[0, 1], [2, 3]]) == {}
 
 
 def test_a_slow_rank_is_distinguished_from_its_neighbours():
@@ -203,8 +203,8 @@ def test_a_port_of_the_fabric_that_is_down_is_reported_by_host():
 def test_a_folder_that_hosts_do_not_share_fails_where_it_must_be_shared(must_share):
     reports = patients.healthy()
     for number in range(4):
-        seen = [0, 1] if number < 2 else [2, 3]
-        folder = patients.folder(range(4), seen=seen, must_share=must_share)
+        unseen = [2, 3] if number < 2 else [0, 1]
+        folder = patients.folder(unseen=unseen, must_share=must_share)
         reports.facts[number]["storage"]["folders"]["checkpoint.folder"] = folder
     rows = troubles(reports)
     assert (("storage", "checkpoint.folder shared") in rows) == must_share

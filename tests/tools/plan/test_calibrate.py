@@ -60,9 +60,9 @@ def report(tmp_path):
                 "axis": "tp",
                 "name": "all_gather",
                 "group": number // 2,
-                "ranks": [number // 2 * 2, number // 2 * 2 + 1],
+                "size": 2,
             }
-            across_hosts = {"axis": "dp_shard", "name": "all_gather", "group": 0, "ranks": [0, 1, 2, 3]}
+            across_hosts = {"axis": "dp_shard", "name": "all_gather", "group": 0, "size": 4}
             facts["network"]["collectives"] = [
                 {**near, "right": True, "rate": links},
                 {**across_hosts, "right": True, "rate": network},
