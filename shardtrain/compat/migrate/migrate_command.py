@@ -102,8 +102,13 @@ def report(migration: Migration, loaded: config.Loaded) -> list[str]:
     order = ("honoured", "renamed", "default", "ignored", "unsupported")
     by_verdict = {verdict: [entry for entry in migration.entries if entry.verdict == verdict] for verdict in order}
     lines += [str(entry) for entries in by_verdict.values() for entry in entries]
-    reported_places = {entry.where for entry in migration.entries}
-    lines += [f"note: {notice}" for notice in loaded.notices if notice.partition(": ")[0] not in reported_places]
+    # The text of an entry repeats the notice about an older name of its key.
+    reported = {(entry.where, entry.text) for entry in migration.entries}
+    notices = (*migration.notices, *loaded.notices, *config.notes(loaded))
+    for notice in dict.fromkeys(notices):
+        where, _, text = notice.partition(": ")
+        if (where, text) not in reported:
+            lines.append(f"note: {notice}")
     lines += [f"note: {line}" for line in unnamed(loaded)]
     # Skip an unknown flavor: `train` determines it from the model's folder.
     lines += [

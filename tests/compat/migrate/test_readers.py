@@ -17,6 +17,8 @@ from shardtrain.compat.migrate.foreign_files import Migration
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.utils.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
+
 
 def of(migration: Migration, *options: str) -> list[Any]:
     values = {setting.option: setting.value for setting in migration.settings}
@@ -577,6 +579,18 @@ def test_a_hostile_file_runs_nothing_and_ends_soon(tmp_path, name):
         with pytest.raises(ConfigError):
             migrate([file])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["torchtitan.toml", "ds_config.json", "accelerate.yaml", "training_args.json"])
+def test_migrate_prints_every_note_of_check(tmp_path, capsys, name):
+    """Two notes may concern one line of the file. Only the note that repeats the answer to its key is omitted."""
+    example = ROOT / "examples/migrate" / name
+    cli.main(["config", "check", str(example), "--for-machine", "none"])
+    notes = re.findall(r"^note: (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["config", "migrate", str(example), "-o", str(tmp_path / "new.toml")]) == 0
+    printed = re.sub(r"^(note: |renamed +)", "", capsys.readouterr().out, flags=re.MULTILINE)
+    missing = [note for note in notes if note.partition(": ")[2] not in printed]
+    assert notes and not missing
 
 
 @pytest.mark.parametrize("system", ["Trainer", "axolotl", "torchtune"])
