@@ -22,6 +22,7 @@ from typing import Any
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
+from shardtrain.launch import failure
 from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import Account, account, attempts_of
 from shardtrain.utils import atomic_io, bounded_reads
@@ -41,6 +42,8 @@ _ALERT_CHARACTERS = 500
 _DEEPEST = 5
 _FRESH_SECONDS = 600.0
 """A run that has written nothing for longer is "silent" instead of "under way"."""
+_STATES = {0: "ended", failure.PREEMPTED: "stopped (75)", failure.NOT_SAVED: "stopped (76)"}
+"""States of a run by exit code. All other codes are failures."""
 
 
 @dataclass
@@ -75,9 +78,14 @@ class RunStatus:
 
     @property
     def state(self) -> str:
-        """Return the state in one or two words, such as "under way" or "failed (3)"."""
+        """Return the state in one or two words, such as "under way" or "failed (3)".
+
+        Every command that prints a state uses this property.
+        """
         if self.end:
-            return "ended" if self.end.get("code") == 0 else f"failed ({self.end.get('code')})"
+            code = self.end.get("code")
+            state = _STATES.get(code) if isinstance(code, int) else None
+            return state or f"failed ({code})"
         return "under way" if self.age_seconds < _FRESH_SECONDS else "silent"
 
 

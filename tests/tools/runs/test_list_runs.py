@@ -25,7 +25,15 @@ def run_folder(path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object
 
 @pytest.mark.parametrize(
     ("end", "age", "state"),
-    [(None, 0, "under way"), (None, 3600, "silent"), ({"code": 0}, 3600, "ended"), ({"code": 5}, 0, "failed (5)")],
+    [
+        (None, 0, "under way"),
+        (None, 3600, "silent"),
+        ({"code": 0}, 3600, "ended"),
+        ({"code": 5}, 0, "failed (5)"),
+        ({"code": 75}, 0, "stopped (75)"),
+        ({"code": 76}, 0, "stopped (76)"),
+        ({"code": [0]}, 0, "failed ([0])"),
+    ],
 )
 def test_the_state_of_a_run_is_that_of_its_newest_attempt(tmp_path: Path, end: object, age: float, state: str) -> None:
     assert RunFolder(run_folder(tmp_path / "run", end=end, age=age)).status().state == state

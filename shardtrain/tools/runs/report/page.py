@@ -11,6 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from shardtrain.launch import failure
 from shardtrain.launch.goodput.account import MEANINGS
 from shardtrain.metrics.record import TOTAL_SPEED
 from shardtrain.tools.runs.report.chart import COLORS, Chart, ChartLine, format_number
@@ -164,7 +165,9 @@ def _state(run: RunRecord) -> str:
         return "under way, or killed"
     if run.end.get("code") == 0:
         return "ended"
-    return f"ended with exit code {run.end.get('code')}: {str(run.end.get('message', ''))[:500]}"
+    code = run.end.get("code")
+    how = "stopped" if code in (failure.PREEMPTED, failure.NOT_SAVED) else "ended"
+    return f"{how} with exit code {code}: {str(run.end.get('message', ''))[:500]}"
 
 
 def _samples(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
