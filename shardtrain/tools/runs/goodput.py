@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import textwrap
@@ -21,6 +22,8 @@ job.dump_folder.
 
   shardtrain goodput outputs
 """
+_MOST_SIZES = 20
+"""Changes of the number of ranks that the report lists."""
 _MEANING_COLUMN = 37
 """Column at which the description of a row begins."""
 
@@ -35,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     found, bad = events.read(Path(words[0]))
     attempts = attempts_of(found)
     if bad:
-        print(f"{bad} lines of {Path(words[0]) / events.FILE} are incomplete or damaged and were ignored")
+        print(f"ignored {_counted(bad, 'incomplete or damaged line')} of {Path(words[0]) / events.FILE}")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for text in table(attempts, account(attempts)):
         print(text if len(text) <= width or not width else _wrapped(text, width))
@@ -57,11 +60,12 @@ def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
         return ["no attempt has reached its first step"]
     running = found.running_seconds
     sizes = [attempt.start.world_size for attempt in attempts]
-    if len(set(sizes)) == 1:
-        sizes = sizes[:1]
-    ranks = ", ".join(map(str, sizes[:20])) + (", ..." if len(sizes) > 20 else "")
+    sizes = [size for size, _ in itertools.groupby(sizes)]
+    ranks = ", then ".join(map(str, sizes[:_MOST_SIZES]))
+    if len(sizes) > _MOST_SIZES:
+        ranks += f", ..., then {sizes[-1]}"
     lines = [
-        f"{_counted(found.attempts, 'attempt')} on {ranks} rank{'s' if sizes != [1] else ''}, "
+        f"{_counted(found.attempts, 'attempt')} on {ranks} rank{'s' if sizes[-1] != 1 else ''}, "
         f"{_counted(found.failures, 'failure')}, {_counted(found.saves, 'save')}",
         "",
     ]

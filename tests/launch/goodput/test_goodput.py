@@ -326,8 +326,24 @@ def test_the_verb_prints_the_bins_and_reports_damaged_lines(tmp_path, capsys):
         file.write(json.dumps({"kind": "start"}) + "\n")
     assert cli.main(["goodput", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "1 lines" in text and "2 attempts on 2 ranks, 1 failure, 3 saves" in text
+    assert "ignored 1 incomplete or damaged line of " in text and "2 attempts on 2 ranks, 1 failure, 3 saves" in text
     assert all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput")) and "predicted" in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([1], "1 attempt on 1 rank, "),
+        ([2, 2], "2 attempts on 2 ranks, "),
+        ([2, 1], "2 attempts on 2, then 1 rank, "),
+        ([8, 8, 4, 8], "4 attempts on 8, then 4, then 8 ranks, "),
+        ([*range(1, 31)], ", then 20, ..., then 30 ranks, "),
+    ],
+)
+def test_the_verb_prints_the_numbers_of_ranks_in_order(sizes, text):
+    starts = [Start(str(i), "job", float(i), i + 1.0, 0, size, i) for i, size in enumerate(sizes)]
+    attempts = attempts_of(starts)
+    assert text in goodput.table(attempts, account(attempts))[0]
 
 
 @pytest.mark.parametrize("columns", [60, 80])
