@@ -51,6 +51,8 @@ IN = "in "
 
 _KILLED: dict[int, str] = {
     signal.SIGKILL: "was killed by signal 9 (the kernel sends it when memory runs out)",
+    signal.SIGXCPU: "was killed by signal 24 (the CPU time of `ulimit -t` is used up); raise the limit",
+    signal.SIGXFSZ: "was killed by signal 25 (a file exceeded the size of `ulimit -f`); raise the limit",
     signal.SIGSTOP: "was stopped (by SIGSTOP, or a read from the terminal in the background) for more than "
     "twice comm.hang_timeout_seconds, and then killed by its launcher",
 }
@@ -160,11 +162,22 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
         signal_number: SIGSTOP if the process was stopped until its launcher killed it.
     """
     what = "" if rank is not None else "the process that checks data, tokenizer and model before ranks start "
-    how = _KILLED.get(signal_number, f"was killed by signal {signal_number}")
+    how = _KILLED.get(signal_number, f"was killed by signal {_numbered(signal_number)}")
     cgroup_limit = limits.cgroup_memory()[0]
     if signal_number == signal.SIGKILL and cgroup_limit:
         how += f", under memory of the cgroup={format_bytes(cgroup_limit)}"
     return Failure(rank, socket.gethostname(), "", what + how, "", time_seconds, PEER)
+
+
+def _numbered(signal_number: int) -> str:
+    """Return the number of a signal with its name.
+
+    >>> _numbered(11), _numbered(40)
+    ('11 (SIGSEGV)', '40')
+    """
+    names = {member.value: member.name for member in signal.Signals}
+    name = names.get(signal_number)
+    return f"{signal_number} ({name})" if name else str(signal_number)
 
 
 def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:

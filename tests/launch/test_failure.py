@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,19 @@ def caught(error, rank=1):
         raise error
     except BaseException as raised:
         return failure.describe(raised, rank)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGXCPU, "signal 24 (the CPU time of `ulimit -t` is used up); raise the limit"),
+        (signal.SIGXFSZ, "signal 25 (a file exceeded the size of `ulimit -f`); raise the limit"),
+        (signal.SIGSEGV, "signal 11 (SIGSEGV)"),
+        (40, "signal 40"),
+    ],
+)
+def test_a_signal_is_reported_with_its_name_or_cause(number, message):
+    assert failure.killed(0, number, 0.0).message == f"was killed by {message}"
 
 
 @pytest.mark.parametrize(
