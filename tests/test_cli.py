@@ -396,3 +396,47 @@ def test_signal_during_the_closing_sample_only_ends_the_sample(monkeypatch, caps
     assert "stopped by a signal" in capsys.readouterr().err
     # a second signal must not change the status either
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_suggested_downloads_name_existing_kinds_of_files():
+    """Without --all or --assets, `data download` fetches only the tokenizer."""
+    lines = [
+        (path, line)
+        for path in (ROOT / "shardtrain").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "data download --repo_id" in line
+    ]
+    assert len(lines) > 5
+    for path, line in lines:
+        assets = re.search(r"--assets ((?:\w+ ?)+)", line)
+        kinds = set(assets[1].split()) if assets else set()
+        assert "--all" in line or (kinds and kinds <= {"tokenizer", "config", "index", "safetensors"}), (path, line)
+
+
+@pytest.mark.parametrize("phase", ["importing", "running"])
+def test_ctrl_c_prints_no_traceback(tmp_path, phase):
+    """Python's default prints the stack of the import or call that Ctrl-C interrupted."""
+    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    if phase == "running":
+        interrupt = f"def main(*_):\n    {interrupt.replace(chr(10), chr(10) + '    ')}"
+    program = f"""
+import importlib.abc, importlib.util, runpy, sys
+class Interrupting(importlib.abc.Loader):
+    def exec_module(self, module):
+        exec({interrupt!r}, module.__dict__)
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == {"shardtrain.config" if phase == "importing" else "shardtrain.launch.launch_command"!r}:
+            return importlib.util.spec_from_loader(name, Interrupting())
+sys.meta_path.insert(0, Finder())
+sys.argv = ["shardtrain", "launch", "slurm", "debug"]
+runpy.run_module("shardtrain", run_name="__main__", alter_sys=True)
+"""
+    command = [sys.executable, "-c", program]
+    # A background job of a shell ignores SIGINT.
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=patience.seconds(60), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == ("" if phase == "importing" else "stopped by SIGINT\n")

@@ -137,11 +137,12 @@ def allow_open_files() -> float:
 
 
 def mask_uncaught() -> None:
-    """Redact the tracebacks of uncaught exceptions in all threads."""
+    """Redact the tracebacks of uncaught exceptions in all threads, and print one line for Ctrl-C."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            sys.__excepthook__(kind, error, trace)
+            # Python then ends the process by SIGINT, as a shell expects.
+            sys.stderr.write("stopped by SIGINT\n")
             return
         sys.stderr.write(redact(visible("".join(traceback.format_exception(kind, error, trace)))))
 
