@@ -61,7 +61,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
         fix = "name a Hugging Face folder there, or a flavor"
         # The folder of a recipe does not exist before the recipe's first command.
         if not is_there:
-            fix = "fetch it (shardtrain data download --repo_id OWNER/NAME), export it, or name a flavor"
+            fix = "fetch it (shardtrain data download --repo_id OWNER/NAME --all), export it, or name a flavor"
         return Problem("model.flavor", model.flavor, rule, fix, where)
 
     # A transformers model uses the folder unchanged. Without a folder, the configured model stays.

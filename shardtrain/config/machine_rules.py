@@ -234,7 +234,10 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
     for option in options:
         value = loaded.value(option)
         if value and "://" not in value and not _exists(value):
-            yield problem(loaded, option, *_ABSENT)
+            rule, fix = _ABSENT
+            if option == "checkpoint.initial_load_path" and loaded.config.checkpoint.initial_load_in_hf:
+                fix = f"{fix}, {_FETCH_MODEL}"
+            yield problem(loaded, option, rule, fix)
 
 
 def _folders(loaded: Loaded) -> Iterator[Problem]:
@@ -297,6 +300,7 @@ def _why_not_writable(path: Path) -> str:
 
 
 _ABSENT = ("does not exist", "correct the path")
+_FETCH_MODEL = "or download the model (shardtrain data download --repo_id OWNER/NAME --all)"
 _LONGEST_BELOW = "checkpoint/step-1000000.tmp-0123456789ab/.rank-00000.bin.01234567.tmp"
 """Example of the longest path inside a run folder, used to check the system's limit on path length."""
 
@@ -334,7 +338,10 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
     path = tokenizer_folder(value)
     fix = 'download the tokenizer of the model\'s Hugging Face repository ("shardtrain data download"), or use "bytes"'
     if not path.exists():
-        yield problem(loaded, option, "does not exist", fix)
+        if option == "model.hf_assets_path" and loaded.config.checkpoint.initial_load_in_hf:
+            # The folder is that of a pretrained model, which a tokenizer cannot replace.
+            fix = _FETCH_MODEL
+        yield problem(loaded, option, "does not exist", f"correct the path, {fix}")
         return
     files = [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]
     file = next((file for file in files if file.is_file() and file.suffix in (".json", ".model")), None)

@@ -97,6 +97,17 @@ def test_paths_that_do_not_exist_are_named(tmp_path: Path) -> None:
     assert machine_notes(read(tmp_path, f'[training]\ndataset_path = "{tmp_path}"\n')) == []
 
 
+def test_a_missing_folder_of_a_pretrained_model_requires_the_model(tmp_path: Path) -> None:
+    """A tokenizer cannot replace the weights."""
+    folder = f'[model]\nhf_assets_path = "{tmp_path}/none"\n'
+    assert_one(machine_notes(read(tmp_path, folder)), "does not exist", "correct the path, download the tokenizer")
+    weights = f'[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "{tmp_path}/none"\n'
+    problems = machine_notes(read(tmp_path, folder + weights))
+    assert {p.option for p in problems} == {"model.hf_assets_path", "checkpoint.initial_load_path"}
+    assert all("download the model (shardtrain data download --repo_id OWNER/NAME --all)" in p.fix for p in problems)
+    assert not any("tokenizer" in p.fix for p in problems)
+
+
 def write_tokenizer(folder: Path, num_ids: int) -> None:
     vocab = {f"t{i}": i for i in range(num_ids - 1)}
     content = {"model": {"vocab": vocab}, "added_tokens": [{"id": num_ids - 1, "content": "<end>"}]}

@@ -123,7 +123,7 @@ def to_hf_format(words: Sequence[str]) -> int:
         )
     only_adapters = switch in ("true", "yes", "1")
     if options.base_model and not Path(options.base_model).is_dir():
-        fix = f"run shardtrain data download --repo_id {options.base_model}, and set it to that folder"
+        fix = f"run shardtrain data download --repo_id {options.base_model} --all, and set it to that folder"
         raise ConfigError(Problem("--base-model", options.base_model, _LOCAL_ONLY, fix, "command line"))
     base = Path(options.base_model) if options.base_model else None
     from shardtrain.compat.fmengine import folders
@@ -170,7 +170,7 @@ def from_hf(words: Sequence[str]) -> int:
     options = parser.read(words)
     folder = options.model_name_or_path
     if not is_hub_folder(Path(folder)):
-        fix = f"run shardtrain data download --repo_id {folder}, and set it to that folder"
+        fix = f"run shardtrain data download --repo_id {folder} --all, and set it to that folder"
         raise ConfigError(Problem("--model_name_or_path", folder, _LOCAL_ONLY, fix, "command line"))
     return to_fmengine([folder, options.output_dir, f"--mp_world_size={options.mp_world_size}"])
 

@@ -42,7 +42,7 @@ def model_folder(name: str) -> tuple[str, str]:
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return str(path), "a local folder"
     local = f"./assets/hf/{name.rpartition('/')[2]}"
-    return local, f"download it with `shardtrain data download --repo_id {name} --assets all --local_dir ./assets/hf`"
+    return local, f"download it with `shardtrain data download --repo_id {name} --all --local_dir ./assets/hf`"
 
 
 KEYS: Mapping[str, Rule] = {
