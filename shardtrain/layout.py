@@ -48,11 +48,13 @@ class Layout:
         last: Modules of the last pipeline stage only, in the order of the forward chain.
         tensor: Module path -> name of its style, a key of TENSOR_STYLES.
         context: Path of the weightless attention core: softmax(scale q k + bias) v (docs/own_model.md).
+        recurrence: Path of the weightless core of a recurrence, or "". It maps a chunk of tokens and an incoming state
+            to outputs and an outgoing state (docs/own_model.md).
         expert: Path of the mixture-of-experts module, or "". It has ``.router``, ``.balance``, ``.dispatch`` and
             ``.experts`` (models/moe.py).
         buffers: Buffers that start at zero and are saved in checkpoints. A model may not have others.
-        optional: Modules that some sizes of the model lack, such as shared experts. Rules of ``tensor``, ``context``
-            and ``expert`` for them and their submodules may match nothing.
+        optional: Modules that some sizes of the model lack, such as shared experts. Rules of ``tensor``, ``context``,
+            ``recurrence`` and ``expert`` for them and their submodules may match nothing.
     """
 
     first: tuple[str, ...]
@@ -60,6 +62,7 @@ class Layout:
     last: tuple[str, ...]
     tensor: Mapping[str, str] = field(default_factory=dict)
     context: str = ""
+    recurrence: str = ""
     expert: str = ""
     buffers: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -78,12 +81,15 @@ class Draw:
         cutoff: Bound of a truncated normal, in units of ``std``.
         depth: Divide std by sqrt(2 (i + 1)) for layer i ("layer") or by sqrt(2 L) for all L layers ("total"). The
             residual stream then keeps its variance (GPT-2, section 2.3).
+        low, high: Bounds of ``log_uniform``, the logarithm of a uniform variable. It ignores ``std``.
     """
 
-    distribution: Literal["normal", "truncated_normal", "uniform", "ones", "zeros"]
+    distribution: Literal["normal", "truncated_normal", "uniform", "log_uniform", "ones", "zeros"]
     std: float = 1.0
     cutoff: float = 2.0
     depth: Depth = "none"
+    low: float = 0.0
+    high: float = 1.0
 
 
 @lru_cache(maxsize=4096)
@@ -136,7 +142,8 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
     # The modules of the other roles exist.
     for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
         problems += [f"LAYOUT.{role} names {name!r}, which is not a module" for name in names if name not in modules]
-    for role, pattern in (("context", layout.context), ("expert", layout.expert)):
+    cores = (("context", layout.context), ("recurrence", layout.recurrence), ("expert", layout.expert))
+    for role, pattern in cores:
         absent = pattern and not any(matches(module, pattern) for module in modules)
         if absent and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")

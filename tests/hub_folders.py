@@ -69,6 +69,19 @@ GPT_OSS = {
         "original_max_position_embeddings": 4096,
     },
 }
+QWEN3_NEXT = {
+    **EXPERTS,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 4,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {**SIZES, "num_key_value_heads": 4}),
     "llama3": ("Llama", {**GROUPED, "rope_parameters": LLAMA3_ROPE}),
@@ -85,6 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox-sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}),
+    "qwen3_next": ("Qwen3Next", QWEN3_NEXT),
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
     "deepseek_v2": ("DeepseekV2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}),
     "deepseek_v2-greedy": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0}),

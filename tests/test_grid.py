@@ -38,6 +38,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("debugmodel", {**COMMON, "head_dim": 16, "ffn_dim": 128}),
     "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "qwen3_moe": ("debugmodel_moe", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2}),
+    # the first of two layers has a recurrence; its blocks of tokens are not aligned with the parts that ranks hold
+    "qwen3_next": (
+        "debugmodel",
+        {
+            **GROUPED,
+            "rotary_pct": 0.5,
+            "linear_key_heads": 2,
+            "linear_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            "moe_ffn_dim": 48,
+            "shared_ffn_dim": 32,
+            "num_experts": 8,
+            "top_k": 2,
+        },
+    ),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4}),
     # the second layer has experts but no positions; chunks are not aligned with the parts of a sequence
     "llama4": (
@@ -72,7 +88,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "llama4", "gpt_oss", "deepseek_v3")
+MIXTURES = ("qwen3_moe", "qwen3_next", "mixtral", "llama4", "gpt_oss", "deepseek_v3")
 DDP, TP, CP, PP, EP = (
     {f"{axis}_degree": 2}
     for axis in (
@@ -158,6 +174,8 @@ FIRST: dict[tuple[int, str], dict[str, str]] = {
         "pp ZBVZeroBubble": "llama3",
         "pp DualPipeV": "gpt_oss",
     },
+    (2, "recurrence"): {"tp": "qwen3_next", "cp gather": "qwen3_next"},
+    (4, "recurrence"): {"cp x pp": "qwen3_next"},
     (4, "data"): {"hsdp": "llama3", "fsdp x tp": "neox", "fsdp x ep": "qwen3_moe"},
     (4, "context"): {"fsdp x cp": "llama4", "tp x cp": "mistral", "cp x pp": "gpt_oss"},
     (4, "layers"): {"fsdp x pp": "qwen3", "tp x pp": "qwen2", "tp x ep": "mixtral", "pp x ep": "deepseek_v3"},

@@ -42,7 +42,7 @@ EXAMPLES = {
     "model.tokenizer", "model.model", "facts.guard.rewinds", "facts.replicas_compared",  # of objects and of a JSON file
     "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "attn.wq", "attention.wq", "X.weight", "X.weight_scale_inv",
     "optimizer.state.NAME.exp_avg", "optimizer.param_groups.NAME.lr", "lr_scheduler.last_epoch",  # names in checkpoints
-    "weight.data.fill_", "q.new_zeros", "x.no_y", "x.y", "LAYOUT.tensor",  # code of a user
+    "weight.data.fill_", "q.new_zeros", "x.no_y", "x.y", "LAYOUT.tensor", "LAYOUT.recurrence",  # code of a user
 }  # fmt: skip
 """Dotted names that prose gives as examples."""
 

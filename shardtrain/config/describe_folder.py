@@ -20,6 +20,7 @@ from shardtrain.hub_formats import (
     qwen2_format,
     qwen3_format,
     qwen3_moe_format,
+    qwen3_next_format,
 )
 from shardtrain.hub_formats.config_json import CONFIG, Quantized, block_of, read_json
 from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
@@ -32,6 +33,7 @@ HUBS: dict[str, HubFormat] = {
     "qwen2": qwen2_format.HUB,
     "qwen3": qwen3_format.HUB,
     "qwen3_moe": qwen3_moe_format.HUB,
+    "qwen3_next": qwen3_next_format.HUB,
     "mixtral": mixtral_format.HUB,
     "deepseek_v2": deepseek_v2_format.HUB,
     "deepseek_v3": deepseek_v3_format.HUB,

@@ -378,8 +378,9 @@ def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dic
         table = dict(fields.get("rope_scaling") or {"rope_type": "default"})
         table["rope_type"] = table.pop("type", None) or table["rope_type"]
         table["rope_theta"] = fields.get("rope_theta", fields.get("rotary_emb_base"))
-        if "rotary_pct" in fields:
-            table["partial_rotary_factor"] = fields["rotary_pct"]
+        fraction = fields.get("rotary_pct", fields.get("partial_rotary_factor"))
+        if fraction is not None:
+            table["partial_rotary_factor"] = fraction
         for key in _ROTARY:
             changes.pop(key, None)
         changes["rope_parameters"] = table

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from shardtrain.hf.weights import HubWeights
-from shardtrain.hub_formats.format import ExpertTensors, HubFormat, MergedExperts, Source, Stacked, TensorPiece, pieces
+from shardtrain.hub_formats.format import (
+    ExpertTensors,
+    HeadGroups,
+    HubFormat,
+    MergedExperts,
+    Source,
+    Stacked,
+    TensorPiece,
+    pieces,
+)
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.utils.errors import CheckpointError
 
@@ -46,6 +55,8 @@ class Translation:
             shape = self.shapes[name]
             if isinstance(source, str):
                 shapes[source] = shape
+            elif isinstance(source, HeadGroups):
+                shapes[source.name] = shape
             elif isinstance(source, ExpertTensors | MergedExperts):
                 shape_of_piece = shape[1:]
                 if isinstance(source, MergedExperts):

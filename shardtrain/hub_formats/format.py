@@ -70,7 +70,21 @@ class Stacked:
     transposed: bool = True
 
 
-Source = str | ExpertTensors | MergedExperts | Heads | Stacked
+@dataclass(frozen=True)
+class HeadGroups:
+    """A hub tensor that concatenates parts by rows, such as all queries, all keys and all values.
+
+    Ours orders its rows by group of heads: first those of group 0 of all parts, then those of group 1.
+
+    Attributes:
+        widths: Rows of each part per group.
+    """
+
+    name: str
+    widths: tuple[int, ...]
+
+
+Source = str | ExpertTensors | MergedExperts | Heads | Stacked | HeadGroups
 """Location of one of our tensors in the hub format. A string is the name of a tensor of the same shape."""
 
 
@@ -185,6 +199,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Te
     (slice(8, 10, None), slice(2, 4, None))
     >>> next(pieces(Stacked("gate_up", 1, 2, interleaved=True), (4, 6, 5), 0)).theirs
     (slice(0, 4, None), slice(0, 5, None), slice(1, 12, 2))
+    >>> [(piece.ours[0].start, piece.theirs[0].start) for piece in pieces(HeadGroups("qv", (1, 3)), (8,), 0)]
+    [(0, 0), (1, 2), (4, 1), (5, 5)]
     """
     if isinstance(source, str):
         full = _full(shape)
@@ -197,6 +213,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Te
         yield from _merged_expert_pieces(source, shape)
     elif isinstance(source, Stacked):
         yield _stacked_piece(source, shape)
+    elif isinstance(source, HeadGroups):
+        yield from _head_group_pieces(source, shape)
     else:
         yield from _head_pieces(source, shape, head_dim)
 
@@ -227,6 +245,19 @@ def _stacked_piece(source: Stacked, shape: tuple[int, ...]) -> TensorPiece:
     else:
         packed = slice(source.part * num_outputs, (source.part + 1) * num_outputs)
     return TensorPiece(source.name, (*leading, packed), full, source.transposed)
+
+
+def _head_group_pieces(source: HeadGroups, shape: tuple[int, ...]) -> Iterator[TensorPiece]:
+    rest = _full(shape[1:])
+    num_groups = shape[0] // sum(source.widths)
+    for group in range(num_groups):
+        ours = group * sum(source.widths)
+        part_start = 0
+        for width in source.widths:
+            theirs = part_start + group * width
+            yield TensorPiece(source.name, (slice(theirs, theirs + width), *rest), (slice(ours, ours + width), *rest))
+            ours += width
+            part_start += num_groups * width
 
 
 def _head_pieces(source: Heads, shape: tuple[int, ...], head_dim: int) -> Iterator[TensorPiece]:

@@ -90,15 +90,16 @@ def find(
 
 
 def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
-    """Return the linear modules of attention: those next to the layout's attention core.
+    """Return the linear modules of attention and recurrences: those next to the layout's cores.
 
     Raises:
         ConfigError: there are none.
     """
-    attention = layout.context.rpartition(".")[0]
+    owners = [core.rpartition(".")[0] for core in (layout.context, layout.recurrence) if "." in core]
     found = []
-    if attention:
-        found = [path for path in linears if matches(path.rpartition(".")[0], attention)]
+    for path in linears:
+        if any(matches(path.rpartition(".")[0], owner) for owner in owners):
+            found.append(path)
     if not found:
         rule = "is empty, and the model's layout names no attention with linear modules"
         raise ConfigError(Problem(OPTION, None, rule, f"name modules, such as {', '.join(linears[:3])}"))

@@ -33,7 +33,8 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
     The input embedding is a lookup without FLOPs, unless it is also the output head. Of the experts, only the
     fraction that a token uses counts (top_k of num_experts). A frozen weight costs 4 FLOPs instead of 6,
     because its gradient is not computed. A window or chunk of an attention core limits the attention term.
-    The term is omitted if the model's Config lacks num_layers, num_heads or head_dim.
+    The term is omitted if the model's Config lacks num_layers, num_heads or head_dim. A layer with a recurrence has the
+    ``flops_per_token`` of its core instead.
     """
     # Count the parameters with which a token is multiplied: all except the lookup and the experts that the
     # token does not use.
@@ -51,7 +52,9 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
         frozen = used - trained
 
     # Determine how many tokens a token attends to in each layer. Without named attention cores this is unlimited.
-    num_layers = int(getattr(model_config, "num_layers", 0))
+    recurrences = [m for path, m in model.named_modules() if layout.recurrence and matches(path, layout.recurrence)]
+    in_recurrences = sum(int(getattr(core, "flops_per_token", 0)) for core in recurrences)
+    num_layers = max(0, int(getattr(model_config, "num_layers", 0)) - len(recurrences))
     num_heads = int(getattr(model_config, "num_heads", 0))
     head_dim = int(getattr(model_config, "head_dim", 0))
     cores = [core for path, core in model.named_modules() if layout.context and matches(path, layout.context)]
@@ -62,7 +65,7 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
 
     def per_token(seq_len: int) -> int:
         attended = int(sum(min(seq_len, reach) for reach in reaches))
-        return flops_per_token(used, 1, num_heads, head_dim, attended) - 2 * frozen
+        return flops_per_token(used, 1, num_heads, head_dim, attended) - 2 * frozen + in_recurrences
 
     return total, per_token
 

@@ -212,16 +212,17 @@ class SinkAttentionCore(AttentionCore):
 
 
 class HeadNumbers(nn.Module):
-    """A parameter with one scalar per query head, (N,). With tensor parallelism a rank has the
-    scalars of its heads.
+    """A parameter whose first dimension belongs to heads, such as one scalar per query head, (N,).
+
+    With tensor parallelism a rank has the part of its heads.
     """
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads))
+        self.weight = nn.Parameter(torch.empty(shape))
 
     def forward(self) -> Tensor:
-        """Return the parameter: one value for each head of this rank, (N,)."""
+        """Return the parameter of the heads of this rank, such as (N,)."""
         return self.weight
 
 

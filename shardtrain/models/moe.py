@@ -461,7 +461,10 @@ def has_experts(model: nn.Module) -> bool:
 
 
 class MoE(nn.Module):
-    """A feed-forward block of many experts, of which each token uses a few, plus optional shared experts."""
+    """A feed-forward block of many experts, of which each token uses a few, plus optional shared experts.
+
+    With ``shared_gate``, a sigmoid of a linear function of the token multiplies the output of the shared experts.
+    """
 
     def __init__(
         self,
@@ -471,6 +474,7 @@ class MoE(nn.Module):
         shared_ffn_dim: int = 0,
         expert_bias: bool = False,
         gate: Gating = silu_gate,
+        shared_gate: bool = False,
     ) -> None:
         super().__init__()
         self.routing = routing
@@ -479,6 +483,7 @@ class MoE(nn.Module):
         self.dispatch = Dispatch()
         self.experts = Experts(routing.num_experts, dim, ffn_dim, expert_bias, gate)
         self.shared = FeedForward(dim, shared_ffn_dim) if shared_ffn_dim else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if shared_gate else None
 
     def forward(self, x_BTD: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D). ``documents_BT``, of full sequences, marks padding tokens
@@ -492,7 +497,10 @@ class MoE(nn.Module):
         out_BTD = self._mix(x_RD, weights_RK, expert_BTK.flatten()).view_as(x_BTD)
         if self.shared is None:
             return out_BTD
-        return out_BTD + self.shared(x_BTD)
+        shared_BTD = self.shared(x_BTD)
+        if self.shared_gate is not None:
+            shared_BTD = shared_BTD * self.shared_gate(x_BTD).sigmoid()
+        return out_BTD + shared_BTD
 
     def _mix(self, x_SD: Tensor, weights_SK: Tensor, expert_R: Tensor) -> Tensor:
         """Return, for tokens (S, D), the weighted sums of their experts' outputs (S, D)."""

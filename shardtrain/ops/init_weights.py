@@ -105,6 +105,8 @@ def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:
         block.normal_(0.0, draw.std, generator=generator)
     elif draw.distribution == "uniform":
         block.uniform_(-draw.std * math.sqrt(3), draw.std * math.sqrt(3), generator=generator)
+    elif draw.distribution == "log_uniform":
+        block.uniform_(draw.low, draw.high, generator=generator).log_()
     else:
         # _shape_ transforms these uniform values of many blocks into a truncated normal
         edge = math.erf(draw.cutoff / math.sqrt(2))
@@ -117,7 +119,7 @@ def _shape_(values: Tensor, draw: Draw) -> None:
 
     Values of other distributions are unchanged.
     """
-    if draw.distribution in ("normal", "uniform") or math.isnan(draw.std):
+    if draw.distribution in ("normal", "uniform", "log_uniform") or math.isnan(draw.std):
         return
     values.erfinv_().mul_(draw.std * math.sqrt(2))
     # erfinv may round values at the edge to larger ones, or to infinity

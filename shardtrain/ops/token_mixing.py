@@ -1,4 +1,4 @@
-"""Find operations outside of the attention core that mix or count tokens. They are wrong on a part of a sequence.
+"""Find operations outside of cores that mix or count tokens. They are wrong on a part of a sequence.
 
 A TorchFunctionMode observes a forward pass on the meta device. The number of tokens divides no dimension of a weight,
 so a dimension of that size is the dimension of tokens.
@@ -26,7 +26,7 @@ _ALWAYS = ("conv1d", "scaled_dot_product_attention")
 
 
 def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
-    """Return the first place where a model mixes or counts tokens outside of its attention cores.
+    """Return the first place where a model mixes or counts tokens outside of its attention and recurrence cores.
 
     Context parallelism does not support that. Return None if there is none, if the model does not
     run on the meta device, or if no test length is unique.
@@ -40,6 +40,7 @@ def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
             return Broken(
                 f"has {path} of the same class {name} as its cores, which LAYOUT.context does not match", "add it"
             )
+    cores |= {path for path in modules if layout.recurrence and matches(path, layout.recurrence)}
     return _first_mix(model, layout, cores, "the attention core", "move it to the core")
 
 

@@ -93,6 +93,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "debugmodel_moe",
         {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2, "balance_loss_coeff": 0.0},
     ),
+    # two layers with a recurrence and two with attention
+    "qwen3_next": (
+        "debugmodel",
+        {
+            **GROUPED,
+            "rotary_pct": 0.5,
+            "linear_key_heads": 2,
+            "linear_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 10,
+            "moe_ffn_dim": 48,
+            "shared_ffn_dim": 32,
+            "num_experts": 8,
+            "top_k": 2,
+            "balance_loss_coeff": 0.0,
+        },
+    ),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4, "balance_loss_coeff": 0.0}),
     "llama4": (
         "debugmodel",
@@ -253,10 +270,15 @@ def test_packed_documents_match_separate_ones(run: str) -> None:
             ("mistral", "cp gather"),
             ("llama4", "cp ring"),
             ("gpt_oss", "cp ulysses"),
+            ("qwen3_next", "plain"),
+            ("qwen3_next", "cp ring"),
         ],
         nightly=[
             *itertools.product(("qwen3", "qwen3_moe"), ("cp ring", "cp gather", "tp", "pp 1F1B")),
             *itertools.product(("deepseek_v3",), ("cp gather", "tp", "pp 1F1B")),
+            *itertools.product(
+                ("qwen3_next",), ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile")
+            ),
             *itertools.product(("mixtral",), ("cp ring", "cp gather", "tp")),
             *itertools.product(("mistral",), ("cp ring", "cp ulysses", "tp")),
             *itertools.product(("mistral",), ("recompute op", "recompute, cp ring", "pp 1F1B")),

@@ -171,12 +171,14 @@ def test_encoder_attends_in_both_directions_only_within_a_document() -> None:
 def test_only_distances_between_positions_matter(family: str) -> None:
     module, model = tiny(family)
     with torch.no_grad():
-        for parameter in model.get_submodule(module.LAYOUT.layers).parameters():
+        for name, parameter in model.get_submodule(module.LAYOUT.layers).named_parameters():
             parameter.mul_(10)  # sharper attention
+            if name.endswith(("q_norm.weight", "k_norm.weight")) and not parameter.any():
+                parameter.fill_(9.0)  # zero-centered: the factor is one plus the weight
     tokens, positions = inputs()
     logits = model(tokens, positions)
     torch.testing.assert_close(model(tokens, positions + 37), logits, atol=1e-3, rtol=0)
-    assert (model(tokens, positions * 2) - logits).abs().max() > 0.1
+    assert (model(tokens, positions * 2) - logits).abs().max() > 0.1 * logits.std()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -237,9 +239,10 @@ def test_head_counts_follow_from_weight_shapes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CAUSAL)
-def test_attention_core_has_no_parameters_or_buffers(family: str) -> None:
+def test_each_layer_has_a_core_without_parameters_or_buffers(family: str) -> None:
     module, model = tiny(family)
-    cores = [m for path, m in model.named_modules() if shardtrain.layout.matches(path, module.LAYOUT.context)]
+    globs = [glob for glob in (module.LAYOUT.context, module.LAYOUT.recurrence) if glob]
+    cores = [m for path, m in model.named_modules() if any(shardtrain.layout.matches(path, glob) for glob in globs)]
     assert len(cores) == SHAPE["num_layers"]
     assert all(not list(core.parameters()) and not list(core.buffers()) for core in cores)
 

@@ -85,7 +85,8 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
 _AT_LEAST_ONE = (
     "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_experts", "moe_ffn_dim",
     "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "rope_original_seq_len", "interleave_moe_layer_step",
-    "floor_scale",
+    "floor_scale", "full_attention_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_width", "shared_ffn_dim",
 )  # fmt: skip
 _ABOVE_ZERO = ("rope_theta", "rope_factor", "rope_scaling_factor")
 
@@ -198,6 +199,8 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
         "{} KV heads": _size(sizes, "num_kv_heads") or heads,
         "feed-forward dimension {}": _size(sizes, "ffn_dim") if _has_dense_layers(sizes) else 0,
         "shared experts' feed-forward dimension {}": _size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim"),
+        "shared expert's feed-forward dimension {}": _size(sizes, "shared_ffn_dim"),
+        "{} key heads of linear attention": _size(sizes, "linear_key_heads"),
         "vocabulary of {}": _size(sizes, "vocab_size"),
     }
     # A size of 0 is unknown, or the model does not have it.

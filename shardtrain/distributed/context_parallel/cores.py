@@ -1,9 +1,9 @@
-"""Context parallelism: each rank holds a part of every sequence, and only attention communicates.
+"""Context parallelism: each rank holds a part of every sequence, and only cores communicate.
 
 The attention core is replaced with one of three methods. "allgather" gathers keys and values. "alltoall"
 passes them around a ring with a running log-sum-exp (ring attention, Liu et al. 2023). "ulysses"
 exchanges heads for tokens (Jacobs et al. 2023). Positions are split like the tokens, so rotary angles
-stay correct.
+stay correct. The core of a recurrence passes states on (``recurrence.py``).
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, H head.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.distributed.context_parallel.gather import gathered_attention
 from shardtrain.distributed.context_parallel.masks import sequence_part
+from shardtrain.distributed.context_parallel.recurrence import SplitRecurrenceCore
 from shardtrain.distributed.context_parallel.ring import ring_attention
 from shardtrain.distributed.context_parallel.ulysses import ulysses_attention
 from shardtrain.distributed.mesh import Mesh
@@ -113,10 +114,10 @@ class SplitAttentionCore(nn.Module):
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Replace every attention core in place. Parameters do not change.
+    """Replace the core of every attention and recurrence in place. Parameters do not change.
 
     Raises:
-        ConfigError: LAYOUT.context names no module.
+        ConfigError: LAYOUT.context and LAYOUT.recurrence name no module.
     """
     parallelism = config.parallelism
     function: CoreFunction = ring_attention
@@ -129,21 +130,29 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         function = partial(gathered_attention, shared=shared)
     if parallelism.context_parallel_method == "ulysses":
         function = ulysses_attention
-    cores = []
-    if layout.context:
-        cores = [path for path, _ in model.named_modules() if matches(path, layout.context)]
+    attentions = core_paths(model, layout.context)
+    recurrences = core_paths(model, layout.recurrence)
     has_layers = len(getattr(model, layout.layers)) > 0  # a pipeline stage may have none
-    if has_layers and not cores:
+    if has_layers and not (attentions or recurrences):
         rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
-    for path in cores:
-        core = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), model.get_submodule(path))
+    for path in (*attentions, *recurrences):
+        original: Any = model.get_submodule(path)
+        if path in attentions:
+            core: nn.Module = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), original)
+        else:
+            core = SplitRecurrenceCore(original, mesh.group(AXIS), is_balanced(config))
         if config.compile.enable:
             # Collectives in an autograd function break the graph anyway. A decorator would import the
             # compiler.
             core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
         model.set_submodule(path, core)
+
+
+def core_paths(model: nn.Module, pattern: str) -> list[str]:
+    """Return the paths of the modules that a pattern of the layout matches. None for an empty pattern."""
+    return [path for path, _ in model.named_modules() if pattern and matches(path, pattern)]
 
 
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:

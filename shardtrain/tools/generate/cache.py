@@ -1,7 +1,8 @@
 """Key-value cache in the attention cores, so that a pass for a new token processes only this token.
 
 Models need no change: positions are an argument, and the cache replaces the attention cores that
-``LAYOUT.context`` names. A core may compute only the attention that its attributes describe.
+``LAYOUT.context`` names. A core may compute only the attention that its attributes describe. The cores that
+``LAYOUT.recurrence`` names keep their states instead (``cached_recurrence.py``).
 
 All rows of a batch end in the same cache column. The prompt pass pads rows on the right, where causal
 attention cannot see the padding. Each row then moves right so that it ends with the longest row. Later passes
@@ -25,6 +26,7 @@ from shardtrain.models.layers import AttentionCore, SinkAttentionCore
 from shardtrain.ops.attention_core import broken_when_split
 from shardtrain.ops.attention_scores import Scores, masked_attention, scores_of
 from shardtrain.ops.chosen_kernels import attends_in_blocks
+from shardtrain.tools.generate.cached_recurrence import CachedRecurrence
 from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK = 64
@@ -45,7 +47,7 @@ class Cache:
         limit: Maximum number of columns that this batch needs.
     """
 
-    def __init__(self, cores: Sequence[CachedCore]) -> None:
+    def __init__(self, cores: Sequence[CachedCore | CachedRecurrence]) -> None:
         self._cores = cores
         self.lengths: list[int] = []
         self.filled = 0
@@ -65,7 +67,7 @@ class Cache:
         self._first_B = max(lengths) - torch.tensor(self.lengths, device=device)
         self._padded = len(set(lengths)) > 1
         for core in self._cores:
-            core.keys_BKSH = core.values_BKSH = None
+            core.clear()
 
     def prompts_read(self) -> None:
         """End the prompt pass. Later passes append to the cache."""
@@ -177,6 +179,10 @@ class CachedCore(nn.Module):
         else:
             out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores, sinks_N)
         return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.keys_BKSH = self.values_BKSH = None
 
     def keep(self, index: Tensor) -> None:
         """Keep only the keys and values of these rows."""
@@ -295,28 +301,37 @@ def _ungrouped(out_BKRH: Tensor, q_BTNH: Tensor) -> Tensor:
 
 @contextmanager
 def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
-    """Replace a model's attention cores with cached ones inside the block, and restore them afterwards.
+    """Replace the cores of a model with cached ones inside the block, and restore them afterwards.
 
     Raises:
-        ConfigError: the layout names no attention core, or a core computes more than its attributes describe.
+        ConfigError: the layout names no core, or an attention core computes more than its attributes describe.
     """
-    paths = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
-    if not paths:
+    attentions = _matching(model, layout.context)
+    recurrences = _matching(model, layout.recurrence)
+    if not attentions and not recurrences:
         rule = "names no attention core, so keys and values cannot be cached"
         raise ConfigError(Problem("LAYOUT.context", None, rule, "add --no_cache, or name the core"))
-    owned = [model.get_submodule(path) for path in paths]
-    for path, core in zip(paths, owned, strict=True):
+    for path, core in attentions.items():
         _check_core(path, core)
-    cores = [CachedCore(core) for core in owned]
-    cache = Cache(cores)
-    for path, cached in zip(paths, cores, strict=True):
-        cached.cache = cache
+    cached_attentions = {path: CachedCore(core) for path, core in attentions.items()}
+    cached_recurrences = {path: CachedRecurrence(core) for path, core in recurrences.items()}
+    cache = Cache([*cached_attentions.values(), *cached_recurrences.values()])
+    for attention in cached_attentions.values():
+        attention.cache = cache
+    for recurrence in cached_recurrences.values():
+        recurrence.lengths = lambda: cache.lengths
+    for path, cached in {**cached_attentions, **cached_recurrences}.items():
         model.set_submodule(path, cached)
     try:
         yield cache
     finally:
-        for path, core in zip(paths, owned, strict=True):
+        for path, core in {**attentions, **recurrences}.items():
             model.set_submodule(path, core)
+
+
+def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Return the modules that a pattern of the layout matches, by path. None for an empty pattern."""
+    return {path: module for path, module in model.named_modules() if pattern and matches(path, pattern)}
 
 
 def _check_core(path: str, core: nn.Module) -> None:

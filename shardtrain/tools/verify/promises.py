@@ -70,7 +70,7 @@ def probe(
             broken_chain = checker.check_chain()
             if broken_chain:
                 impossible["pp"] = broken_chain
-    if not module.LAYOUT.context:
+    if not (module.LAYOUT.context or module.LAYOUT.recurrence):
         problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
         impossible["cp"] = str(problem)
     return {"broken": broken, "notes": result.notes + casts.notes(), "impossible": impossible}
@@ -159,17 +159,19 @@ class _PromiseChecker:
         return out, "", ""
 
     def _check_weightless_core(self) -> list[str]:
-        """Require that an attention core has no parameters, because cp replaces it with its own core."""
-        if not self._layout.context:
-            return []
+        """Require that cores have no parameters, because cp replaces them with its own."""
+        kinds = {
+            self._layout.context: ("attention core", "move it out of the core, which may only compute softmax(q k) v"),
+            self._layout.recurrence: ("recurrence core", "pass it to the core as one of its weights"),
+        }
         problems = []
-        for path, module in self._model.named_modules():
-            if not matches(path, self._layout.context):
-                continue
-            for name, _ in module.named_parameters():
-                rule = f"breaks the promise of a weightless attention core: {path} contains the parameter {name}"
-                fix = "move it out of the core, which may only compute softmax(q k) v"
-                problems.append(self._problem(rule, fix))
+        for pattern, (kind, fix) in kinds.items():
+            for path, module in self._model.named_modules():
+                if not pattern or not matches(path, pattern):
+                    continue
+                for name, _ in module.named_parameters():
+                    rule = f"breaks the promise of a weightless {kind}: {path} contains the parameter {name}"
+                    problems.append(self._problem(rule, fix))
         return problems
 
     def _check_shapes(self) -> list[str]:

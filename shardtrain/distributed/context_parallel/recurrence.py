@@ -1,0 +1,181 @@
+"""Context parallelism of a recurrence: ranks compute their chunks of the sequence at once, and exchange states.
+
+A chunk is an affine map of its incoming state, S_out = A S_in + B (``ops/gated_delta_net.py``). Each rank computes A
+and B of its chunks. All ranks gather them and apply those of earlier chunks in order, which gives the incoming states.
+A short convolution also needs the last tokens before a chunk, which are gathered too. What ranks exchange does not
+depend on the length of the sequence. Tokens stay where attention has them: a balanced rank has two chunks, one of the
+head and one of the tail of the sequence.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, H rows of a state, V columns of a state, p chunks
+of this rank, P chunks of all ranks, w tokens before a chunk, X features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardtrain.distributed.context_parallel.masks import chunks_of
+from shardtrain.ops.gated_delta_net import document_starts, last_tokens
+
+
+class RecurrenceChunk(Protocol):
+    """Consecutive tokens of a recurrence."""
+
+    def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs (B, tokens, ...) and the outgoing state for an incoming state (B, N, H, V)."""
+
+    def transition(self) -> tuple[Tensor, Tensor]:
+        """Return A (B, N, H, H) and B (B, N, H, V) of the map from the incoming to the outgoing state."""
+
+
+class RecurrenceCore(Protocol):
+    """A core that ``LAYOUT.recurrence`` names (docs/own_model.md)."""
+
+    def look_back(self, weights: tuple[Tensor, ...]) -> int:
+        """Return the number of tokens before a chunk whose first input the chunk needs."""
+
+    def chunk(
+        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], before: Tensor, starts_BT: Tensor | None
+    ) -> RecurrenceChunk:
+        """Return the map of a chunk, whose inputs are (B, tokens, ...).
+
+        ``before`` is zero for tokens of another document than that of the chunk's first token.
+        """
+
+
+class SplitRecurrenceCore(nn.Module):
+    """Core of a recurrence for a rank's part of the sequence. Every forward is a collective."""
+
+    def __init__(self, core: RecurrenceCore, group: dist.ProcessGroup, balanced: bool) -> None:
+        super().__init__()
+        self._core = core
+        self._group = group
+        self._chunks = chunks_of(group.rank(), group.size(), balanced)
+        # the rank and the place on it of each chunk of the sequence
+        self._owners: list[tuple[int, int]] = [(0, 0)] * (group.size() * len(self._chunks))
+        for rank in range(group.size()):
+            for place, chunk in enumerate(chunks_of(rank, group.size(), balanced)):
+                self._owners[chunk] = (rank, place)
+
+    def forward(
+        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], documents_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return the outputs of this rank's tokens, (B, t, ...).
+
+        Args:
+            inputs: inputs of this rank's tokens, each (B, t, ...).
+            weights: weights of the core, equal on all ranks.
+            documents_BT: the document of each token of the full rows. Every rank has all of them.
+        """
+        parts = len(self._chunks)
+        length = inputs[0].size(1) // parts
+        befores = self._before(inputs[0], length, self._core.look_back(weights))
+        starts_BT = document_starts(documents_BT)
+        chunks = []
+        for place, number in enumerate(self._chunks):
+            own = slice(place * length, (place + 1) * length)
+            own_starts = None
+            before = befores[place]
+            if documents_BT is not None and starts_BT is not None:
+                own_starts = starts_BT[:, number * length : (number + 1) * length]
+                before = _of_first_document(before, documents_BT, number * length)
+            chunks.append(self._core.chunk(tuple(x[:, own] for x in inputs), weights, before, own_starts))
+        factors, offsets = zip(*(chunk.transition() for chunk in chunks), strict=True)
+        states_pBNHV = _IncomingStates.apply(torch.stack(factors), torch.stack(offsets), self)
+        outputs = [chunk.run(states_pBNHV[place])[0] for place, chunk in enumerate(chunks)]
+        return torch.cat(outputs, dim=1)
+
+    def _before(self, x_BtX: Tensor, length: int, count: int) -> Tensor:
+        """Return the ``count`` tokens before each of this rank's chunks, (p, B, w, X), with zeros before the row."""
+        ends = [last_tokens(x_BtX[:, start : start + length], count) for start in range(0, x_BtX.size(1), length)]
+        known = min(count, length)
+        return _Before.apply(torch.stack(ends), known, self)  # type: ignore[no-any-return]
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all chunks of the sequence in order, given those of this rank's, (p, ...)."""
+        x = x.contiguous()
+        gathered = [torch.empty_like(x) for _ in range(self._group.size())]
+        dist.all_gather(gathered, x, group=self._group)
+        return [gathered[rank][place] for rank, place in self._owners]
+
+    def own(self, of_chunks: Sequence[Tensor]) -> Tensor:
+        """Return the tensors of this rank's chunks, (p, ...), given those of all chunks in order."""
+        return torch.stack([of_chunks[number] for number in self._chunks])
+
+
+def _of_first_document(before_BwX: Tensor, documents_BT: Tensor, first: int) -> Tensor:
+    """Set tokens before a chunk to zero if their document is not that of the chunk's first token."""
+    known_Bw = documents_BT[:, max(0, first - before_BwX.size(1)) : first]
+    is_same_Bw = known_Bw == documents_BT[:, first, None]
+    # before the row, all is zero already
+    is_same_Bw = functional.pad(is_same_Bw, (before_BwX.size(1) - known_Bw.size(1), 0))
+    return before_BwX * is_same_Bw.unsqueeze(-1)
+
+
+class _IncomingStates(torch.autograd.Function):
+    """Compute the incoming state of this rank's chunks from A and B of all chunks. Both passes are collectives."""
+
+    @staticmethod
+    def forward(ctx: Any, factors_pBNHH: Tensor, offsets_pBNHV: Tensor, core: SplitRecurrenceCore) -> Tensor:
+        H = factors_pBNHH.size(-1)
+        states = [torch.zeros_like(offsets_pBNHV[0])]
+        for both in core.gather(torch.cat((factors_pBNHH, offsets_pBNHV), dim=-1))[:-1]:
+            factor, offset = both.tensor_split((H,), dim=-1)
+            states.append(factor @ states[-1] + offset)
+        own_states_pBNHV = core.own(states)
+        ctx.core = core
+        ctx.save_for_backward(factors_pBNHH, own_states_pBNHV)
+        return own_states_pBNHV
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        factors_pBNHH, own_states_pBNHV = ctx.saved_tensors
+        H = factors_pBNHH.size(-1)
+        # The state after chunk i is the incoming state of chunk i + 1, whose gradient has two parts: that of its
+        # own outputs, and that of the states after it.
+        after = torch.zeros_like(gradients[0][0])
+        of_outgoing = []
+        for both in reversed(ctx.core.gather(torch.cat((factors_pBNHH, gradients[0]), dim=-1))):
+            factor, of_outputs = both.tensor_split((H,), dim=-1)
+            of_outgoing.append(after)
+            after = of_outputs + factor.mT @ after
+        d_offsets = ctx.core.own(of_outgoing[::-1])
+        return d_offsets @ own_states_pBNHV.mT, d_offsets, None
+
+
+class _Before(torch.autograd.Function):
+    """Exchange the last tokens of chunks for the tokens before chunks. Both passes are collectives.
+
+    ``known`` is the number of tokens of a chunk, if it is shorter than what a chunk looks back to. The last tokens then
+    begin with zeros.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ends_pBwX: Tensor, known: int, core: SplitRecurrenceCore) -> Tensor:
+        count = ends_pBwX.size(2)
+        ctx.known = known
+        ctx.core = core
+        ends = [end[:, count - known :] for end in core.gather(ends_pBwX)]
+        before = [torch.zeros_like(ends_pBwX[0])]
+        for end in ends[:-1]:
+            before.append(torch.cat((before[-1], end), dim=1)[:, known:])
+        return core.own(before)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        known = ctx.known
+        count = gradients[0].size(2)
+        # the reverse of forward: what a chunk reads belongs to the chunk before it, or was passed on by it
+        passed_on = torch.zeros_like(gradients[0][0])
+        of_ends = []
+        for gradient in reversed(ctx.core.gather(gradients[0])):
+            of_ends.append(functional.pad(passed_on[:, count - known :], (0, 0, count - known, 0)))
+            earlier = functional.pad(passed_on[:, : count - known], (0, 0, known, 0))
+            passed_on = gradient + earlier
+        return ctx.core.own(of_ends[::-1]), None, None
