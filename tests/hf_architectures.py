@@ -228,7 +228,9 @@ def _folder(name: str, changes: tuple[tuple[str, Any], ...]) -> Path:
 
     cls = getattr(transformers, ARCHITECTURES[name][0])
     torch.manual_seed(0)
-    model = cls(hf_config(name, **dict(changes)))
+    # configs of transformers reject tuples in the place of lists
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in changes}
+    model = cls(hf_config(name, **values))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.randn_like(parameter) * 0.1
@@ -242,6 +244,6 @@ def hf_folder(name: str, **changes: Any) -> Path:
 
     Args:
         name: a key of ARCHITECTURES.
-        changes: other values of the config's fields. They must be hashable.
+        changes: other values of the config's fields. They must be hashable, so a list is given as a tuple.
     """
     return _folder(name, tuple(sorted(changes.items())))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,49 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardtrain.config import stages
+from shardtrain.config.schema import Parallelism
 from shardtrain.layout import Layout, matches
 from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 _TOKENS = 4
+
+
+@dataclass(frozen=True)
+class ChainNames:
+    """Paths of the modules of a chain, in the order of the forward pass.
+
+    Attributes:
+        first: modules of the first stage only.
+        layers: path of the container of the layers.
+        layer_names: keys of the layers in the container.
+        last: modules of the last stage only.
+    """
+
+    first: tuple[str, ...]
+    layers: str
+    layer_names: tuple[str, ...]
+    last: tuple[str, ...]
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of all modules."""
+        return [*self.first, *(f"{self.layers}.{name}" for name in self.layer_names), *self.last]
+
+    def per_stage(self, parallelism: Parallelism) -> list[list[str]]:
+        """Return the paths of the modules of each stage.
+
+        ``module_fqns_per_model_part`` may omit the prefix ``hf.`` of a network of ``transformers``.
+        """
+        parts = stages.modules_per_stage(parallelism, self.first, self.layers, self.layer_names, self.last)
+        known = set(self.paths)
+        return [[f"hf.{name}" if f"hf.{name}" in known else name for name in part] for part in parts]
+
+
+def names_of(model: nn.Module, layout: Layout) -> ChainNames:
+    """Return the names of a model with a layout."""
+    return ChainNames(layout.first, layout.layers, tuple(getattr(model, layout.layers)), layout.last)
 
 
 class Absent(nn.Identity):
@@ -64,12 +103,6 @@ def _refusal(degree: int, rule: str, fix: str) -> ConfigError:
     return ConfigError(Problem(option, degree, f"needs a forward that is a chain: {rule}", fix))
 
 
-def _module_names(model: nn.Module, layout: Layout) -> list[str]:
-    """Names of the modules of the chain, in the order of LAYOUT."""
-    layers = [f"{layout.layers}.{name}" for name in getattr(model, layout.layers)]
-    return [*layout.first, *layers, *layout.last]
-
-
 class _ChainTrace:
     """One forward pass on the meta device, in which each module must receive the output object of the
     previous one.
@@ -83,7 +116,7 @@ class _ChainTrace:
         self._model = copy.deepcopy(model)
         self._layout = layout
         self._degree = degree
-        self._names = _module_names(self._model, layout)
+        self._names = names_of(self._model, layout).paths
         self._modules = {name: self._model.get_submodule(name) for name in self._names}
         self._forwards = {name: module.forward for name, module in self._modules.items()}
         named_parameters = self._model.named_parameters(remove_duplicate=False)
@@ -191,7 +224,7 @@ class _ChainTrace:
             raise self._refusal(f"{name} returns a {type(out).__name__}, not only x", "return one tensor")
         own_ids = {id(parameter) for parameter in self._modules[name].parameters()}
         own_ids.add(id(x))
-        for leaf in _autograd_leaves(out):
+        for leaf in autograd_leaves(out):
             if id(leaf) in own_ids:
                 continue
             source = self._output_names.get(id(leaf)) or self._parameter_names.get(id(leaf))
@@ -203,7 +236,7 @@ def _return_input(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
-def _autograd_leaves(out: Tensor) -> Iterator[Tensor]:
+def autograd_leaves(out: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors of a tensor's autograd graph: tensors without history that require a
     gradient.
     """
@@ -231,7 +264,7 @@ def _compare_stages(
     layer in a loop, differ between a stage and the full model.
     """
     try:
-        expected = _extra_arguments(model, layout, _module_names(model, layout), features)
+        expected = _extra_arguments(model, layout, names_of(model, layout).paths, features)
     except Exception:  # a forward that does not run on a CPU fails in the first step, if at all
         return
     for part in parts:
@@ -242,7 +275,7 @@ def _compare_stages(
             rule = f"it fails with only {part[0]} to {part[-1]}: {type(error).__name__}: {first_line}"
             raise _refusal(degree, rule, "pass only x along the chain, and name layers by their keys") from None
         for name, arguments in actual.items():
-            if not _equal(arguments, expected[name]):
+            if not are_equal(arguments, expected[name]):
                 rule = (
                     f"{name} receives different arguments in its stage than in the full model, for example from "
                     "enumerate(layers)"
@@ -299,7 +332,7 @@ def _extra_arguments(
     return recorded
 
 
-def _equal(one: list[Any], other: list[Any]) -> bool:
+def are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """True if all tensors and plain values are equal. Values of other classes are not compared."""
     if len(one) != len(other):
         return False

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -27,7 +28,8 @@ from torch.distributed.pipelining.schedules import (
 
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import chain, expert_parallel, fsdp
+from shardtrain.distributed import chain, expert_parallel, fsdp, hf_stages
+from shardtrain.distributed.chain import ChainNames
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.mesh import Mesh
@@ -48,13 +50,39 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     Raises:
         ConfigError: ``module_fqns_per_model_part`` does not cover the model, or its forward is not a chain.
     """
-    layers: nn.ModuleDict = getattr(model, layout.layers)
-    parts = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, list(layers), layout.last)
-    _check_parts(parts, layout, list(layers))
     # before the cut, because a forward that is not a chain would silently compute something else in stages
-    chain.check(model, layout, parts, mesh.size(AXIS))
+    parts = check(model, layout, config)
     own_modules = [set(parts[index]) for index in _own_stages(mesh, config, len(parts))]
+    if hf_stages.is_hf(model):
+        hf_chain = hf_stages.trace(model)
+        return [hf_stages.cut(copy.deepcopy(model), hf_chain, modules) for modules in own_modules]
     return [stage(copy.deepcopy(model), layout, modules) for modules in own_modules]
+
+
+def check(model: nn.Module, layout: Layout, config: Config) -> list[list[str]]:
+    """Return the names of the modules of each stage.
+
+    Raises:
+        ConfigError: ``module_fqns_per_model_part`` does not cover the model, or its forward is not a chain.
+    """
+    if hf_stages.is_hf(model):
+        hf_chain = hf_stages.trace(model)
+        parts = hf_chain.names.per_stage(config.parallelism)
+        _check_parts(parts, hf_chain.names)
+        hf_stages.check(model, hf_chain, parts)
+        return parts
+    names = chain.names_of(model, layout)
+    parts = names.per_stage(config.parallelism)
+    _check_parts(parts, names)
+    chain.check(model, layout, parts, config.parallelism.pipeline_parallel_degree)
+    return parts
+
+
+def chain_names(model: nn.Module, layout: Layout) -> ChainNames:
+    """Return the names of a model's modules in the order of its forward."""
+    if hf_stages.is_hf(model):
+        return hf_stages.trace(model).names
+    return chain.names_of(model, layout)
 
 
 def stage(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
@@ -78,14 +106,13 @@ def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[i
     return stages.stages_of_rank(name, rank, mesh.size(AXIS), num_stages)
 
 
-def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str]) -> None:
+def _check_parts(parts: list[list[str]], names: ChainNames) -> None:
     """Raise ConfigError unless the stages contain each module of the model once, in order."""
-    names = [name for part in parts for name in part]
-    layers = [f"{layout.layers}.{name}" for name in layer_names]
-    expected = [*layout.first, *layers, *layout.last]
-    if names == expected:
+    found = [name for part in parts for name in part]
+    expected = names.paths
+    if found == expected:
         return
-    differences = sorted(set(expected) ^ set(names)) or "the order"
+    differences = sorted(set(expected) ^ set(found)) or "the order"
     option = "parallelism.module_fqns_per_model_part"
     fix = f"name each once, in this order: {', '.join(expected)}"
     raise ConfigError(Problem(option, None, f"does not cover the model: {differences}", fix))
@@ -137,19 +164,22 @@ class PipelineRunner(Runner):
         super().__init__(parts)
         config = parts.config
         mesh = parts.mesh
-        layer_names = list(getattr(whole, layout.layers))
-        num_stages = stages.num_stages(config.parallelism, len(layer_names))
+        names = chain_names(whole, layout)
+        num_stages = stages.num_stages(config.parallelism, len(names.layer_names))
         self._indices = _own_stages(mesh, config, num_stages)
         self._last = num_stages - 1
-        modules = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, layer_names, layout.last)
+        modules = names.per_stage(config.parallelism)
         # stage -> index of its rank on the axis pp
         ranks: dict[int, int] = {}
         for rank in range(mesh.size(AXIS)):
             ranks |= dict.fromkeys(_stages_of(rank, mesh, config, num_stages), rank)
-        self._ties = TiedStages(tied_names(whole), modules, [ranks[index] for index in range(num_stages)], mesh)
+        self.ranks_of_stages = [ranks[index] for index in range(num_stages)]
+        self._ties = TiedStages(tied_names(whole), modules, self.ranks_of_stages, mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
+        self._features = hidden
+        self._vocab_size = vocab_size
         # With recomputation, compute gradients of weights together with those of inputs. Separately,
         # PyTorch would compute them for each group of weights, and each time recompute the layer and keep
         # its activations.
@@ -169,6 +199,22 @@ class PipelineRunner(Runner):
             )
             self._stages.append(new_stage)
         self._schedule = self._build_schedule()
+
+    @property
+    def indices(self) -> list[int]:
+        """Numbers of this rank's stages."""
+        return self._indices
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Data type of the tensors that stages exchange."""
+        return getattr(torch, derived.compute_dtype(self._config))  # type: ignore[no-any-return]
+
+    def output_shape(self, index: int, rows: int, tokens: int) -> tuple[int, ...]:
+        """Return the shape of the output of a stage for this rank's part of some sequences."""
+        if index == self._last:
+            return rows, tokens, _vocabulary_columns(self._vocab_size, self._mesh, self._config)
+        return rows, tokens // self._mesh.size("tp"), self._features
 
     @property
     def has_loss(self) -> bool:
@@ -249,6 +295,48 @@ class PipelineRunner(Runner):
         return kind(self._stages, **options)
 
 
+class AllStages(nn.Module):
+    """The full model for a forward pass without gradients: each rank computes its stages and sends their outputs to
+    all others. Slow, for tests of a few tokens.
+
+    Attributes:
+        config_name, hf: those of a network of ``transformers``.
+    """
+
+    def __init__(self, runner: PipelineRunner) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(runner.parts)
+        self.config_name = getattr(runner.parts[0], "config_name", "")
+        self._runner = runner
+
+    @property
+    def hf(self) -> Any:
+        """The network of ``transformers`` of this rank's first stage."""
+        return self.parts[0].hf
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, **documents: Tensor) -> Tensor:
+        """Return this tensor-parallel rank's columns of the logits, on every pipeline rank (a collective)."""
+        x = tokens_BT
+        for index, rank in enumerate(self._runner.ranks_of_stages):
+            shape = self._runner.output_shape(index, *tokens_BT.shape)
+            x = self._run(index, rank, x, shape, positions_BT, documents)
+        for part in self.parts:
+            fsdp.free_gathered(part)
+        return x
+
+    def _run(
+        self, index: int, rank: int, x: Tensor, shape: tuple[int, ...], positions: Tensor, documents: Any
+    ) -> Tensor:
+        if index in self._runner.indices:
+            part = self.parts[self._runner.indices.index(index)]
+            out = part(x, positions, **documents).contiguous()
+        else:
+            out = torch.empty(shape, dtype=self._runner.activation_dtype, device=positions.device)
+        group = self._runner.model_parts.mesh.group(AXIS)
+        dist.broadcast(out, dist.get_global_rank(group, rank), group)
+        return out  # type: ignore[no-any-return]
+
+
 def _input(index: int, hidden: int, mesh: Mesh, config: Config) -> Tensor:
     """Return a stage's input without memory: tokens, or activations (batch, tokens of this rank, hidden)."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -264,11 +352,15 @@ def _output(is_last: bool, hidden: int, vocab_size: int, mesh: Mesh, config: Con
     tokens = _local_tokens(mesh, config)
     if not is_last:
         return _activation(rows, tokens // mesh.size("tp"), hidden, config)
-    columns = vocab_size
-    if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
-        per_rank = -(-vocab_size // mesh.size("tp"))
-        columns = min(per_rank, vocab_size - per_rank * mesh.rank("tp"))
-    return _activation(rows, tokens, columns, config)
+    return _activation(rows, tokens, _vocabulary_columns(vocab_size, mesh, config), config)
+
+
+def _vocabulary_columns(vocab_size: int, mesh: Mesh, config: Config) -> int:
+    """Return the number of columns of this rank's logits."""
+    if mesh.size("tp") == 1 or config.parallelism.disable_loss_parallel:
+        return vocab_size
+    per_rank = -(-vocab_size // mesh.size("tp"))
+    return min(per_rank, vocab_size - per_rank * mesh.rank("tp"))
 
 
 def _activation(rows: int, tokens: int, features: int, config: Config) -> Tensor:
@@ -285,6 +377,8 @@ def _hidden_size(whole: nn.Module, layout: Layout) -> int:
 
     Runs the model on the meta device until its first layer, and reads the shape of that layer's input.
     """
+    if hf_stages.is_hf(whole):
+        return hf_stages.trace(whole).features
     first_layer = next(iter(getattr(whole, layout.layers).values()))
     handle = first_layer.register_forward_pre_hook(_stop_at_first_layer)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")

@@ -162,7 +162,8 @@ class Model(nn.Module):
         """
         self._move_constants(tokens_BT.device)
         config = self.hf.config
-        inputs = {"input_ids": tokens_BT}
+        # later pipeline stages receive activations
+        inputs = {"inputs_embeds" if tokens_BT.is_floating_point() else "input_ids": tokens_BT}
         pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
         if documents_BT is not None:
             # No attention mask is passed: transformers finds documents by the positions that restart at 0

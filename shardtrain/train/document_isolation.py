@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shardtrain import models
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.pipeline_parallel import AllStages, PipelineRunner
 from shardtrain.hf.as_is import is_as_is
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -35,7 +36,10 @@ rounding in float32 or bfloat16 remains. If the network ignores the mask, the ra
 
 def check_run(run: Run) -> None:
     """Call ``check`` for the model of a run, and for its frozen teacher if it is a transformers network."""
-    check(run.runner.parts[0], models.find(run.config.model.name), run.mesh)
+    model = run.runner.parts[0]
+    if isinstance(run.runner, PipelineRunner):
+        model = AllStages(run.runner)
+    check(model, models.find(run.config.model.name), run.mesh)
     teacher = getattr(run.runner, "teacher", None)
     if teacher is not None and hasattr(teacher, "hf"):
         check(teacher, models.find("transformers"), run.mesh)
@@ -58,7 +62,8 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
         raise ConfigError(Problem(OPTION, None, rule, fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
     # distinct tokens that are the same on all ranks
-    columns_1T = torch.arange(_FIRST_LENGTH + _SECOND_LENGTH, device=embedding.device)[None]
+    device = next(model.parameters()).device  # a stage may lack the embedding
+    columns_1T = torch.arange(_FIRST_LENGTH + _SECOND_LENGTH, device=device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(embedding.shape[0])
     documents_1T = (columns_1T >= _FIRST_LENGTH).long()
     positions_1T = columns_1T - documents_1T * _FIRST_LENGTH

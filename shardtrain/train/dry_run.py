@@ -262,6 +262,9 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
     def present(names: Iterable[str]) -> list[str]:
         return [name for name in names if not isinstance(getattr(part, name), nn.Identity)]
 
+    # a stage of a transformers network, whose modules have no place in a layout
+    if hasattr(part, "stage_paths"):
+        return _in_ranges(part.stage_paths, set(getattr(part, layout.layers)))  # type: ignore[arg-type]
     names = present(layout.first)
     layers = list(getattr(part, layout.layers))
     if len(layers) > 1:
@@ -269,6 +272,17 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
     elif layers:
         names.append(f"{layout.layers}.{layers[0]}")
     return ", ".join(names + present(layout.last))
+
+
+def _in_ranges(paths: Sequence[str], layers: set[str]) -> str:
+    """Describe the modules of a stage, with its layers as one range."""
+    names = [path for path in paths if path not in layers]
+    own_layers = [path for path in paths if path in layers]
+    text = own_layers[0]
+    if len(own_layers) > 1:
+        text += f" to {own_layers[-1].rpartition('.')[2]}"
+    names.insert(paths.index(own_layers[0]), text)
+    return ", ".join(names)
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:

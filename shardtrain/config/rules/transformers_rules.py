@@ -77,7 +77,6 @@ def _read(folder: str) -> Mapping[str, Any] | str:
 
 def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
     reasons = {
-        "pipeline_parallel_degree": "its forward is not a chain of modules that could be cut into stages",
         "context_parallel_degree": "its attention is inside its blocks and cannot be split over the sequence",
         "expert_parallel_degree": "its experts are its own modules, which are not dealt out to ranks",
     }

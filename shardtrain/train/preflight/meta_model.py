@@ -12,7 +12,7 @@ from torch import nn
 from shardtrain import distributed, models, optim, tasks
 from shardtrain.config import stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import fake_backend, float8_modules
+from shardtrain.distributed import fake_backend, float8_modules, hf_stages, pipeline_parallel
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import SPLIT_STYLES, Layout, style_of
 from shardtrain.lora import quantize, spec
@@ -117,8 +117,9 @@ def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
     degree = p.pipeline_parallel_degree
     if degree == 1 or not layout.layers:
         return
-    layers: nn.ModuleDict = getattr(model, layout.layers)
-    parts = stages.modules_per_stage(p, layout.first, layout.layers, list(layers), layout.last)
+    parts = pipeline_parallel.chain_names(model, layout).per_stage(p)
+    if hf_stages.is_hf(model):
+        pipeline_parallel.check(model, layout, config)
     trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
     schedule = stages.schedule_name(p.pipeline_parallel_schedule) or ""
     for rank in range(degree):

@@ -1,0 +1,503 @@
+"""Pipeline stages of a ``transformers`` network: its own forward runs in every stage, without the layers of the others.
+
+A stage keeps the list of layers at its full length, so every index, pattern and mask of the architecture stays the one
+of the full model. ``_OtherLayer`` takes the place of a layer of another stage. The last one before the stage's own
+layers returns the received activations, and the first one behind them ends the forward pass. Code between the tokens
+and the first layer therefore runs in every stage, and provides masks and position embeddings. Its result for the
+residual stream is only used in the first stage.
+
+``trace`` finds which modules run before and behind the layers, and rejects networks that are not a chain.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardtrain.distributed import chain
+from shardtrain.distributed.chain import ChainNames
+from shardtrain.utils.errors import ConfigError, Problem
+
+_OPTION = "parallelism.pipeline_parallel_degree"
+_TOKENS = 16
+_HIDDEN = "hidden_states"
+"""Name of the argument of a layer that is the residual stream."""
+_FIX = "set it to 1 and use data_parallel_shard_degree"
+
+
+def is_hf(model: nn.Module) -> bool:
+    """True if the model is a network of ``transformers`` (``model.name = "transformers"``)."""
+    return hasattr(model, "hf")
+
+
+@dataclass(frozen=True)
+class HFChain:
+    """Facts about a network's forward.
+
+    Attributes:
+        names: the modules with parameters or buffers, in the order of the forward pass.
+        features: size of the residual stream.
+        outputs: number of values in the tuple that a layer returns. 0 if it returns a tensor.
+    """
+
+    names: ChainNames
+    features: int
+    outputs: int
+
+
+def trace(model: nn.Module) -> HFChain:
+    """Run a network on the meta device, and return the order of its modules.
+
+    Raises:
+        ConfigError: a stage would repeat or miss a computation of the network.
+    """
+    if model not in _chains:
+        _chains[model] = _Trace(model).run()
+    return _chains[model]
+
+
+_chains: WeakKeyDictionary[nn.Module, HFChain] = WeakKeyDictionary()
+"""Results of ``trace``, which several steps of a start ask for."""
+
+
+class _EndOfStage(Exception):
+    """Ends the forward pass of a stage, with its output."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class _Reading(nn.Module):
+    """A module without parameters in the place of another one, whose attributes it has.
+
+    Forwards read attributes of layers and embeddings, such as ``attention_type``.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["original"] = original  # not as a submodule, because its parameters are not in this stage
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "original" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["original"], name)
+
+
+class _OtherLayer(_Reading):
+    """A layer of another stage.
+
+    Attributes:
+        outputs: see ``HFChain``.
+        received: activations that the previous stage sent, for the last layer before the stage's own layers.
+        ends: True for the first layer behind the stage's own layers.
+    """
+
+    def __init__(self, original: nn.Module, outputs: int) -> None:
+        super().__init__(original)
+        self.outputs = outputs
+        self.received: Tensor | None = None
+        self.ends = False
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the residual stream unchanged, replace it by the received one, or end the stage."""
+        hidden = arguments[0] if arguments else keywords[_HIDDEN]
+        if self.ends:
+            raise _EndOfStage(hidden)
+        if self.received is not None:
+            hidden = self.received
+        return _layer_output(hidden, self.outputs)
+
+
+class _OtherEnd(_Reading, chain.Absent):
+    """A module before or behind the layers that is in another stage. Returns zeros in the shape of its output."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compute the shape on the meta device. The result is not part of the stage's output."""
+        tensors = [value for value in tree_leaves([arguments, keywords]) if isinstance(value, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        floats = [value.dtype for value in tensors if value.is_floating_point()]
+        arguments, keywords = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (arguments, keywords))
+        with torch.no_grad():
+            out = self.__dict__["original"](*arguments, **keywords)
+
+        def zeros(tensor: Tensor) -> Tensor:
+            dtype = floats[0] if floats and tensor.is_floating_point() else tensor.dtype
+            return torch.zeros(tensor.shape, dtype=dtype, device=device)
+
+        return tree_map_only(Tensor, zeros, out)
+
+
+def _layer_output(hidden: Tensor, outputs: int) -> Any:
+    if outputs == 0:
+        return hidden
+    return (hidden, *[None] * (outputs - 1))
+
+
+def cut(model: Any, hf_chain: HFChain, keep: set[str]) -> nn.Module:
+    """Turn a network into one of its stages, in place. Only the modules named in ``keep`` stay."""
+    names = hf_chain.names
+    for path in (*names.first, *names.last):
+        if path not in keep:
+            model.set_submodule(path, _OtherEnd(_meta_copy(model.get_submodule(path))))
+    own = [index for index, name in enumerate(names.layer_names) if f"{names.layers}.{name}" in keep]
+    for index, name in enumerate(names.layer_names):
+        if index not in own:
+            path = f"{names.layers}.{name}"
+            model.set_submodule(path, _OtherLayer(_meta_copy(model.get_submodule(path)), hf_chain.outputs))
+    model.blocks = {path: layer for path, layer in model.blocks.items() if path in keep}
+    model.stage_paths = [path for path in names.paths if path in keep]
+    _keep_own_constants(model)
+    _connect(model, [model.get_submodule(f"{names.layers}.{name}") for name in names.layer_names], own)
+    return model  # type: ignore[no-any-return]
+
+
+def _meta_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that shares no parameter with the network, with constants on the meta device, too."""
+    copied = copy.deepcopy(module).to("meta")
+    for owner in copied.modules():
+        for key, value in vars(owner).items():
+            if isinstance(value, Tensor):  # a buffer that ``models.transformers`` has made an attribute
+                owner.__dict__[key] = value.to("meta")
+    return copied
+
+
+def _keep_own_constants(model: Any) -> None:
+    """Forget the constants of modules that have been replaced."""
+    modules = set(model.modules())
+    model._constants = [(owner, name) for owner, name in model._constants if owner in modules and name in vars(owner)]
+
+
+def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> None:
+    """Make the layers around the stage's own layers ``own`` receive and end, and replace the model's forward."""
+    before = layers[own[0] - 1] if own[0] > 0 else None
+    if own[-1] + 1 < len(layers):
+        layers[own[-1] + 1].ends = True  # type: ignore[assignment]
+    model.forward = partial(_run_stage, model.forward, before)
+
+
+def _run_stage(forward: Callable[..., Tensor], before: Any, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    """Return the output of a stage: activations, or the logits."""
+    if before is not None:
+        before.received = x
+    try:
+        return forward(x, *arguments, **keywords)
+    except _EndOfStage as end:
+        # the schedules detach outputs in place, which autograd rejects for views (torch 2.13)
+        return end.hidden.clone() if end.hidden._is_view() else end.hidden
+    finally:
+        if before is not None:
+            before.received = None
+
+
+def _refusal(model: Any, rule: str) -> ConfigError:
+    return ConfigError(Problem(_OPTION, None, f"cannot cut {model.config_name} into stages: {rule}", _FIX))
+
+
+class _Trace:
+    """One forward pass in which each layer must receive the output of the previous one.
+
+    The layers run on the meta device. The code around them runs on a CPU, because masks depend on numbers. The modules
+    before and behind the layers are not computed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._original = model
+        self._path, self._layer_names = self._find_layers()
+        self._layers = [self._copied_layer(name) for name in self._layer_names]
+        self._parameter_names = self._names_of_parameters()
+        self._num_layers_called = 0
+        self._calls: dict[str, list[int]] = {}
+        """Path of a module outside the layers -> number of layers that had run at each of its calls."""
+        self._x: Tensor | None = None
+        self._features = 0
+        self._outputs: int | None = None
+
+    def run(self) -> HFChain:
+        """Trace the forward pass.
+
+        Raises:
+            ConfigError: the forward is not a chain.
+        """
+        outside = self._modules_outside_layers()
+        model = self._model_without_parameters(outside)
+        tokens = torch.full((1, _TOKENS), _token(model))
+        try:
+            with torch.enable_grad():
+                model(tokens)
+        except ConfigError:
+            raise
+        except Exception as error:  # a network may raise any exception
+            first_line = (str(error).splitlines() or [""])[0]
+            raise self._refusal(f"its forward fails in a trial ({type(error).__name__}: {first_line})") from None
+        if self._num_layers_called < len(self._layers):
+            raise self._refusal(f"it does not call {self._layer_path(self._num_layers_called)}")
+        first, last = self._ends(outside)
+        names = ChainNames(first, self._path, tuple(self._layer_names), last)
+        return HFChain(names, self._features, self._outputs or 0)
+
+    def _refusal(self, rule: str) -> ConfigError:
+        return _refusal(self._original, rule)
+
+    def _find_layers(self) -> tuple[str, list[str]]:
+        """Return the path of the list of layers, and the keys in it."""
+        model = self._original
+        if model.kind == "sequence_to_sequence":
+            raise self._refusal("the layers of its decoder read the output of the encoder")
+        lists: dict[str, list[str]] = {}
+        for path in model.blocks:
+            owner, _, key = path.rpartition(".")
+            lists.setdefault(owner, []).append(key)
+        if len(lists) > 1:
+            raise self._refusal(f"it has several lists of layers: {', '.join(lists)}")
+        if "inputs_embeds" not in inspect.signature(model.hf.forward).parameters:
+            raise self._refusal("its forward takes no inputs_embeds")
+        return next(iter(lists.items()))
+
+    def _layer_path(self, index: int) -> str:
+        return f"{self._path}.{self._layer_names[index]}"
+
+    def _copied_layer(self, name: str) -> nn.Module:
+        layer = _meta_copy(self._original.get_submodule(f"{self._path}.{name}"))
+        # adapters freeze parameters, and the trace needs the graph of every parameter
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        for module in layer.modules():
+            if _is_experts(module):
+                module.forward = _first_input  # type: ignore[method-assign]
+        return layer
+
+    def _names_of_parameters(self) -> dict[int, str]:
+        names = {}
+        for key, layer in zip(self._layer_names, self._layers, strict=True):
+            for name, parameter in layer.named_parameters():
+                names[id(parameter)] = f"{self._path}.{key}.{name}"
+        return names
+
+    def _modules_outside_layers(self) -> list[str]:
+        """Return the paths of the modules that own the parameters and buffers outside the layers."""
+        model = self._original
+        paths: list[str] = []
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        for name, _ in tensors:
+            if name.startswith(f"{self._path}."):
+                continue
+            owner = name.rpartition(".")[0]
+            if f"{self._path}.".startswith(f"{owner}."):
+                raise self._refusal(f"{name} belongs to no module before or behind the layers")
+            if owner not in paths:
+                paths.append(owner)
+        # a module inside another one of the list is not called on its own behalf
+        return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+
+    def _model_without_parameters(self, outside: Sequence[str]) -> Any:
+        """Return a copy of the model with all modules that have parameters replaced."""
+        memo: dict[int, Any] = {}
+        for path in outside:
+            module = self._original.get_submodule(path)
+            memo[id(module)] = _TracedEnd(_meta_copy(module), partial(self._record_call, path))
+        for index, name in enumerate(self._layer_names):
+            layer = self._original.get_submodule(f"{self._path}.{name}")
+            memo[id(layer)] = _TracedLayer(layer, partial(self._call_layer, index))
+        copied = copy.deepcopy(self._original, memo)
+        _keep_own_constants(copied)
+        return copied
+
+    def _record_call(self, path: str) -> None:
+        self._calls.setdefault(path, []).append(self._num_layers_called)
+
+    def _ends(self, outside: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Divide the modules outside the layers by the time of their calls."""
+        first = []
+        last = []
+        for path in outside:
+            calls = self._calls.get(path)
+            if calls is None:
+                raise self._refusal(f"the parameters of {path} are used without calling the module")
+            if set(calls) == {0}:
+                first.append(path)
+            elif set(calls) == {len(self._layers)}:
+                last.append(path)
+            else:
+                raise self._refusal(f"{path} is called between the layers")
+        order = list(self._calls)
+        return tuple(sorted(first, key=order.index)), tuple(sorted(last, key=order.index))
+
+    def _call_layer(self, index: int, *arguments: Any, **keywords: Any) -> Any:
+        path = self._layer_path(index)
+        if index != self._num_layers_called:
+            raise self._refusal(f"{path} is not called once, in the order of its list")
+        hidden, others = _split_arguments(arguments, keywords)
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3:
+            raise self._refusal(f"the first argument of {path} is not one tensor of activations")
+        if self._x is not None and hidden is not self._x:
+            raise self._refusal(f"the input of {path} is not the output of the previous layer unchanged")
+        tensors = [value for value in tree_leaves(others) if isinstance(value, Tensor)]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise self._refusal(f"{path} receives outputs of other modules in addition to {_HIDDEN}")
+        self._features = hidden.size(-1)
+        x = torch.empty_like(hidden, device="meta").requires_grad_()
+        moved: dict[int, Tensor] = {id(hidden): x}
+
+        def move(tensor: Tensor) -> Tensor:
+            return moved.setdefault(id(tensor), tensor.to("meta"))
+
+        meta_arguments, meta_keywords = tree_map_only(Tensor, move, (arguments, keywords))
+        with torch.device("meta"):
+            out = self._layers[index](*meta_arguments, **meta_keywords)
+        if len(tree_leaves([meta_arguments, meta_keywords])) != len(tree_leaves([arguments, keywords])):
+            raise self._refusal(f"{path} writes into a container that other layers receive")
+        self._check_output(index, x, out)
+        # a leaf, so that the graph of the next output ends at this tensor
+        self._x = torch.zeros_like(hidden).requires_grad_()
+        self._num_layers_called += 1
+        return _layer_output(self._x, self._outputs or 0)
+
+    def _check_output(self, index: int, x: Tensor, out: Any) -> None:
+        path = self._layer_path(index)
+        outputs = len(out) if isinstance(out, tuple) else 0
+        out_hidden = out[0] if isinstance(out, tuple) else out
+        if not isinstance(out_hidden, Tensor) or out_hidden.shape != x.shape:
+            raise self._refusal(f"{path} does not return activations in the shape of its input")
+        if self._outputs not in (None, outputs):
+            raise self._refusal(f"{path} returns another number of values than the layers before")
+        self._outputs = outputs
+        own_ids = {id(parameter) for parameter in self._layers[index].parameters()}
+        own_ids.add(id(x))
+        for leaf in chain.autograd_leaves(out_hidden):
+            if id(leaf) not in own_ids:
+                source = self._parameter_names.get(id(leaf), "a state of another layer")
+                raise self._refusal(f"{path} reads {source} in addition to {_HIDDEN}")
+
+
+class _TracedEnd(_OtherEnd):
+    """A module before or behind the layers that reports its calls, and whose output counts as computed."""
+
+    def __init__(self, original: nn.Module, report: Callable[[], None]) -> None:
+        super().__init__(original)
+        self._report = report
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return zeros that require a gradient."""
+        self._report()
+        out = super().forward(*arguments, **keywords)
+        return tree_map_only(Tensor, lambda tensor: tensor.requires_grad_(tensor.is_floating_point()), out)
+
+
+class _TracedLayer(_Reading):
+    """A layer whose calls go to a function."""
+
+    def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__(original)
+        self._call = call
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call the function."""
+        return self._call(*arguments, **keywords)
+
+
+def _token(model: Any) -> int:
+    """Return a token that is not padding."""
+    return int(model.hf.config.get_text_config().pad_token_id == 0)
+
+
+def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the residual stream, and the other arguments of a layer."""
+    if arguments:
+        return arguments[0], [arguments[1:], keywords]
+    others = {name: value for name, value in keywords.items() if name != _HIDDEN}
+    return keywords.get(_HIDDEN), others
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """True for stacked experts, whose amount of work depends on numbers that meta tensors do not have."""
+    stacked = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+    return len(stacked) > 1
+
+
+def _first_input(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+def check(model: Any, hf_chain: HFChain, parts: Sequence[Sequence[str]]) -> None:
+    """Reject a network whose layers receive other arguments in a stage than in the full model.
+
+    Raises:
+        ConfigError: the message names the layer. Or a stage has no layer.
+    """
+    layer_paths = [f"{hf_chain.names.layers}.{name}" for name in hf_chain.names.layer_names]
+    for index, part in enumerate(parts):
+        if not set(part) & set(layer_paths):
+            rule = f"leaves stage {index} without a layer, and each stage of {model.config_name} needs one"
+            fix = "give each stage a layer"
+            raise ConfigError(Problem("parallelism.module_fqns_per_model_part", None, rule, fix))
+    expected = _recorded(model, hf_chain, set(layer_paths))
+    for part in parts:
+        own = set(part) & set(layer_paths)
+        for path, arguments in _recorded(model, hf_chain, own).items():
+            if not chain.are_equal(arguments, expected[path]):
+                raise _refusal(model, f"{path} receives other arguments in its stage than in the full model")
+
+
+class _Recorder(_OtherLayer):
+    """A layer that notes its arguments and computes nothing."""
+
+    def __init__(self, original: nn.Module, outputs: int) -> None:
+        super().__init__(original, outputs)
+        self.arguments: list[Any] | None = None
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Note the arguments, and return the residual stream unchanged."""
+        hidden, others = _split_arguments(arguments, keywords)
+        self.arguments = tree_leaves(others)
+        return _layer_output(hidden, self.outputs)
+
+
+def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, list[Any]]:
+    """Run a stage with two documents on a CPU, without computing its layers.
+
+    Return the arguments of each layer after the residual stream.
+    """
+    names = hf_chain.names
+    skeleton = _skeleton(model, names, hf_chain.outputs, own_paths)
+    layers: list[Any] = [skeleton.get_submodule(f"{names.layers}.{name}") for name in names.layer_names]
+    own = [index for index, layer in enumerate(layers) if isinstance(layer, _Recorder)]
+    _connect(skeleton, layers, own)
+    columns = torch.arange(_TOKENS).unsqueeze(0)
+    is_second = columns >= _TOKENS // 2
+    positions = columns - is_second * (_TOKENS // 2)
+    x = torch.zeros(1, _TOKENS, hf_chain.features)
+    if own[0] == 0:
+        x = torch.full_like(columns, _token(model))
+    with torch.no_grad():
+        skeleton(x, positions, documents_BT=is_second.long())
+    return {f"{names.layers}.{names.layer_names[index]}": layers[index].arguments for index in own}
+
+
+def _skeleton(model: Any, names: ChainNames, outputs: int, own_paths: set[str]) -> Any:
+    """Return a copy of a network in which no module has parameters."""
+    memo: dict[int, Any] = {}
+    for path in (*names.first, *names.last):
+        module = model.get_submodule(path)
+        memo[id(module)] = _OtherEnd(_meta_copy(module))
+    for name in names.layer_names:
+        path = f"{names.layers}.{name}"
+        layer = model.get_submodule(path)
+        kind = _Recorder if path in own_paths else _OtherLayer
+        memo[id(layer)] = kind(layer, outputs)
+    # deepcopy takes the replacements from its memo, so it copies only what is between them
+    copied = copy.deepcopy(model, memo)
+    _keep_own_constants(copied)
+    return copied

@@ -1,0 +1,260 @@
+"""Pipeline stages of ``transformers`` networks: loss and each gradient are those of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_architectures import ARCHITECTURES, hf_folder
+from ranks import run_ranks
+from tiers import cases
+from tiny import assert_bitwise, make_run, tiny_config, train_whole, whole
+from torch import Tensor
+
+from shardtrain import models
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.distributed import hf_stages
+from shardtrain.ops.dtensor import to_full
+from shardtrain.train import trainer
+from shardtrain.train.resume import resume
+from shardtrain.utils.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
+
+
+def deep_folder(name: str) -> Path:
+    """Return the folder of an architecture with four layers."""
+    fields = ARCHITECTURES[name][1]
+    changes: dict[str, Any] = {"n_layer" if "n_layer" in fields else "num_hidden_layers": 4}
+    for key in _PER_LAYER:
+        if len(fields.get(key, ())) == 2:
+            changes[key] = tuple(fields[key]) * 2
+    return hf_folder(name, **changes)
+
+
+NOT_LOADED = ("qwen3_5_moe", "kimi_linear")
+"""Architectures whose saved names only ``transformers`` can convert, so their random weights are trained."""
+
+
+def hf_tiny(path: Path, output: Path, **sections: Any) -> Config:
+    """Return the tiny configuration of a folder, which loads its weights."""
+    training = {"seq_len": 32, "max_norm": 1e9, "local_batch_size": 4, "global_batch_size": 4}
+    load = {} if path.name in NOT_LOADED else {"initial_load_path": str(path), "initial_load_in_hf": True}
+    merged: dict[str, Any] = {
+        **sections,
+        "job": {"dump_folder": str(output)},
+        "training": {**training, **sections.get("training", {})},
+        "checkpoint": {"enable": True, **load, **sections.get("checkpoint", {})},
+    }
+    config = tiny_config(**merged)
+    model = dataclasses.replace(config.model, name="transformers", flavor="folder", overrides={"path": str(path)})
+    return dataclasses.replace(config, model=model)
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstStep:
+    """Initial weights without a checkpoint, and the first step with the weights of a folder."""
+
+    initial: dict[str, Tensor]
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+
+
+def first_step(rank: int, config: Config) -> FirstStep:
+    run = make_run(rank, config)
+    initial = whole(run)
+    checkpoints = Checkpoints(config)
+    resume(run, checkpoints)
+    checkpoints.close()
+    gradients: dict[str, Tensor] = {}
+    update = run.runner.update
+
+    def keep(optimizer: torch.optim.Optimizer) -> None:
+        for name, parameter in run.runner.parameters().items():
+            if parameter.grad is not None:
+                gradients[name] = to_full(parameter.grad).clone()
+        update(optimizer)
+
+    run.runner.update = keep  # type: ignore[method-assign]
+    outcome = trainer.step(run)
+    assert outcome is not None
+    loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")).item()
+    return FirstStep(initial, loss / outcome.global_tokens, outcome.grad_norm, gradients)
+
+
+def piped(degree: int, schedule: str, **more: Any) -> dict[str, Any]:
+    return {
+        "pipeline_parallel_degree": degree,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+        **more,
+    }
+
+
+def difference(results: list[FirstStep], expected: FirstStep) -> float:
+    """Return the largest relative difference of loss and gradients, after checking names and initial weights."""
+    largest = 0.0
+    names: set[str] = set()
+    scale = max(float(gradient.norm()) for gradient in expected.gradients.values())
+    for result in results:
+        names |= result.initial.keys()
+        for name, weight in result.initial.items():
+            assert_bitwise({name: weight}, {name: expected.initial[name]})
+        largest = max(largest, abs(result.loss - expected.loss) / expected.loss)
+        largest = max(largest, abs(result.grad_norm - expected.grad_norm) / expected.grad_norm)
+        assert result.gradients.keys() == result.initial.keys() & expected.gradients.keys()
+        for name, gradient in result.gradients.items():
+            size = max(float(expected.gradients[name].norm()), 1e-3 * scale)
+            largest = max(largest, float((gradient - expected.gradients[name]).norm()) / size)
+    assert names == expected.initial.keys()
+    return largest
+
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2 1F1B": (2, piped(2, "1F1B")),
+    "pp4 GPipe": (4, piped(4, "GPipe")),
+    "pp2 Interleaved1F1B": (2, piped(2, "Interleaved1F1B")),
+    "pp2 ZBVZeroBubble": (2, piped(2, "ZBVZeroBubble")),
+    "pp2 fsdp2 1F1B": (4, piped(2, "1F1B", data_parallel_shard_degree=2)),
+}
+DEFAULT = [("gemma2", "pp2 ZBVZeroBubble"), ("gpt2", "pp4 GPipe")]
+NIGHTLY = [(name, mesh) for name in ARCHITECTURES for mesh in MESHES if (name, mesh) not in DEFAULT]
+
+
+@pytest.mark.parametrize(("name", "mesh"), cases(DEFAULT, nightly=NIGHTLY))
+def test_stages_have_the_numbers_of_one_process(name: str, mesh: str, tmp_path: Path) -> None:
+    path = deep_folder(name)
+    ranks, degrees = MESHES[mesh]
+    expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
+    results = run_ranks(ranks, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees))
+    assert difference(results, expected) <= 1e-5
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpoint": {"mode": "full"}},
+    "recomputed by operation": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    "adapters": {"lora": {"enable": True, "rank": 4, "alpha": 8.0}},
+}
+
+
+@pytest.mark.parametrize("options", cases(["adapters"], nightly=["recomputed", "recomputed by operation"]))
+def test_options_have_the_numbers_of_one_process(options: str, tmp_path: Path) -> None:
+    path = deep_folder("qwen3")
+    sections = OPTIONS[options]
+    expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one", **sections))[0]
+    config = hf_tiny(path, tmp_path / "piped", parallelism=piped(2, "ZBVZeroBubble"), **sections)
+    assert difference(run_ranks(2, first_step, config), expected) <= 1e-5
+
+
+@pytest.mark.nightly(
+    "names of stages",
+    by="tests/distributed/test_hf_pipeline.py::test_stages_have_the_numbers_of_one_process",
+)
+def test_explicit_stages_use_names_of_transformers(tmp_path: Path) -> None:
+    path = deep_folder("gpt2")
+    names = [f"transformer.h.{index}" for index in range(4)]
+    parts = [["transformer.wte", "transformer.wpe", names[0]], [*names[1:], "transformer.ln_f", "lm_head"]]
+    expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
+    degrees = piped(2, "1F1B", module_fqns_per_model_part=parts)
+    assert (
+        difference(run_ranks(2, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees)), expected) <= 1e-5
+    )
+
+
+def packed_run(path: Path, output: Path, degrees: dict[str, Any]) -> Config:
+    """Return a run over packed documents that saves after two steps and exports its last weights."""
+    file = output.parent / "rows.jsonl"
+    texts = ["one two three four " * (1 + index % 3) + str(index) for index in range(40)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return hf_tiny(
+        path,
+        output,
+        parallelism=degrees,
+        training={"dataset": "jsonl", "dataset_path": str(file), "seq_len": 64, "steps": 3},
+        data={"packing": "first_fit"},
+        checkpoint={"interval": 2, "last_save_in_hf": True},
+        activation_checkpoint={"mode": "full"},
+    )
+
+
+def test_run_over_packed_documents_resumes_without_stages_and_exports_the_same_weights(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    path = deep_folder("gemma2")
+    straight = run_ranks(1, train_whole, packed_run(path, tmp_path / "straight", {}))[0]
+    degrees = piped(2, "Interleaved1F1B")
+    first = run_ranks(2, train_whole, packed_run(path, tmp_path / "cut", degrees), 2)[0]
+    resumed = run_ranks(1, train_whole, packed_run(path, tmp_path / "cut", {}))[0]
+    assert straight.error is None and resumed.error is None and first.error is None
+    assert [*first.losses, *resumed.losses] == pytest.approx(straight.losses, rel=1e-5)
+    piped_run = run_ranks(2, train_whole, packed_run(path, tmp_path / "piped", degrees))[0]
+    assert piped_run.error is None
+    exports = [next((tmp_path / name).rglob("model.safetensors")) for name in ("straight", "piped")]
+    expected, exported = map(load_file, exports)
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exported[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "encoder and decoder": (
+        "T5ForConditionalGeneration",
+        {"vocab_size": 64, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2},
+        "the layers of its decoder read the output of the encoder",
+    ),
+    "one layer for all": (
+        "AlbertForMaskedLM",
+        {
+            "vocab_size": 64,
+            "embedding_size": 8,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+        },
+        "is not called once, in the order of its list",
+    ),
+    "keys and values of another layer": (
+        "Gemma3nForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 4,
+            "laurel_rank": 4,
+        },
+        "cannot cut Gemma3nForCausalLM into stages",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_network_that_is_no_chain_is_rejected_by_name(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    name, fields, message = REFUSED[kind]
+    if not hasattr(transformers, name):
+        pytest.skip("this version does not have the class")
+    config = getattr(transformers, name).config_class
+    config = getattr(config, "sub_configs", {}).get("text_config", config)(**fields, architectures=[name])
+    config.save_pretrained(tmp_path)
+    module = models.find("transformers")
+    model = models.build(module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm"))
+    with pytest.raises(ConfigError) as raised:
+        hf_stages.trace(model)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
