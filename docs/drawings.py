@@ -1,7 +1,7 @@
-"""Drawings of docs/concepts.md, as SVG: python docs/drawings.py [FOLDER].
+"""Drawings of docs/concepts.md and docs/plan.md, as SVG: python docs/drawings.py [FOLDER].
 
 Where possible, their content comes from the package: the order of the mesh's axes, the actions of a pipeline's
-schedule, the order of the data.
+schedule, the order of the data, the memory of a step.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 import svg
 from svg import Canvas
 
+from shardtrain import config
 from shardtrain.data.order import sample_at
 from shardtrain.distributed.mesh import AXES
-from shardtrain.tools.plan import schedule
+from shardtrain.tools.plan import job_sizes, rank_memory, schedule, shapes, stage_memory
 
 FOLDER = Path(__file__).parent / "pictures"
 KINDS = ("a", "b", "c", "d", "e")
@@ -304,6 +305,61 @@ def resharding() -> str:
     return canvas.svg()
 
 
+STEP = (
+    # name of the plan's moment, name in the drawing
+    ("the end of forward", "end of the forward pass"),
+    ("the loss", "loss"),
+    ("backward of the head", "backward of the head"),
+    ("backward of a layer", "backward of the last layer"),
+    ("backward of the first layer", "backward of the first layer"),
+    ("backward of the embedding", "backward of the embedding"),
+)
+PARTS = (("weights", "a"), ("optimizer states", "d"), ("gradients", "e"), ("activations", "c"), ("gathered weights", "b"))
+
+
+def step_memory() -> str:
+    """Draw the memory of a rank at each moment of a step, as ``plan`` counts it."""
+    ranks = 8
+    options = ["--training.global_batch_size", str(ranks), "--activation_checkpoint.mode", "selective"]
+    settings = config.load("llama3_8b", options).config
+    model = shapes.read(settings)
+    job = job_sizes.of_config(settings, ranks, len(model.layers), 1, model.has_experts)
+    rank = rank_memory.of_rank(model, job, 0, None, "cuda")
+    moments = {moment.name: moment for moment in stage_memory.stage_bytes(model, job, 0, "cuda").moments}
+    states = [rank.parameters, rank.optimizer]
+    rows = [("before the step", [*states, 0, 0, 0])]
+    for moment, name in STEP:
+        found = moments[moment]
+        rows.append((name, [*states, found.gradients, found.activations, found.gathered]))
+    rows.append(("update", [*states, rank.gradients, 0, 0]))
+    largest = max(sum(sizes) for _, sizes in rows)
+
+    canvas = Canvas(720, 144 + 34 * len(rows), f"Llama 3 8B on {ranks} GPUs: memory of a GPU in a step, as planned")
+    canvas.text(16, 26, canvas.title, "head")
+    left, width = 216, 390
+    for number, (name, sizes) in enumerate(rows):
+        y = 46 + 34 * number
+        canvas.text(left - 10, y + 17, name, "", "end")
+        x = float(left)
+        for size, (part, kind) in zip(sizes, PARTS, strict=True):
+            length = size / largest * width
+            if length >= 1:
+                canvas.box(x, y, length, 24, kind, f"{part}: {size / 2**30:.1f} GiB")
+            x += length
+        total = sum(sizes)
+        peak = ", the peak" if total == largest else ""
+        canvas.text(x + 8, y + 17, f"{total / 2**30:.1f} GiB{peak}", "small")
+    x = 16.0
+    foot = 68 + 34 * len(rows)
+    for part, kind in PARTS:
+        canvas.box(x, foot, 12, 12, kind)
+        canvas.text(x + 18, foot + 11, part, "small")
+        x += 46 + 6.4 * len(part)
+    canvas.text(16, foot + 38, "The forward pass adds activations; the backward pass frees them and leaves gradients.", "dim")
+    canvas.text(16, foot + 58, "FSDP gathers the weights of one layer at a time, and of two in the backward pass.", "dim")
+    return canvas.svg()
+
+
 ALL = {
     "mesh": mesh,
     "axes": axes,
@@ -311,6 +367,7 @@ ALL = {
     "batch": batch,
     "checkpoint": checkpoint,
     "resharding": resharding,
+    "step_memory": step_memory,
 }
 
 
