@@ -33,6 +33,8 @@ include_patterns = [
 exclude_patterns = ["outputs"]
 html_theme = "furo"
 html_title = f"shardtrain {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 # Set DOCS_REPOSITORY to the address of the repository for a link "edit this page" on each page.
 repository = os.environ.get("DOCS_REPOSITORY", "")
 html_theme_options = (

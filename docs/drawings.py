@@ -314,7 +314,13 @@ STEP = (
     ("backward of the first layer", "backward of the first layer"),
     ("backward of the embedding", "backward of the embedding"),
 )
-PARTS = (("weights", "a"), ("optimizer states", "d"), ("gradients", "e"), ("activations", "c"), ("gathered weights", "b"))
+PARTS = (
+    ("weights", "a"),
+    ("optimizer states", "d"),
+    ("gradients", "e"),
+    ("activations", "c"),
+    ("gathered weights", "b"),
+)
 
 
 def step_memory() -> str:
@@ -355,8 +361,12 @@ def step_memory() -> str:
         canvas.box(x, foot, 12, 12, kind)
         canvas.text(x + 18, foot + 11, part, "small")
         x += 46 + 6.4 * len(part)
-    canvas.text(16, foot + 38, "The forward pass adds activations; the backward pass frees them and leaves gradients.", "dim")
-    canvas.text(16, foot + 58, "FSDP gathers the weights of one layer at a time, and of two in the backward pass.", "dim")
+    canvas.text(
+        16, foot + 38, "The forward pass adds activations; the backward pass frees them and leaves gradients.", "dim"
+    )
+    canvas.text(
+        16, foot + 58, "FSDP gathers the weights of one layer at a time, and of two in the backward pass.", "dim"
+    )
     return canvas.svg()
 
 

@@ -64,7 +64,7 @@ def build(runs: Sequence[RunRecord]) -> str:
     body = [
         f"<h1>{escape(title)}</h1>",
         _summary(runs, names),
-        '<h2>Curves</h2><p class="hint">Drag to zoom, double-click to go back.</p>',
+        '<h2>Curves</h2><p class="hint">Drag to zoom, double-click to go back. Dots mark validations.</p>',
         f'<div class="charts">{"".join(figures)}</div>',
         _samples(runs, names),
         _validations(runs, names),
