@@ -27,6 +27,7 @@
                  prepared shards, if the first one reads and broadcasts it (gloo, one machine), and if each tokenizes it
                  from text (byte-level BPE of 32,768 tokens, trained on such text)
 ``retained``     seconds and manifests read by the retention of a save with N older checkpoints, all kept permanently
+``imports``      files that a process opens to import a module, and the number of modules, of PyTorch and of the trainer
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ import math
 import multiprocessing
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -657,6 +660,24 @@ def commit(count: int) -> dict[str, Any]:
     return {"seconds": seconds, "is_whole_seconds": look_seconds, "markers_seconds": wait_seconds}
 
 
+OPENS = """
+import importlib, sys
+opened = []
+sys.addaudithook(lambda event, _: opened.append(event) if event == "open" else None)
+importlib.import_module(sys.argv[1])
+own = sum(name.partition(".")[0] == "shardtrain" for name in sys.modules)
+print(len(opened), len(sys.modules), own)
+"""
+
+
+def imports(module: str) -> dict[str, Any]:
+    """Files that one process opens to import a module. Under torchrun and srun, every rank does so."""
+    command = [sys.executable, "-P", "-c", OPENS, module]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    num_opens, num_modules, num_own_modules = map(int, printed.split())
+    return {"opens": num_opens, "modules": num_modules, "own_modules": num_own_modules}
+
+
 def in_fresh_process(measure: Callable[[Any], dict[str, Any]], count: Any) -> dict[str, Any]:
     """Run a measurement in a separate process, to start with fresh memory."""
     receiver, sender = multiprocessing.Pipe(False)
@@ -679,6 +700,7 @@ def main() -> None:
         (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
         (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (own_parts, (4548,)), (commit, ranks),
         (real_save, (768, 3072)), (host_reduce, (16, 32, 64)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
+        (imports, ("torch", "torch.distributed.tensor", "torch._dynamo", "shardtrain.train.trainer")),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {

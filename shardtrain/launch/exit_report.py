@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,19 +17,31 @@ AGENT = "SHARDTRAIN_AGENT"
 """Environment variable of ranks of a multi-node run: process ID of the elastic agent of their node."""
 
 
+_elect: Callable[[], bool] | None = None
+
+
+def elect_with(is_first: Callable[[], bool]) -> None:
+    """Set the function that chooses the one rank that reports, if all ranks of a run fail without a launcher of ours.
+
+    It returns True in the first rank that calls it, and False in all later ones.
+    """
+    global _elect
+    _elect = is_first
+
+
 def is_left_to_parent() -> bool:
     """True if a shardtrain process watches this rank, reads its record, and reports the end of the run."""
     return PARENT in os.environ or AGENT in os.environ
 
 
-def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, is_first: bool) -> None:
+def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, is_cause: bool) -> None:
     """Write the failure to ``TORCHELASTIC_ERROR_FILE``, if a launcher set it.
 
-    If no shardtrain process watches this rank and ``is_first`` is true, also report it with ``tell``.
+    If no shardtrain process watches this rank, the first rank with ``is_cause`` also reports it with ``tell``.
     """
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-    if is_first and not is_left_to_parent():
+    if is_cause and not is_left_to_parent() and (_elect is None or _elect()):
         tell(report, log_path, run_folder, world_size)
 
 

@@ -33,6 +33,7 @@ from shardtrain.launch.goodput.account import account, attempts_of
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.train import trainer as train
 from shardtrain.train.preflight import judge, machine
+from shardtrain.utils.errors import DataError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -264,6 +265,22 @@ def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_sa
     assert any(f"is being written by process {holder} on" in line for line in lines), lines
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 0
+
+
+@pytest.mark.parametrize("raised", [DataError("a row differs between ranks"), ValueError("a shape is wrong")])
+def test_one_rank_of_another_launcher_reports_an_error_that_all_raise(tmp_path, monkeypatch, capfd, raised):
+    def fail(*_arguments):
+        raise raised
+
+    monkeypatch.setattr(train.optim, "set_learning_rate", fail)
+    ranks = run_foreign(config(tmp_path))
+    codes = [end(rank) for rank in ranks]
+    assert codes == [getattr(raised, "exit_code", 1)] * 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if "error[" in line]
+    assert len(lines) == 1 and str(raised) in lines[0], lines
+    assert record(tmp_path)["code"] == codes[0]
+    for rank in range(2):
+        assert str(raised) in (tmp_path / f"logs/rank-{rank}.log").read_text()
 
 
 def test_two_interrupts_immediately_end_ranks_of_another_launcher(tmp_path):

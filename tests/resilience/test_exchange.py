@@ -122,6 +122,26 @@ def test_verdict_reaches_every_rank_of_every_node(nodes: Nodes) -> None:
     assert nodes.ranks[4].verdict() == b"without the store"
 
 
+@pytest.mark.parametrize("lost", ["nothing", "the folders of the nodes", "the store"])
+def test_one_rank_of_a_run_reports_its_failure(nodes: Nodes, lost: str) -> None:
+    """If the store is lost, each node reports, because no rank knows of the others."""
+    if lost == "the folders of the nodes":
+        for first in (0, 3):
+            shutil.rmtree(nodes.ranks[first]._folder)
+    if lost == "the store":
+        for exchange_of_rank in nodes.ranks:
+            exchange_of_rank._store = LostStore()
+    answers = [exchange_of_rank.is_first_to_report() for exchange_of_rank in nodes.ranks]
+    assert answers.count(True) == (2 if lost == "the store" else 1)
+    if lost == "nothing":
+        assert sum(nodes.calls.values()) == 2, "one rank of each node asks the store"
+
+
+class LostStore:
+    def add(self, key: str, amount: int) -> int:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
 def test_end_waits_for_all_ranks_with_few_requests(nodes: Nodes) -> None:
     nodes.beat(*range(6))
     start, end_times = time.monotonic(), []

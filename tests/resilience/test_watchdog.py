@@ -60,9 +60,23 @@ def test_progressing_run_never_counts_as_hanging():
 def test_rank_without_heartbeats_is_blamed_first():
     signs = lambda beat: {0: say(beat), 1: say(min(beat, 2), phase="data"), 2: say(beat, **WAITING)}  # noqa: E731
     verdict, seconds = judge(signs, size=3)
-    assert (verdict.rank, verdict.phase, verdict.silent) == (1, "data", (1,))
+    assert (verdict.rank, verdict.phase, verdict.num_silent) == (1, "data", 1)
     assert verdict.message == ("has not arrived and sends no heartbeat: last seen in phase data of step 12, 30 s ago")
     assert LIMIT <= seconds <= LIMIT + 2 * BEAT
+
+
+@pytest.mark.parametrize("size", [64, 16_384])
+def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
+    """Every node receives it. Here each rank is in a place of its own, and every second one is silent."""
+
+    def signs(beat):
+        places = {rank: f"train.py:{rank} in step" for rank in range(size)}
+        return {rank: say(beat if rank % 2 else min(beat, 2), at=places[rank]) for rank in range(size)}
+
+    verdict, _ = judge(signs, size=size)
+    assert verdict.num_silent == size // 2 and "nor have ranks 2,4,6" in verdict.message
+    assert len(to_json(verdict)) < 4000
+    assert from_json(to_json(verdict)) == verdict
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -78,7 +92,7 @@ def test_live_rank_outside_a_collective_is_blamed(culprit):
 
 def test_rank_that_never_sends_a_heartbeat_is_blamed():
     verdict, seconds = judge(lambda beat: {0: say(beat, **WAITING)})
-    assert (verdict.rank, verdict.silent) == (1, (1,)) and seconds <= LIMIT + 2 * BEAT
+    assert (verdict.rank, verdict.num_silent) == (1, 1) and seconds <= LIMIT + 2 * BEAT
     assert judge(lambda beat: {0: say(beat, is_cold=True)}) is None, "no rank waits, so the limit is longer"
 
 

@@ -39,6 +39,7 @@ SPARE_PLACES = 1024
 Limits a forged counter.
 """
 VERDICT = "verdict"
+REPORTED = "reported"
 DUMPED = "dumped"
 ALL_DUMPED = "all-dumped"
 _PLACES = "places"
@@ -48,7 +49,7 @@ _PLACE = "place"
 class HeartbeatExchange:
     """Connection of one rank to all others.
 
-    All methods except ``wait_for_others`` must be called in one thread.
+    All methods except ``wait_for_others`` and ``is_first_to_report`` must be called in one thread.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
@@ -127,6 +128,16 @@ class HeartbeatExchange:
             self._store.set(VERDICT, verdict)
         self.send_to_node(verdict)
         return verdict
+
+    def is_first_to_report(self) -> bool:
+        """Return True in the first rank of the run that calls this, or if the store is lost."""
+        if self._node is not None:
+            with contextlib.suppress(dist.DistError, OSError):
+                if self._node.add(REPORTED, 1) > 1:
+                    return False
+        with contextlib.suppress(dist.DistError, OSError):
+            return bool(self._store.add(REPORTED, 1) == 1)
+        return True
 
     def send_to_node(self, verdict: bytes) -> None:
         """Publish a verdict to the other ranks of this node."""

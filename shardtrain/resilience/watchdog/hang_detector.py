@@ -16,6 +16,10 @@ It is less than 1, because PyTorch's error after the timeout would name the wron
 MISSED_BEATS = 3.0
 SILENT_SHARE = 0.5
 """A rank is silent after this fraction of the limit, or after MISSED_BEATS intervals, whichever is longer."""
+MOST_LINES = 32
+"""Maximum number of groups of ranks in a verdict, which every node receives."""
+MOST_RANGES = 32
+"""Maximum number of ranges in a list of ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ class HangReport:
     """One line per group of ranks with the same activity."""
     declared_by: int = -1
     """Rank that declared the verdict."""
-    silent: tuple[int, ...] = ()
-    """Ranks whose heartbeat stopped."""
+    num_silent: int = 0
+    """Number of ranks whose heartbeat stopped."""
     kind: str = "Hang"
 
 
@@ -44,7 +48,7 @@ def to_json(verdict: HangReport) -> str:
 def from_json(text: str | bytes) -> HangReport:
     """Parse a verdict that a rank of this run wrote."""
     fields = json.loads(text)
-    return HangReport(**{**fields, "table": tuple(fields["table"]), "silent": tuple(fields["silent"])})
+    return HangReport(**{**fields, "table": tuple(fields["table"])})
 
 
 @dataclass
@@ -172,7 +176,7 @@ class HangDetector:
             others = [rank for rank in behind if rank != first]
             if others:
                 message += f"; nor have ranks {spans(others)}"
-            return HangReport(first, sign.host, sign.phase, message, table, silent=tuple(sorted(silent)))
+            return HangReport(first, sign.host, sign.phase, message, table, num_silent=len(silent))
         return _all_wait(signs, table)
 
 
@@ -196,7 +200,8 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
     if len(groups) == 1:
         message = f"waits, like all ranks, in {sign.waits_in} of step {sign.step}: no rank is behind; check the network"
     else:
-        places = ", ".join(f"{_name(ranks)} in {place}" for place, ranks in groups.items())
+        shown = sorted(groups, key=lambda place: len(groups[place]))[:MOST_LINES]
+        places = ", ".join(f"{_name(groups[place])} in {place}" for place in groups if place in shown)
         message = f"waits in a different collective in phase {sign.phase} of step {sign.step}: {places}"
     return HangReport(odd[0], sign.host, sign.phase, message, table)
 
@@ -212,7 +217,12 @@ def table_of(signs: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[str]
             place = f"at {sign.at}"
         life = ", no heartbeat" if rank in silent else ""
         groups.setdefault(f"phase {sign.phase} of step {sign.step}, {place}{life}", []).append(rank)
-    return [f"{_name(ranks)}: {text}" for text, ranks in groups.items()]
+    others: list[int] = []
+    # Every node receives the table, so limit it. The smallest groups are the most unusual ones.
+    for text in sorted(groups, key=lambda text: len(groups[text]))[MOST_LINES:]:
+        others += groups.pop(text)
+    lines = [f"{_name(ranks)}: {text}" for text, ranks in groups.items()]
+    return [*lines, f"{_name(others)}: other activities"] if others else lines
 
 
 def _name(ranks: list[int]) -> str:
@@ -220,10 +230,12 @@ def _name(ranks: list[int]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Format numbers as ranges.
+    """Format numbers as at most ``MOST_RANGES`` ranges.
 
     >>> spans([7, 0, 1, 2, 5])
     '0-2,5,7'
+    >>> spans(range(0, 2000, 2))[-15:]
+    '62 and 968 more'
     """
     ranges: list[list[int]] = []
     for number in sorted(numbers):
@@ -231,4 +243,6 @@ def spans(numbers: Iterable[int]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:MOST_RANGES])
+    num_others = sum(high - low + 1 for low, high in ranges[MOST_RANGES:])
+    return f"{text} and {num_others} more" if num_others else text

@@ -90,6 +90,7 @@ def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
         connection = process_group_store.clone()
         store = dist.PrefixStore("heartbeat", connection)
     rank_watchdog = Watchdog(store, world.rank, world.size, config, phases, world.device.type)
+    exit_report.elect_with(rank_watchdog.is_first_to_report)
     rank_watchdog.start()
     try:
         yield
@@ -147,6 +148,10 @@ class Watchdog:
         self._closed.set()
         for thread in self._threads:
             thread.join(2 * self._beat)  # the first thread may be blocked by a dead store, but is a daemon
+
+    def is_first_to_report(self) -> bool:
+        """Return True in the first rank of the run that calls this."""
+        return self._others.is_first_to_report()
 
     # --- this rank's heartbeat
 
@@ -321,8 +326,8 @@ class Watchdog:
             host = os.environ.get("MASTER_ADDR", self._host)
             message = f"or its launcher, which serves the store, has not answered for {seconds:.0f} s"
             message = f"{message}; rank {self._rank} {waits}"
-        others = () if rank == self._rank else (rank,)
-        report = HangReport(rank, host, self._phases.name, message, declared_by=self._rank, silent=others)
+        num_silent = int(rank != self._rank)
+        report = HangReport(rank, host, self._phases.name, message, declared_by=self._rank, num_silent=num_silent)
         self._others.send_to_node(to_json(report).encode())
         return report
 
@@ -363,7 +368,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             # Wait briefly, because after the exit of one rank the launcher may kill other ranks before they
             # have written their stacks.
-            self._others.wait_for_others(self._size - len(verdict.silent), 3 * self._beat)
+            self._others.wait_for_others(self._size - verdict.num_silent, 3 * self._beat)
         exit_report.end(failure.PEER)
 
     def _write_stacks(self, verdict: HangReport) -> None:
