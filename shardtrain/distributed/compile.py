@@ -213,8 +213,10 @@ def left_out(config: Config) -> str | None:
         return None
     from torch._dynamo.utils import counters
 
-    # SplitAttentionCore disables the compiler on purpose.
-    reasons = [str(reason) for reason in counters["graph_break"] if "SplitAttentionCore" not in str(reason)]
+    # These cores disable the compiler on purpose.
+    on_purpose = ("SplitAttentionCore", "RoutedCore")
+    reasons = [str(reason) for reason in counters["graph_break"]]
+    reasons = [reason for reason in reasons if not any(name in reason for name in on_purpose)]
     if not reasons:
         return None
     extent = "all or the rest of"

@@ -127,6 +127,8 @@ class Model(nn.Module):
         self.blocks = dict(_blocks(self.hf))
         """Path -> repeated block, the unit of sharding, recomputation and compiling."""
         self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
+        self.passes_positions = False
+        """True if the network gets positions also without documents, because its rows are parts of sequences."""
         self._drops = c.dropout
         self.train()
         self._constants = _take_constants(self.hf, c)
@@ -153,7 +155,7 @@ class Model(nn.Module):
         Args:
             tokens_BT: token ids.
             positions_BT: positions that restart at 0 with each document. Used only with
-                ``documents_BT``; without it the position of a token is its column.
+                ``documents_BT`` or ``passes_positions``; else the position of a token is its column.
             lengths_B: number of tokens of each row. The rest of the row is padding, which is
                 masked.
             decoded_BS: target tokens of an encoder-decoder, which then returns logits (B, S, V).
@@ -165,7 +167,7 @@ class Model(nn.Module):
         # later pipeline stages receive activations
         inputs = {"inputs_embeds" if tokens_BT.is_floating_point() else "input_ids": tokens_BT}
         pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
-        if documents_BT is not None:
+        if documents_BT is not None or self.passes_positions:
             # No attention mask is passed: transformers finds documents by the positions that restart at 0
             assert positions_BT is not None
             inputs["position_ids"] = positions_BT

@@ -7,6 +7,8 @@ so a dimension of that size is the dimension of tokens.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ _ALONG = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "softmax", "l
 """Functions that mix elements along a dimension. It is their second argument or ``dim``; for roll, the third or
 ``dims``."""
 _ALWAYS = ("conv1d", "scaled_dot_product_attention")
+_ALLOWED = "<allowed>"
+"""Entry of the stack of running modules while everything is allowed."""
 
 
 def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
@@ -58,31 +62,20 @@ def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, 
 
     ``where`` and ``fix`` are parts of the message. None if no mix occurs, or if it cannot be detected.
     """
-    # Choose a number of tokens that divides no size of a weight.
-    sizes = {size for parameter in model.parameters() for size in parameter.shape}
-    lengths = [length for length in _LENGTHS if all(size % length for size in sizes)]
-    if not lengths:
+    length = _unique_length(model)
+    if length is None:
         return None
-    length = lengths[0]
 
     # In a copy of the model, replace cores and experts by no-ops, and record the running module.
     model = copy.deepcopy(model)
-    watch = _Watch(length, allowed, where, fix)
-
-    def enter(path: str) -> None:
-        watch.stack.append(path)
-
-    def leave(*_: Any) -> None:
-        watch.stack.pop()
-
+    watch = Watch(length, allowed, where, fix)
+    watch.follow(model)
     for path, module in model.named_modules():
         if layout.context and matches(path, layout.context):
             module.forward = lambda q, *_, **__: torch.empty_like(q)  # type: ignore[method-assign]
         elif layout.expert and matches(path, layout.expert):
             # The shapes in experts depend on values. Experts do not mix tokens.
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
-        module.register_forward_pre_hook(lambda *_, path=path: enter(path))
-        module.register_forward_hook(leave, always_call=True)
 
     # On the meta device, tokens and positions have no values.
     row_1T = torch.zeros(1, length, dtype=torch.int64, device="meta")
@@ -95,22 +88,62 @@ def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, 
     return watch.found
 
 
-class _Watch(TorchFunctionMode):
+def watch(model: nn.Module, where: str, fix: str) -> Watch | None:
+    """Return a Watch on a model of which no module may mix tokens, except within ``allowing``.
+
+    It ignores counted tokens, because models of ``transformers`` count tokens also where they do not use the number.
+    None if no test length is unique.
+    """
+    length = _unique_length(model)
+    if length is None:
+        return None
+    new = Watch(length, {_ALLOWED}, where, fix, finds_counts=False)
+    new.follow(model)
+    return new
+
+
+def _unique_length(model: nn.Module) -> int | None:
+    """Return a number of tokens that divides no size of a weight, or None."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    return next((length for length in _LENGTHS if all(size % length for size in sizes)), None)
+
+
+class Watch(TorchFunctionMode):
     """Function mode that records the first violation outside of the ``allowed`` modules.
 
     Attributes:
         found: The violation.
+        length: Number of tokens of the test row.
         stack: Paths of the running modules, innermost last.
     """
 
-    def __init__(self, length: int, allowed: set[str], where: str, fix: str) -> None:
+    def __init__(self, length: int, allowed: set[str], where: str, fix: str, finds_counts: bool = True) -> None:
         super().__init__()
         self._allowed = allowed
         self._where = where
         self._fix = fix
+        self._finds_counts = finds_counts
         self.found: Broken | None = None
         self.stack: list[str] = []
-        self._length = length
+        self.length = length
+
+    def follow(self, model: nn.Module) -> None:
+        """Record which module of the model is running, by hooks on each."""
+        for path, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: self.stack.append(path))
+            module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+
+    def _leave(self) -> None:
+        self.stack.pop()
+
+    @contextmanager
+    def allowing(self) -> Iterator[None]:
+        """Allow everything for the duration of the block."""
+        self.stack.append(_ALLOWED)
+        try:
+            yield
+        finally:
+            self.stack.pop()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -126,12 +159,12 @@ class _Watch(TorchFunctionMode):
         # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's own forward
         # has all tokens and may count them.
         may_count = "core" not in self._where and len(self.stack) <= 1
-        is_counted = not inputs and any(self._length in x.shape for x in outputs)
+        is_counted = self._finds_counts and not inputs and any(self.length in x.shape for x in outputs)
         if is_counted and not may_count:
             rule = f"counts its tokens with {name} {place}, but a rank only has a part of them"
             self.found = Broken(rule, "use the positions that forward receives")
 
-        token_inputs = [x for x in inputs if x.is_floating_point() and self._length in x.shape]
+        token_inputs = [x for x in inputs if x.is_floating_point() and self.length in x.shape]
         if token_inputs and outputs and self._mixes(name, token_inputs[0], args, kwargs, outputs):
             rule = f"mixes tokens outside of {self._where} with {name} {place}, but a rank only has a part of them"
             self.found = Broken(rule, self._fix)
@@ -146,17 +179,17 @@ class _Watch(TorchFunctionMode):
         if name == "pad":
             # Pairs of sizes, starting with the last dimension.
             pads = list(args[1] if len(args) > 1 else kwargs.get("pad", ()))
-            return any(pad and x.shape[-1 - i // 2] == self._length for i, pad in enumerate(pads))
+            return any(pad and x.shape[-1 - i // 2] == self.length for i, pad in enumerate(pads))
         if name in _ALONG:
-            return any(x.shape[dim] == self._length for dim in _dims_of(name, args, kwargs))
+            return any(x.shape[dim] == self.length for dim in _dims_of(name, args, kwargs))
 
         # An output without a dimension of tokens has summed or dropped them. Two such dimensions are a product of
         # tokens.
         for y in outputs:
             if not y.is_floating_point():
                 continue
-            has_tokens = any(size and size % self._length == 0 for size in y.shape)
-            if not has_tokens or list(y.shape).count(self._length) > 1:
+            has_tokens = any(size and size % self.length == 0 for size in y.shape)
+            if not has_tokens or list(y.shape).count(self.length) > 1:
                 return True
         return False
 

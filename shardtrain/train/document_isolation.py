@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import models
+from shardtrain.config.schema import Config
+from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.pipeline_parallel import AllStages, PipelineRunner
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 OPTION = "data.document_mask"
-_FIRST_LENGTH = 8
-_SECOND_LENGTH = 8
+_LENGTH = 8
+"""Number of tokens of each of the two documents. Rows of a mesh that splits sequences may need more."""
 _MAX_RATIO = 0.1
 """Maximum ratio of the logit change with a mask to the change without one. With a working mask only
 rounding in float32 or bfloat16 remains. If the network ignores the mask, the ratio is about 1."""
@@ -39,16 +41,16 @@ def check_run(run: Run) -> None:
     model = run.runner.parts[0]
     if isinstance(run.runner, PipelineRunner):
         model = AllStages(run.runner)
-    check(model, models.find(run.config.model.name), run.mesh)
+    check(model, models.find(run.config.model.name), run.mesh, run.config)
     teacher = getattr(run.runner, "teacher", None)
     if teacher is not None and hasattr(teacher, "hf"):
-        check(teacher, models.find("transformers"), run.mesh)
+        check(teacher, models.find("transformers"), run.mesh, run.config)
 
 
-def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
+def check(model: nn.Module, module: Any, mesh: Mesh | None = None, config: Config | None = None) -> None:
     """Reject a network whose logits of a document depend on the previous document in the row (a collective).
 
-    ``mesh`` None means that each rank has all logits.
+    ``mesh`` None means that each rank has all logits. ``config`` is required if the mesh splits sequences.
 
     Raises:
         ConfigError: the logits depend on it, or the network has no ``position_ids``.
@@ -62,19 +64,29 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
         raise ConfigError(Problem(OPTION, None, rule, fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
     # distinct tokens that are the same on all ranks
+    length = 2 * _LENGTH
+    if mesh is not None and config is not None and mesh.size(context_parallel.AXIS) > 1:
+        length = min(context_parallel.splittable_length(length, mesh), config.training.seq_len)
+    half = length // 2
     device = next(model.parameters()).device  # a stage may lack the embedding
-    columns_1T = torch.arange(_FIRST_LENGTH + _SECOND_LENGTH, device=device)[None]
+    columns_1T = torch.arange(length, device=device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(embedding.shape[0])
-    documents_1T = (columns_1T >= _FIRST_LENGTH).long()
-    positions_1T = columns_1T - documents_1T * _FIRST_LENGTH
+    documents_1T = (columns_1T >= half).long()
+    positions_1T = columns_1T - documents_1T * half
+
+    def logits(tokens: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
+        if mesh is None or config is None:
+            return model(tokens, positions, **documents)  # type: ignore[no-any-return]
+        return context_parallel.full_logits(model, tokens, positions, mesh, config, **documents)
 
     # logits of the second document: as a continuation of the first, packed behind it, and without it
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        joined = model(tokens_1T, columns_1T)[:, _FIRST_LENGTH:]
-        packed = model(tokens_1T, positions_1T, documents_BT=documents_1T)[:, _FIRST_LENGTH:]
-        separate = model(tokens_1T[:, _FIRST_LENGTH:], positions_1T[:, _FIRST_LENGTH:])
+        joined = logits(tokens_1T, columns_1T)[:, half:]
+        packed = logits(tokens_1T, positions_1T, documents_BT=documents_1T)[:, half:]
+        # the second document first, so that it is the same whatever the mask is
+        separate = logits(tokens_1T.roll(-half, dims=1), columns_1T)[:, :half]
     free_gathered(model)
     model.train(was_training)
 

@@ -34,7 +34,7 @@ from shardtrain.ops.seeding import seed_step
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
 from shardtrain.resilience.resilience import Resilience
-from shardtrain.train import compatibility, document_isolation, model_check, run_folder, shutdown
+from shardtrain.train import compatibility, document_isolation, model_check, run_folder, shutdown, split_sequences
 from shardtrain.train.build import build, set_numerics
 from shardtrain.train.resume import resume
 from shardtrain.train.rollback import roll_back
@@ -124,6 +124,7 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
         contents.start(run.state.step)  # large files are hashed in a thread while training runs
         if world.rank == 0:
             run_folder.write_resolved_config(loaded, folder, world.size)  # generate, evaluate and export read it
+        split_sequences.check_run(run)
         if run.dataloader.masks_documents:
             document_isolation.check_run(run)
         # after resume(): the goodput ledger continues from the step of the checkpoint

@@ -37,7 +37,6 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "option", "message"),
     [
-        (["--parallelism.context_parallel_degree=2"], "parallelism.context_parallel_degree=2", "over the sequence"),
         (["--parallelism.expert_parallel_degree=2"], "parallelism.expert_parallel_degree=2", "not dealt out"),
         (["--parallelism.tensor_parallel_degree=4"], "parallelism.tensor_parallel_degree=4", "num_key_value_heads=2"),
         (["--model.overrides.attention=flash"], 'model.overrides.attention="flash"', "use auto, sdpa, eager"),
@@ -47,6 +46,11 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
             ["--model.overrides.dropout=true", "--parallelism.tensor_parallel_degree=2"],
             "model.overrides.dropout=true",
             "ranks would drop other numbers",
+        ),
+        (
+            ["--model.overrides.dropout=true", "--parallelism.context_parallel_degree=2"],
+            "model.overrides.dropout=true",
+            "has no dropout",
         ),
         (
             ["--compile.enable", "--parallelism.tensor_parallel_degree=2"],

@@ -77,7 +77,6 @@ def _read(folder: str) -> Mapping[str, Any] | str:
 
 def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
     reasons = {
-        "context_parallel_degree": "its attention is inside its blocks and cannot be split over the sequence",
         "expert_parallel_degree": "its experts are its own modules, which are not dealt out to ranks",
     }
     for name, reason in reasons.items():
@@ -93,6 +92,10 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
     tp = c.parallelism.tensor_parallel_degree
     if tp > 1 and c.model.overrides.get("dropout"):
         rule = "cannot be used with tensor parallelism: ranks would drop other numbers than one process"
+        where = loaded.origins.get("model.overrides.dropout", "")
+        yield Problem("model.overrides.dropout", True, rule, "leave it out, or set the degree to 1", where)
+    if c.parallelism.context_parallel_degree > 1 and c.model.overrides.get("dropout"):
+        rule = "cannot be used with context parallelism: attention over split sequences has no dropout"
         where = loaded.origins.get("model.overrides.dropout", "")
         yield Problem("model.overrides.dropout", True, rule, "leave it out, or set the degree to 1", where)
     if tp > 1 and c.compile.enable and "model" in c.compile.components:

@@ -10,7 +10,8 @@ Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,21 +22,20 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
-from shardtrain.distributed.context_parallel.gather import gathered_attention
+from shardtrain.distributed.context_parallel import hf_cores
+from shardtrain.distributed.context_parallel.gather import gathered_attention, natural_order
 from shardtrain.distributed.context_parallel.masks import sequence_part
+from shardtrain.distributed.context_parallel.merged_attention import CoreFunction
 from shardtrain.distributed.context_parallel.recurrence import SplitRecurrenceCore
 from shardtrain.distributed.context_parallel.ring import ring_attention
 from shardtrain.distributed.context_parallel.ulysses import ulysses_attention
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import attention_core, document_mask, token_mixing
-from shardtrain.ops.attention_scores import Scores, scores_of
+from shardtrain.ops.attention_scores import scores_of
 from shardtrain.utils.errors import ConfigError, Problem
 
 AXIS = "cp"
-CoreFunction = Callable[
-    [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None], Tensor
-]
 
 
 class TokenBatch(Protocol):
@@ -130,6 +130,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         function = partial(gathered_attention, shared=shared)
     if parallelism.context_parallel_method == "ulysses":
         function = ulysses_attention
+    if hasattr(model, "hf"):
+        hf_cores.apply(model, function, mesh.group(AXIS), is_balanced(config), bool(config.compile.enable))
+        return
     attentions = core_paths(model, layout.context)
     recurrences = core_paths(model, layout.recurrence)
     has_layers = len(getattr(model, layout.layers)) > 0  # a pipeline stage may have none
@@ -169,7 +172,11 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
     """
     splits_sequences = mesh.size(AXIS) > 1
     splits_heads = mesh.size("tp") > 1
-    if not (splits_sequences or splits_heads) or hasattr(model, "tensor_plan"):
+    if hasattr(model, "hf"):
+        if splits_sequences:
+            check_network(model, config)
+        return
+    if not (splits_sequences or splits_heads):
         return
     if layout.context:
         _check_each_core(model, layout, mesh, config)
@@ -183,6 +190,25 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         broken = token_mixing.outside_of_gathered(model, layout)
         if broken:
             raise _mixing_refusal("parallelism.tensor_parallel_degree", mesh.size("tp"), broken)
+
+
+def check_network(model: nn.Module, config: Config) -> None:
+    """Trace a network of ``transformers``, see ``hf_cores.check``.
+
+    Raises:
+        ConfigError: its sequences cannot be split.
+    """
+    parallelism = config.parallelism
+    degree = parallelism.context_parallel_degree
+    ranks_over_heads = 1
+    if parallelism.context_parallel_method == "ulysses":
+        ranks_over_heads = degree * parallelism.tensor_parallel_degree
+    seq_len = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
+    broken = hf_cores.check(model, seq_len, ranks_over_heads)
+    if broken:
+        option = "parallelism.context_parallel_degree"
+        rule = f"splits sequences, and {model.config_name} {broken.rule}"
+        raise ConfigError(Problem(option, degree, rule, f"{broken.fix}, or set the degree to 1"))
 
 
 def _mixing_refusal(option: str, degree: int, broken: attention_core.Broken) -> ConfigError:
@@ -252,6 +278,29 @@ def cut(batch: TokenBatch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, 
     balanced = is_balanced(config)
     tokens, targets, positions = (sequence_part(column, rank, size, balanced) for column in columns)
     return tokens, targets, positions
+
+
+def splittable_length(tokens: int, mesh: Mesh) -> int:
+    """Return the smallest length of at least ``tokens`` that the mesh can split, also over balanced chunks."""
+    multiple = 1
+    if mesh.size(AXIS) > 1:
+        multiple = mesh.size(AXIS) * math.lcm(2, mesh.size("tp"))
+    return -(-tokens // multiple) * multiple
+
+
+def full_logits(
+    model: nn.Module, tokens_BT: Tensor, positions_BT: Tensor, mesh: Mesh, config: Config, **documents: Tensor
+) -> Tensor:
+    """Return the logits (B, T, V) of rows that every rank has (a collective). They have no gradients."""
+    size = mesh.size(AXIS)
+    if size == 1:
+        return model(tokens_BT, positions_BT, **documents)  # type: ignore[no-any-return]
+    balanced = is_balanced(config)
+    parts = [sequence_part(x, mesh.rank(AXIS), size, balanced) for x in (tokens_BT, positions_BT)]
+    logits_BtV = model(*parts, **documents).detach().contiguous()
+    gathered = [torch.empty_like(logits_BtV) for _ in range(size)]
+    dist.all_gather(gathered, logits_BtV, group=mesh.group(AXIS))
+    return natural_order(torch.cat(gathered, dim=1), size, balanced)
 
 
 def document_argument(batches: Sequence[TokenBatch]) -> dict[str, Tensor]:

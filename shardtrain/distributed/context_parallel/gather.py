@@ -56,8 +56,8 @@ def gathered_attention(
         return gathered_blocks.attention(*inputs, documents_BT, window, scores.scale, group, balanced, shared)
     size = group.size()
     chunks = chunks_of(group.rank(), size, balanced)
-    k_BTKH = _natural_order(_GatherSequence.apply(k_BtKH, group, shared), size, balanced)
-    v_BTKH = _natural_order(_GatherSequence.apply(v_BtKH, group, shared), size, balanced)
+    k_BTKH = natural_order(_GatherSequence.apply(k_BtKH, group, shared), size, balanced)
+    v_BTKH = natural_order(_GatherSequence.apply(v_BtKH, group, shared), size, balanced)
     length = q_BtNH.size(1) // len(chunks)
     outputs = []
     for index, chunk in enumerate(chunks):
@@ -73,7 +73,7 @@ def gathered_attention(
     return torch.cat(outputs, dim=1)
 
 
-def _natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
+def natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
     """Reorder gathered chunks of balanced parts: 0, 2P-1, 1, 2P-2, ... become 0, 1, 2, ..."""
     if not balanced:
         return x_BTKH

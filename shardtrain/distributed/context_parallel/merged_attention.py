@@ -6,15 +6,23 @@ heads, K key-value heads, n heads after an exchange, H head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.distributed.context_parallel.masks import ContextPiece, Window, prefix_pieces
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
 from shardtrain.ops.sliding_window import queries_at_once
+
+CoreFunction = Callable[
+    [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None], Tensor
+]
+"""Attention of this rank's queries to the keys of all ranks: queries, keys, values, group, balanced, documents,
+window, scores and sinks."""
 
 
 class PrefixAttention(torch.autograd.Function):

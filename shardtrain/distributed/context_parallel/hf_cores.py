@@ -1,0 +1,189 @@
+"""Context parallelism for networks of ``transformers``: our cores become the attention function of the network.
+
+``check`` traces how the network calls attention, and keeps each call in its attention module. ``apply`` puts a core
+into each of these modules. Rows of a rank are parts of sequences, so the network gets positions with every row.
+
+The documents of the full rows reach the cores as a keyword argument of each block. Recomputation calls a block a
+second time with the same arguments, so the documents are also those of its micro-batch if others ran in between.
+
+Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, H head, V head of values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardtrain.distributed.context_parallel.merged_attention import CoreFunction
+from shardtrain.ops import attention_interface, document_mask
+from shardtrain.ops.attention_core import Broken
+from shardtrain.ops.attention_interface import AttentionCall, Untraceable
+from shardtrain.ops.attention_scores import Scores
+
+_CALL = "attention_call"
+_DOCUMENTS = "split_documents_BT"
+"""Keyword argument of the blocks."""
+_CORES = "split_cores"
+
+
+class RoutedCore:
+    """Attention of a module of ``transformers`` over a split sequence. Every forward is a collective.
+
+    Attributes:
+        documents_BT: the document of each token of the full rows, or None.
+    """
+
+    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, call: AttentionCall) -> None:
+        self._function = function
+        self._group = group
+        self._balanced = balanced
+        self._attention_call = call
+        self.documents_BT: Tensor | None = None
+
+    def forward(
+        self,
+        q_BNtH: Tensor,
+        k_BKtH: Tensor,
+        v_BKtV: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        sinks_N: Tensor | None,
+    ) -> Tensor:
+        """Return the outputs (B, t, N, V) of this rank's queries, which attend to the keys of all ranks."""
+        width = q_BNtH.size(-1)
+        value_width = v_BKtV.size(-1)
+        scores = Scores(width**-0.5 if scale is None else scale, softcap or 0.0)
+        if value_width != width:
+            # The kernels require heads of one width. Zeros change neither scores nor the outputs that remain
+            widest = max(width, value_width)
+            q_BNtH, k_BKtH, v_BKtV = (F.pad(x, (0, widest - x.size(-1))) for x in (q_BNtH, k_BKtH, v_BKtV))
+        q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BNtH, k_BKtH, v_BKtV))
+        rows = q_BtNH.size(0)
+        tokens = q_BtNH.size(1) * self._group.size()
+        documents_BT = self.documents_BT
+        documents_BT = document_mask.chunked(documents_BT, self._attention_call.chunk, (rows, tokens), q_BtNH.device)
+        window = self._attention_call.window
+        out_BtNH = self._function(
+            q_BtNH,
+            k_BtKH,
+            v_BtKH,
+            self._group,
+            self._balanced,
+            documents_BT,
+            window if window < tokens else 0,
+            scores,
+            sinks_N,
+        )
+        return out_BtNH[..., :value_width]
+
+
+def check(model: Any, seq_len: int, ranks_over_heads: int) -> Broken | None:
+    """Trace the attention of a network, and keep the calls in its modules for ``apply``.
+
+    Args:
+        model: the full model, on the meta device.
+        seq_len: longest sequence of the run.
+        ranks_over_heads: number of ranks that must divide the key-value heads.
+
+    Returns:
+        The reason why sequences cannot be split, or None.
+    """
+    if "position_ids" not in inspect.signature(model.hf.forward).parameters:
+        return Broken(f"is {model.config_name}, which takes no position_ids", "use a model file of this package")
+    broken = _broken_angles(model, seq_len)
+    if broken:
+        return broken
+    try:
+        calls = attention_interface.trace(model, seq_len)
+    except Untraceable as error:
+        return error.broken
+    for path, call in calls.items():
+        if call.key_heads % ranks_over_heads:
+            rule = f"has {call.key_heads} key-value heads in {path}, which {ranks_over_heads} ranks cannot divide"
+            return Broken(rule, 'use a divisor of them, or context_parallel_method="ring"')
+        model.get_submodule(path).__dict__[_CALL] = call
+    return None
+
+
+def _broken_angles(model: nn.Module, seq_len: int) -> Broken | None:
+    """Return a problem with rotary angles that depend on the positions of the rank's tokens."""
+    for path, module in model.named_modules():
+        kinds = getattr(module, "rope_type", None)
+        tables = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        # Newer networks have one type and one table per kind of layer
+        by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
+        for layer, kind in by_layer.items():
+            if kind is None:
+                continue
+            if "dynamic" in kind:
+                return Broken(f'has rotary angles of type "{kind}" in {path}, which depend on a rank\'s tokens', _FIX)
+            table = tables.get(layer, tables)
+            limit = table.get("original_max_position_embeddings") or 0
+            if kind == "longrope" and seq_len > limit:
+                rule = f'has rotary angles of type "longrope" in {path}, which change beyond {limit} tokens of a rank'
+                return Broken(rule, f"use sequences of at most {limit} tokens")
+    return None
+
+
+_FIX = "use a model without them"
+
+
+def apply(model: Any, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, is_compiled: bool) -> None:
+    """Put a core into each traced attention module, in place. Parameters and their names do not change."""
+    model.passes_positions = True
+    model.original_attention = model.hf.config._attn_implementation
+    attention_interface.route(model.hf)
+    for module in model.modules():
+        call = module.__dict__.get(_CALL)
+        if call is None:
+            continue
+        core = RoutedCore(function, group, balanced, call)
+        if is_compiled:
+            # Collectives in an autograd function break the graph anyway
+            core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
+        module.__dict__[attention_interface.CORE] = core
+    _pass_documents(model)
+
+
+def _pass_documents(model: Any) -> None:
+    """Give the documents that the model receives to the cores of each block."""
+    current: dict[str, Tensor | None] = {_DOCUMENTS: None}
+
+    def remember(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        current[_DOCUMENTS] = keywords.get("documents_BT")
+
+    def add(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        return inputs, {**keywords, **current}
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    for block in model.blocks.values():
+        block.__dict__[_CORES] = list(_cores(block))
+        # A forward in the instance would look like a recomputed block, so replace the class, as FSDP does
+        block.__class__ = _class_with_documents(type(block))
+        block.register_forward_pre_hook(add, with_kwargs=True)
+
+
+def _cores(block: nn.Module) -> Iterator[Any]:
+    for module in block.modules():
+        core = module.__dict__.get(attention_interface.CORE)
+        if core is not None:
+            yield core
+
+
+@functools.cache
+def _class_with_documents(block_class: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with the same name whose forward takes the documents of its cores."""
+
+    def forward(self: Any, *inputs: Any, split_documents_BT: Tensor | None = None, **keywords: Any) -> Any:
+        for core in self.split_cores:
+            core.documents_BT = split_documents_BT
+        return block_class.forward(self, *inputs, **keywords)
+
+    return type(block_class.__name__, (block_class,), {"forward": forward})
