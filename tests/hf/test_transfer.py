@@ -32,16 +32,19 @@ def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Pa
     assert (folder / "model.safetensors.index.json").exists()
     model, wanted = imported(folder, tmp_path / "checkpoint")
     ours = logits.own_model(wanted)
+    # float32 rounding is about 1e-5 for logits up to 10. The sums of decays in transformers cancel, which costs 4e-4;
+    # test_qwen3_next.py compares in float64.
+    tolerance = 1e-3 if family == "qwen3_next" else 1e-4
     for length in (3, 40, 100):
         tokens_BT = torch.randint(0, 260, (2, length), generator=torch.Generator().manual_seed(length))
         positions_BT = torch.arange(length).expand(2, -1)
-        # float32 rounding is about 1e-5 for logits up to 10
         with torch.no_grad():
-            torch.testing.assert_close(ours(tokens_BT, positions_BT), reference(tokens_BT).logits, atol=1e-4, rtol=0)
+            actual_BTV = ours(tokens_BT, positions_BT)
+            torch.testing.assert_close(actual_BTV, reference(tokens_BT).logits, atol=tolerance, rtol=0)
 
     hf_export.export(wanted)
     error, scale = logits.largest_error(wanted)
-    assert error <= 1e-4 and scale > 0.1
+    assert error <= tolerance and scale > 0.1
     again, _ = imported(wanted.output, tmp_path / "again")
     assert again == model
     first, second = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))

@@ -7,9 +7,10 @@ from functools import lru_cache
 from typing import Literal
 
 from shardtrain.ops.cpu import expert_mix, rms_norm
+from shardtrain.ops.gated_delta_net import BLOCK
 from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.parameter_shards import trained, unsharded
-from shardtrain.tools.plan.shapes import ExpertShape, Layer
+from shardtrain.tools.plan.shapes import ExpertShape, Layer, RecurrenceShape
 
 Kernels = Literal["cpu", "cpu by rows", "cuda"]
 """Kernels of a device. "cpu by rows" has the RMSNorm of ops/cpu/rms_norm.py, "cpu" has no fused RMSNorm."""
@@ -124,6 +125,8 @@ def _attention_bytes(layer: Layer, job: PlannedJob, norm: int, gathered: int, ke
     """Count attention: its norm, queries, keys, values, output, and the log-sum-exp of the scores
     in float32.
     """
+    if layer.recurrence:
+        return _recurrence_bytes(layer, layer.recurrence, job, norm, gathered, kernels)
     width = job.compute_width
     tokens = job.local_tokens
     heads = -(-layer.heads // job.tp)
@@ -167,6 +170,36 @@ def _attention_bytes(layer: Layer, job: PlannedJob, norm: int, gathered: int, ke
             saved += norm_bytes(tokens * linear.out_features, tokens, job, kernels, False)
             saved += tokens * linear.out_features * width
     return _AttentionBytes(saved, q + k + v, out, log_sum_exp, score_matrices)
+
+
+def _recurrence_bytes(
+    layer: Layer, shape: RecurrenceShape, job: PlannedJob, norm: int, gathered: int, kernels: Kernels
+) -> _AttentionBytes:
+    """Count a gated delta net (models/qwen3_next.py, ops/gated_delta_net.py), which computes in float32.
+
+    The numbers of tensors per size were counted in its autograd graph.
+    """
+    tokens = job.local_tokens
+    key_heads = -(-shape.key_heads // job.tp)
+    value_heads = -(-shape.value_heads // job.tp)
+    keys = tokens * key_heads * shape.key_dim
+    values = tokens * value_heads * shape.value_dim
+    keys_of_values = tokens * value_heads * shape.key_dim
+    states = tokens // BLOCK * value_heads * shape.key_dim * shape.value_dim
+    within_blocks = tokens * BLOCK * (5 * value_heads + 3 * key_heads)
+    numel = 10 * keys + 9 * values + 4 * keys_of_values + 2 * states + within_blocks
+    if job.cp > 1:
+        # The map from incoming to outgoing state: its states, and the changes of each token.
+        numel += values + keys_of_values + states + states * shape.key_dim // shape.value_dim
+    # The norm of the output, its gate in float32, and their product. Gates of a head are a few numbers per token.
+    numel += 3 * values + 8 * tokens * value_heads
+    output_norm = norm_bytes(values, tokens * value_heads, job, kernels, False)
+    mixed = (2 * keys + values) * job.compute_width
+    output = values * job.compute_width
+    saved = norm + 4 * numel + output_norm + mixed + output
+    if any(linear.trained for linear in layer.inside("attn") if linear.style != "rowwise"):
+        saved += gathered
+    return _AttentionBytes(saved, mixed, output, 0, 0)
 
 
 @dataclass(frozen=True)

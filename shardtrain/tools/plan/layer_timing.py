@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardtrain.ops.gated_delta_net import BLOCK
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.link_timing import (
@@ -17,7 +18,7 @@ from shardtrain.tools.plan.link_timing import (
     memory_rate,
     tree_seconds,
 )
-from shardtrain.tools.plan.shapes import Layer, Linear
+from shardtrain.tools.plan.shapes import Layer, Linear, RecurrenceShape
 
 HALF_SIZE = 96
 """Dimension of a product that reaches half of the rate of a large one."""
@@ -219,6 +220,8 @@ def _cast_seconds(layer: Layer, job: PlannedJob, device: Device) -> tuple[float,
 def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     """Return the seconds of softmax(q k) v in forward. Causal attention computes half of the scores."""
     tokens = job.local_tokens
+    if layer.recurrence:
+        return _recurrence_seconds(layer.recurrence, job, device)
     span = job.seq_len
     if layer.limit:
         span = min(span, layer.limit)
@@ -246,6 +249,21 @@ def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     return max(compute_seconds, moved_bytes / rate)
 
 
+def _recurrence_seconds(shape: RecurrenceShape, job: PlannedJob, device: Device) -> float:
+    """Return the seconds of a gated delta net in forward: products in float32 within and between blocks of tokens."""
+    key_dim, value_dim = shape.key_dim, shape.value_dim
+    # Per token: products of keys and queries, the triangular system, and reading and changing the state.
+    of_key_heads = 4 * BLOCK * key_dim * shape.key_heads
+    per_value_head = BLOCK * (key_dim + 3 * value_dim) + 6 * key_dim * value_dim
+    if job.cp > 1:
+        per_value_head += 4 * key_dim * (key_dim + value_dim)
+    flops = job.local_tokens * (of_key_heads + per_value_head * shape.value_heads) / job.tp
+    moved_numel = 10 * shape.key_heads * key_dim + shape.value_heads * (9 * value_dim + 4 * key_dim + 5 * BLOCK)
+    moved_bytes = 2 * 4 * job.local_tokens * moved_numel / job.tp
+    peak = device.peak("float32") * device.matmul_efficiency
+    return flops / peak + moved_bytes / memory_rate(device)
+
+
 def _tensor_parallel_seconds(job: PlannedJob, device: Device, dim: int) -> float:
     """Return the seconds of a layer's tensor parallelism: two gathers and two reductions, or two
     all-reduces.
@@ -270,10 +288,16 @@ def _context_parallel_seconds(layer: Layer, job: PlannedJob, device: Device) -> 
         return 0.0
     width = job.compute_width
     tokens = job.local_tokens
+    rate = bandwidth(device, job.cp, job.tp)
+    if layer.recurrence:
+        # All ranks gather the maps of the states of two chunks per rank, in float32.
+        shape = layer.recurrence
+        map_numel = shape.value_heads / job.tp * shape.key_dim * (shape.key_dim + shape.value_dim)
+        rows = max(1, tokens * job.cp // job.seq_len)
+        return 2 * (job.cp - 1) * rows * 4 * map_numel / rate + tree_seconds(device, job.cp, job)
     is_ring = job.cp_method == "ring"
     kv_heads = layer.heads if job.repeats_kv else layer.kv_heads
     kv_bytes = 2 * tokens * kv_heads * layer.qk_dim * width / job.tp
-    rate = bandwidth(device, job.cp, job.tp)
     seconds = kv_bytes * (job.cp - 1) / rate + tree_seconds(device, job.cp, job)
     # The output of each part of the keys is merged in float32.
     merged_bytes = tokens * layer.heads * layer.v_dim / job.tp * (width + 4 * 4)

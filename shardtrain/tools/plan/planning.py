@@ -368,11 +368,9 @@ def _changes(model: ModelShape, job: PlannedJob, device: Device, config: Config)
 
     # Tensor parallelism within a node takes ranks from the shards. Fewer ranks then read data, so
     # each has more micro-batches.
-    heads = model.layers[0].heads
-    kv_heads = model.layers[0].kv_heads
     for tp in (2, 4, 8):
         fits_node = job.tp < tp <= device.devices_per_node
-        if not fits_node or heads % tp or kv_heads % tp:
+        if not fits_node or any(count % tp for count in model.head_counts):
             continue
         shards, rest = divmod(job.dp_shard * job.tp, tp)
         if rest or not shards:

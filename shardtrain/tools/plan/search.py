@@ -181,7 +181,7 @@ def _splits(model: ModelShape, seq_len: int, world_size: int, device: Device) ->
     """Yield the degrees of tensor, pipeline and context parallelism that divide the model and the ranks."""
     layer = model.layers[0]
     # Tensor parallelism stays within a node.
-    sizes = (layer.heads, layer.kv_heads, model.vocab, seq_len, world_size)
+    sizes = (*model.head_counts, model.vocab, seq_len, world_size)
     tps = []
     for degree in _divisors(device.devices_per_node):
         if all(size % degree == 0 for size in sizes):

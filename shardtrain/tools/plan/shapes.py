@@ -94,6 +94,23 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class RecurrenceShape:
+    """A recurrence with a matrix as state, in place of attention.
+
+    Attributes:
+        block: Name of the module in the layer that has its linears.
+        key_heads, value_heads: Numbers of heads, before tensor parallelism.
+        key_dim, value_dim: Features of a key and of a value. A state has ``key_dim`` rows and ``value_dim`` columns.
+    """
+
+    block: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """One kind of layer.
 
@@ -109,6 +126,8 @@ class Layer:
         head_norms: Queries and keys are normalized per head.
         unit_norms: These norms have no weights.
         experts: The mixture of experts, if any.
+        recurrence: The recurrence, if the layer has one instead of attention. ``heads`` are then those of values, and
+            ``kv_heads`` those of keys.
         low_bits_bytes: Bytes of frozen weights in the dtype lora.base_dtype.
         restored_numel: Elements of the largest of these weights, which is restored to the compute dtype.
     """
@@ -126,15 +145,17 @@ class Layer:
     head_norms: bool = False
     unit_norms: bool = False
     experts: ExpertShape | None = None
+    recurrence: RecurrenceShape | None = None
     low_bits_bytes: int = 0
     restored_numel: int = 0
 
     def inside(self, part: str) -> tuple[Linear, ...]:
-        """Return the linears of attention ("attn") or of the feed-forward ("ffn"), without the router."""
+        """Return the linears of attention or recurrence ("attn") or of the feed-forward ("ffn"), without the router."""
         is_attention = part == "attn"
+        block = self.recurrence.block if self.recurrence else "attn"
         chosen = []
         for linear in self.linears:
-            if ("attn" in linear.path.split(".")[0]) == is_attention and (is_attention or linear.style != "router"):
+            if (block in linear.path.split(".")[0]) == is_attention and (is_attention or linear.style != "router"):
                 chosen.append(linear)
         return tuple(chosen)
 
@@ -168,6 +189,11 @@ class ModelShape:
     def has_experts(self) -> bool:
         """True if any layer is a mixture of experts."""
         return any(layer.experts for layer in self.layers)
+
+    @property
+    def head_counts(self) -> set[int]:
+        """Numbers of heads of all layers, which tensor parallelism must divide."""
+        return {count for layer in self.layers for count in (layer.heads, layer.kv_heads)}
 
 
 def read(config: Config) -> ModelShape:
@@ -328,16 +354,25 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
     if getattr(shape, "qk_nope_head_dim", 0):
         qk_dim = int(shape.qk_nope_head_dim) + int(getattr(shape, "qk_rope_head_dim", 0))  # type: ignore[attr-defined]
+    kv_heads = int(getattr(shape, "num_kv_heads", 0) or heads)
+    v_dim = int(getattr(shape, "v_head_dim", 0) or qk_dim)
     experts = _experts(layer, path, layout, shape)
-    ffn_inputs = [linear for linear in linears if linear.style == "colwise" and "attn" not in linear.path]
+    recurrence = _recurrence(layer, path, layout, shape)
+    if recurrence is not None:
+        heads = recurrence.value_heads
+        kv_heads = recurrence.key_heads
+        qk_dim = recurrence.key_dim
+        v_dim = recurrence.value_dim
+    mixer = recurrence.block if recurrence else "attn"
+    ffn_inputs = [linear for linear in linears if linear.style == "colwise" and mixer not in linear.path]
     modules = list(layer.modules())
     return Layer(
         tuple(_parameters(layer, None, layout, path)),
         tuple(linears),
         heads,
-        int(getattr(shape, "num_kv_heads", 0) or heads),
+        kv_heads,
         qk_dim,
-        int(getattr(shape, "v_head_dim", 0) or qk_dim),
+        v_dim,
         min((limit for limit in limits if limit), default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
         gated=len(ffn_inputs) > 1 or experts is not None,
@@ -345,6 +380,21 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
         unit_norms=any(getattr(module, "norm_eps", None) is not None for module in modules),
         experts=experts,
+        recurrence=recurrence,
+    )
+
+
+def _recurrence(layer: nn.Module, path: str, layout: Layout, shape: object) -> RecurrenceShape | None:
+    """Return the shape of a layer's recurrence. None if the layer has attention."""
+    core = _first_matching(layer, path, layout.recurrence)
+    if core is None:
+        return None
+    return RecurrenceShape(
+        block=layout.recurrence.removeprefix(f"{layout.layers}.*.").partition(".")[0],
+        key_heads=int(getattr(shape, "linear_key_heads", 0) or 1),
+        value_heads=int(getattr(shape, "linear_value_heads", 0) or 1),
+        key_dim=int(getattr(core, "key_dim", 0) or 1),
+        value_dim=int(getattr(core, "value_dim", 0) or 1),
     )
 
 

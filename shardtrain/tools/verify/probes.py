@@ -245,10 +245,9 @@ class Prober:
         return f"module {path} ({type(self._model.get_submodule(path)).__name__})"
 
     def _is_core(self, path: str | None) -> bool:
-        """True if the module is an attention core or a submodule of one."""
-        if not path or not self._layout.context:
-            return False
-        return any(matches(start, self._layout.context) for start in _with_parents(path))
+        """True if the module is the core of an attention or a recurrence, or a submodule of one."""
+        cores = [pattern for pattern in (self._layout.context, self._layout.recurrence) if pattern]
+        return any(matches(start, core) for start in _with_parents(path or "") for core in cores)
 
     def _has_style(self, path: str | None, style: str) -> bool:
         """True if the module or one of its parents has this style in ``LAYOUT.tensor``."""

@@ -80,6 +80,7 @@ def test_a_plan_agrees_with_the_dry_run_within_five_percent(sections):
         ("mixtral", "debugmodel", 0.05),
         ("neox", "debugmodel", 0.05),
         ("qwen3", "debugmodel", 0.05),
+        ("qwen3_next", "debugmodel", 0.05),
     ],
 )
 def test_the_plan_of_every_family_matches_its_trace(name, flavor, most):
