@@ -50,7 +50,9 @@ def _converter_list(value: bool | str) -> list[str]:
 
 def _names(value: str | list[str]) -> list[str]:
     """Split comma-separated text, the old form of lists."""
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [name.strip() for name in value.split(",") if name.strip()]
+    return value
 
 
 class _Cuts(list[str]):
@@ -81,7 +83,10 @@ def _recompute(value: bool) -> str:
 
 def _only_fsdp(value: str) -> None:
     if value == "ddp":
-        raise Unfit("selects full replicas", "set parallelism.data_parallel_replicate_degree and a shard degree of 1")
+        raise Unfit(
+            "selects full replicas",
+            "set parallelism.data_parallel_replicate_degree and a shard degree of 1",
+        )
     if value != "fsdp":
         raise Unfit('was "fsdp" or "ddp"', "remove it")
 
@@ -124,7 +129,11 @@ _FLOAT8 = {
     "recipe_name": str,
     "emulate": bool,
 }
-_GONE_AUTOGRAD = Alias(None, bool, why="compiled autograd was an experiment that is not needed for any of this")
+_GONE_AUTOGRAD = Alias(
+    None,
+    bool,
+    why="compiled autograd was an experiment that is not needed for any of this",
+)
 _CUTS = Alias(
     "parallelism.module_fqns_per_model_part", list[str], _Cuts, why="each cut begins a stage, whose modules are listed"
 )
@@ -140,14 +149,26 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
         "global.dump_folder": Alias("job.dump_folder", str),
         "job.print_args": Alias("job.print_config", bool),
-        "job.use_for_integration_test": Alias(None, bool, why="it marked the files of torchtitan's own tests"),
-        "metrics.use_for_integration_test": Alias(None, bool, why="it marked the files of torchtitan's own tests"),
+        "job.use_for_integration_test": Alias(
+            None,
+            bool,
+            why="it marked the files of torchtitan's own tests",
+        ),
+        "metrics.use_for_integration_test": Alias(
+            None,
+            bool,
+            why="it marked the files of torchtitan's own tests",
+        ),
         "profiling.run_profiler": Alias("profiling.enable_profiling", bool),
         "profiling.profile_every_x_iter": Alias("profiling.profile_freq", int),
         "metrics.enable_color_printing": Alias("metrics.disable_color_printing", bool, _inverted),
         "metrics.rank_0_only": Alias("metrics.save_for_all_ranks", bool, _inverted),
         "optimizer.fused": Alias("optimizer.implementation", bool, {True: "fused", False: "foreach"}.get),
-        "optimizer.foreach": Alias("optimizer.implementation", bool, {True: "foreach", False: "for-loop"}.get),
+        "optimizer.foreach": Alias(
+            "optimizer.implementation",
+            bool,
+            {True: "foreach", False: "for-loop"}.get,
+        ),
         "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor", float),
         "training.batch_size": Alias("training.local_batch_size", int),
         "training.warmup_steps": Alias("lr_scheduler.warmup_steps", int),
@@ -181,7 +202,12 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "model.use_flex_attn": Alias(None, bool, why="the mask determines the attention kernel"),
         "model.attn_mask_type": Alias("data.document_mask", str, _mask),
         "training.data_parallel_degree": Alias("parallelism.data_parallel_shard_degree", int),
-        "training.data_parallel_type": Alias(None, str, _only_fsdp, why="data parallel ranks shard the parameters"),
+        "training.data_parallel_type": Alias(
+            None,
+            str,
+            _only_fsdp,
+            why="data parallel ranks shard the parameters",
+        ),
         "training.sequence_parallel_degree": Alias("parallelism.tensor_parallel_degree", int),
         "training.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
         "training.checkpoint_interval": Alias("checkpoint.interval", int),
@@ -213,13 +239,21 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "parallelism.enable_sequence_parallel": Alias(
             None,
             bool,
-            _rejected(True, "selects tensor parallelism without split sequences", "remove it: sequences are split"),
+            _rejected(
+                True,
+                "selects tensor parallelism without split sequences",
+                "remove it: sequences are split",
+            ),
             "tensor parallelism splits sequences between layers",
         ),
         "parallelism.enable_fsdp_symm_mem": Alias(None, bool, why="FSDP uses PyTorch's own buffers"),
         "parallelism.spmd_backend": Alias(None, str, why="DTensors are sharded by the model's LAYOUT"),
         "debug.spmd_typechecking": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
-        "debug.detect_anomaly": Alias(None, bool, why="the module of a number that is not finite is always named"),
+        "debug.detect_anomaly": Alias(
+            None,
+            bool,
+            why="the module of a number that is not finite is always named",
+        ),
         "debug.enable_structured_logging": Alias(None, bool, why="metrics.jsonl is always written"),
         "experimental.torch_spmd": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
         **_same("training", "parallelism", _MOVED),
@@ -309,7 +343,9 @@ TORCHTITAN_DATASETS = ("c4", "c4_mini", "c4_test")
 # Flavors of torchtitan's qwen3 that have experts. Their model file is qwen3_moe.
 _QWEN3_MOE = ("debugmodel_moe", "30B-A3B", "235B-A22B")
 # Lists that used to be comma-separated text.
-_LISTS = frozenset({"model.converters", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"})
+_LISTS = frozenset(
+    {"model.converters", "quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"},
+)
 _LISTS_OLD = frozenset({"checkpoint.exclude_from_loading"}) | _LISTS
 
 
@@ -330,6 +366,10 @@ class Rewritten:
     problems: list[Problem]
     changes: list[str] = field(default_factory=list)
 
+    def of(self, option: str) -> list[Setting]:
+        """Return the settings of one option, in their order."""
+        return [setting for setting in self.settings if setting.option == option]
+
 
 def rewrite(settings: list[Setting]) -> Rewritten:
     """Convert every setting to its current name and value. Current settings stay unchanged."""
@@ -337,11 +377,19 @@ def rewrite(settings: list[Setting]) -> Rewritten:
     converters: list[Setting] = []
     for setting in settings:
         alias = ALIASES.get(setting.option)
-        new = _rename(setting, alias, done) if alias else setting
-        if new is not None and alias and new.option == "model.converters":
+        if alias is None:
+            done.settings.append(_respell(setting, done))
+            continue
+        new = _rename(setting, alias, done)
+        if new is None:
+            continue
+        # Old switches add one converter each to the list, instead of replacing it.
+        if new.option == "model.converters":
             converters.append(new)
-        elif new is not None:
+        else:
             done.settings.append(_respell(new, done))
+
+    # Rules that need all settings.
     _merge_converters(done, converters)
     _superseded(done, settings)
     _finish(done, settings)
@@ -352,20 +400,29 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     """Return the setting under its current name, or None if it has no counterpart or cannot be translated."""
     old = setting.option
     where = setting.where
+    # Convert the value to its old type, then to the current one.
     try:
         kind = alias.kind
+        value: Any
         if kind == list[str] and isinstance(setting.value, str):
-            value: Any = _names(setting.value)
+            value = _names(setting.value)
+        elif setting.is_text:
+            value = from_texts(setting.value, kind)
         else:
-            value = from_texts(setting.value, kind) if setting.is_text else coerce(setting.value, kind)
+            value = coerce(setting.value, kind)
         if alias.translate is not None:
             value = alias.translate(value)
     except Unfit as unfit:
         done.problems.append(Problem(old, setting.shown, unfit.rule, unfit.fix, where))
         return None
-    if alias.new is None or value is None:
-        done.notices.append(f"{where}: {old} is ignored: {alias.why if alias.new is None else 'it is empty'}")
+    if alias.new is None:
+        done.notices.append(f"{where}: {old} is ignored: {alias.why}")
         return None
+    if value is None:
+        done.notices.append(f"{where}: {old} is ignored: it is empty")
+        return None
+
+    # A document mask of torchtitan did not restart positions, so its results change.
     masks_documents = alias.translate is _mask and value == "on"
     why = ""
     if masks_documents:
@@ -385,7 +442,10 @@ def _respell(setting: Setting, done: Rewritten) -> Setting:
     option = setting.option
     value = setting.value
     where = setting.where
-    word = value[0] if setting.is_text and len(value) == 1 else value
+    # On the command line a value is a list of texts.
+    word = value
+    if setting.is_text and len(value) == 1:
+        word = value[0]
     if isinstance(word, str) and (option, word) in _VALUES:
         new = _VALUES[option, word]
         done.notices.append(f'{where}: {option} = "{word}" is "{new}" now')
@@ -394,12 +454,17 @@ def _respell(setting: Setting, done: Rewritten) -> Setting:
         value = _names(value)
         done.notices.append(f"{where}: {option} is a list now: {value}")
     if option == "model.converters" and isinstance(value, list | tuple):
-        names = _names(",".join(value)) if setting.is_text else value
+        names = value
+        if setting.is_text:
+            names = _names(",".join(value))
         old = [name for name in names if name in _CONVERTERS]
+        for name in old:
+            done.notices.append(f'{where}: the converter "{name}" is "{_CONVERTERS[name]}" now')
         if old:
-            done.notices += [f'{where}: the converter "{name}" is "{_CONVERTERS[name]}" now' for name in old]
             return Setting(option, [_CONVERTERS.get(name, name) for name in names], where)
-    return setting if value is setting.value else Setting(option, value, where)
+    if value is setting.value:
+        return setting
+    return Setting(option, value, where)
 
 
 def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
@@ -407,8 +472,11 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     added = [setting for setting in added if setting.value]
     if not added:
         return
-    lists = [setting for setting in done.settings if setting.option == "model.converters"]
-    given = lists[-1].value if lists and not lists[-1].is_text else []
+    # The last list counts. One of the command line has replaced that of the file.
+    lists = done.of("model.converters")
+    given = []
+    if lists and not lists[-1].is_text:
+        given = lists[-1].value
     names = list(given)
     for setting in added:
         names += [name for name in setting.value if name not in names]
@@ -419,11 +487,15 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
 
 def _superseded(done: Rewritten, given: list[Setting]) -> None:
     """Drop training.compile if compile.enable is also set, as newer versions of torchtitan do."""
-    old = next((s for s in given if s.option == "training.compile" and not s.is_text), None)
-    new = next((s for s in given if s.option == "compile.enable" and not s.is_text), None)
+    from_file = [setting for setting in given if not setting.is_text]
+    old = next((s for s in from_file if s.option == "training.compile"), None)
+    new = next((s for s in from_file if s.option == "compile.enable"), None)
     if old and new:
+        # The translated training.compile has the origin of the old setting.
         done.settings = [s for s in done.settings if s.option != "compile.enable" or s.where != old.where]
-        done.notices.append(f"{old.where}: training.compile is ignored: compile.enable at {new.where} decides")
+        done.notices.append(
+            f"{old.where}: training.compile is ignored: compile.enable at {new.where} decides",
+        )
 
 
 def _finish(done: Rewritten, old: list[Setting]) -> None:
@@ -445,7 +517,10 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
 
 def _add(done: Rewritten, option: str, value: Value, where: str, why: str) -> None:
     done.settings.append(Setting(option, value, where))
-    done.notices.append(f"{where}: {option} = {str(value).lower() if isinstance(value, bool) else value}: {why}")
+    shown = value
+    if isinstance(value, bool):
+        shown = str(value).lower()
+    done.notices.append(f"{where}: {option} = {shown}: {why}")
 
 
 def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
@@ -453,19 +528,30 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     used = given.get("training.warmup_steps") or given.get("training.warmup_pct")
     if used is None:
         return
-    if not any(name.startswith("lr_scheduler.") for name in given):
+    # A file of that time has no [lr_scheduler], whose default schedule differs.
+    has_schedule = any(name.startswith("lr_scheduler.") for name in given)
+    if not has_schedule:
         why = "files with training.warmup_* warm up by (i + 1) / (warmup + 1) and decay linearly"
         _add(done, "lr_scheduler.name", "linear_linear", used.where, why)
     if "training.warmup_pct" not in given:
         return
     used = given["training.warmup_pct"]
     steps = new.get("training.steps")
-    shares = [s for s in done.settings if s.option == "lr_scheduler.warmup_steps" and isinstance(s.value, float)]
+    # The translated warmup_pct is a share of the steps, which is not a valid number of steps.
+    shares = [setting for setting in done.of("lr_scheduler.warmup_steps") if isinstance(setting.value, float)]
     for share in shares:
         done.settings.remove(share)
         try:
-            total = _integer(steps) if steps else 10000
-            _add(done, "lr_scheduler.warmup_steps", max(int(total * share.value), 2), used.where, "from warmup_pct")
+            total = 10000
+            if steps:
+                total = _integer(steps)
+            _add(
+                done,
+                "lr_scheduler.warmup_steps",
+                max(int(total * share.value), 2),
+                used.where,
+                "from warmup_pct",
+            )
         except Unfit:
             pass  # training.steps is reported with its own problem
     for option, value in (("optimizer.beta2", 0.999), ("optimizer.weight_decay", 0.01)):
@@ -474,7 +560,9 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
 
 
 def _integer(setting: Setting) -> int:
-    return from_texts(setting.value, int) if setting.is_text else coerce(setting.value, int)
+    if setting.is_text:
+        return from_texts(setting.value, int)
+    return coerce(setting.value, int)
 
 
 def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
@@ -482,17 +570,34 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     folder = new.get("checkpoint.folder")
     if folder is None:
         return
-    explicit = "checkpoint.enable" in new
+    is_explicit = "checkpoint.enable" in new
     if folder.value in ("", ("",)):
         done.settings.remove(folder)
-        if explicit:
+        if is_explicit:
             done.notices.append(f"{folder.where}: an empty checkpoint.folder is ignored: the default is used")
         else:
-            _add(done, "checkpoint.enable", False, folder.where, "an empty checkpoint folder turned checkpoints off")
+            _add(
+                done,
+                "checkpoint.enable",
+                False,
+                folder.where,
+                "an empty checkpoint folder turned checkpoints off",
+            )
         return
-    of_2024 = {"training.data_parallel_degree", "training.fp8_linear", "profiling.run_profiler"} & given.keys()
-    if not explicit and ("training.checkpoint_folder" in given or of_2024):
-        _add(done, "checkpoint.enable", True, folder.where, "in files of early 2024 a checkpoint folder turned them on")
+    # These options existed only in early 2024.
+    of_2024 = {
+        "training.data_parallel_degree",
+        "training.fp8_linear",
+        "profiling.run_profiler",
+    } & given.keys()
+    if not is_explicit and ("training.checkpoint_folder" in given or of_2024):
+        _add(
+            done,
+            "checkpoint.enable",
+            True,
+            folder.where,
+            "in files of early 2024 a checkpoint folder turned them on",
+        )
 
 
 def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
@@ -500,26 +605,39 @@ def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[st
     names = ("training.data_parallel_degree", "training.warmup_pct", "profiling.run_profiler")
     first = next((given[name] for name in names if name in given), None)
     tensorboard = new.get("metrics.enable_tensorboard")
-    if first and tensorboard and tensorboard.shown in (True, "true", "True") and "metrics.legacy_tags" not in new:
+    is_enabled = tensorboard is not None and tensorboard.shown in (True, "true", "True")
+    if first and is_enabled and "metrics.legacy_tags" not in new:
         _add(done, "metrics.legacy_tags", True, first.where, "TensorBoard gets the tag wps, too")
 
 
 def _microbatches(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
     """Convert the number of micro-batches to a micro-batch size."""
     used = [s for name, s in given.items() if name.endswith(".pipeline_parallel_microbatches")]
-    sizes = [s for s in done.settings if s.option == "parallelism.pipeline_parallel_microbatch_size"]
-    count = next((s for s in sizes if used and s.where == used[0].where and isinstance(s.value, int)), None)
+    if not used:
+        return
+    # The translated count has the name of the size. Its origin is that of the old setting.
+    sizes = done.of("parallelism.pipeline_parallel_microbatch_size")
+    count = next((s for s in sizes if s.where == used[0].where and isinstance(s.value, int)), None)
     if count is None:
         return
     done.settings.remove(count)
     batch = new.get("training.local_batch_size")
+    size = 8
     try:
-        size = _integer(batch) if batch else 8
+        if batch:
+            size = _integer(batch)
     except Unfit:
         return  # the batch size is reported with its own problem
     if count.value < 1 or size % count.value:
-        rule = f"does not divide the local batch of {size}"
-        done.problems.append(Problem(used[0].option, count.value, rule, "choose a divisor", used[0].where))
+        done.problems.append(
+            Problem(
+                used[0].option,
+                count.value,
+                rule=f"does not divide the local batch of {size}",
+                fix="choose a divisor",
+                where=used[0].where,
+            )
+        )
         return
     done.settings.append(Setting(count.option, size // count.value, count.where))
 
@@ -528,7 +646,7 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
     """Keep one of optimizer.fused and optimizer.foreach: fused if it is true, else foreach."""
     if not {"optimizer.fused", "optimizer.foreach"} <= given.keys():
         return
-    both = [s for s in done.settings if s.option == "optimizer.implementation"]
+    both = done.of("optimizer.implementation")
     fused = next((s for s in both if s.value == "fused"), None)
     loser_where = given["optimizer.fused" if fused is None else "optimizer.foreach"].where
     keep = fused or next((s for s in both if s.where != loser_where), both[-1])
@@ -550,12 +668,16 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     flavor = new.get("model.flavor")
     if flavor is None or not isinstance(flavor.shown, str):
         return
-    model = str(name.shown) if name else Model.name
+    model = Model.name
+    if name:
+        model = str(name.shown)
     word = flavor.shown
     if (model, word) in _FLAVORS:
         done.settings.remove(flavor)
         today, why = _FLAVORS[model, word]
         _add(done, "model.flavor", today, flavor.where, why)
+
+    # The kernel of a masked flavor is chosen here by the document mask.
     plain = next((word.removesuffix(end) for end in _MASKED_FLAVORS if word.endswith(end)), None)
     flavors = _flavors(model)
     if plain is None or word in flavors or plain not in flavors:
@@ -579,21 +701,41 @@ def _flavors(model: str) -> Mapping[str, Mapping[str, Any]]:
 def _cuts(done: Rewritten) -> None:
     """Convert the first layers of stages to lists of the modules in each stage."""
     option = "parallelism.module_fqns_per_model_part"
-    for setting in [s for s in done.settings if s.option == option and isinstance(s.value, _Cuts)]:
+    for setting in done.of(option):
+        if not isinstance(setting.value, _Cuts):
+            continue
         points = list(setting.value)
         done.settings.remove(setting)
         if not points:
             done.notices.append(f"{setting.where}: it contains no split points and is ignored")
             continue
+        # Each point is the first layer of a stage. -1 marks text that names no layer.
         layers = _num_layers({s.option: s for s in done.settings})
-        begins = [int(point[7:]) if point[7:].isdecimal() and point.startswith("layers.") else -1 for point in points]
-        if layers is None or begins != sorted(set(begins)) or not 0 < begins[0] <= begins[-1] < layers:
-            fix = f"list the modules of each stage in {option}"
-            rule = f"must name layers of the model in order{f', layers.1 to layers.{layers - 1}' if layers else ''}"
-            done.problems.append(Problem("pipeline_parallel_split_points", points, rule, fix, setting.where))
+        begins = []
+        for point in points:
+            number = point[7:]
+            is_layer = point.startswith("layers.") and number.isdecimal()
+            begins.append(int(number) if is_layer else -1)
+        is_rising = begins == sorted(set(begins))
+        if layers is None or not is_rising or not 0 < begins[0] <= begins[-1] < layers:
+            rule = "must name layers of the model in order"
+            if layers:
+                rule += f", layers.1 to layers.{layers - 1}"
+            done.problems.append(
+                Problem(
+                    "pipeline_parallel_split_points",
+                    points,
+                    rule=rule,
+                    fix=f"list the modules of each stage in {option}",
+                    where=setting.where,
+                )
+            )
             continue
-        ends = zip([0, *begins], [*begins, layers], strict=True)
-        parts = [[f"layers.{layer}" for layer in range(first, last)] for first, last in ends]
+
+        # The first stage also has the embedding, and the last one the norm and the output.
+        parts = []
+        for first, last in zip([0, *begins], [*begins, layers], strict=True):
+            parts.append([f"layers.{layer}" for layer in range(first, last)])
         parts[0].insert(0, "tok_embeddings")
         parts[-1] += ["norm", "output"]
         done.settings.append(Setting(option, parts, setting.where))
@@ -602,12 +744,15 @@ def _cuts(done: Rewritten) -> None:
 def _num_layers(new: Mapping[str, Setting]) -> int | None:
     """Return the number of layers of the configured model, or None if it is unknown."""
     given = new.get("model.overrides.num_layers")
-    name = new.get("model.name")
-    flavor = new.get("model.flavor")
+    name = Model.name
+    if "model.name" in new:
+        name = str(new["model.name"].shown)
+    flavor = Model.flavor
+    if "model.flavor" in new:
+        flavor = str(new["model.flavor"].shown)
     try:
-        facts = read_model_file(str(name.shown) if name else Model.name)
         overrides = {} if given is None else {"num_layers": _integer(given)}
-        layers = shape(facts, str(flavor.shown) if flavor else Model.flavor, overrides).get("num_layers")
+        layers = shape(read_model_file(name), flavor, overrides).get("num_layers")
     except (ConfigError, KeyError, Unfit):
         return None
     return layers if isinstance(layers, int) and layers > 0 else None
@@ -620,7 +765,13 @@ def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
     if dataset is None or path is None or dataset.shown != "" or not path.shown:
         return
     done.settings.remove(dataset)
-    _add(done, "training.dataset", "huggingface", dataset.where, "only training.dataset_path determined the data")
+    _add(
+        done,
+        "training.dataset",
+        "huggingface",
+        dataset.where,
+        "only training.dataset_path determined the data",
+    )
 
 
 def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:

@@ -18,4 +18,6 @@ def is_built_in(name: str) -> bool:
 
 def tokenizer_folder(name: str) -> Path:
     """Return the folder of a tokenizer name or path. The folder of "bytes" does not exist."""
-    return _FOLDER / name if is_built_in(name) else Path(name).expanduser()
+    if is_built_in(name):
+        return _FOLDER / name
+    return Path(name).expanduser()

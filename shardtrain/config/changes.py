@@ -56,7 +56,9 @@ SECTIONS: dict[str, Class] = {
     "experimental": "ignore",
     "launch": "ignore",
 }
-"""Default class of each section. In sections that are missing here, every option needs an ``OPTIONS`` entry."""
+"""Default class of each section. In sections that are missing here, every
+option needs an ``OPTIONS`` entry.
+"""
 
 OPTIONS: dict[str, Class] = {
     "model.hf_assets_path": "data",
@@ -206,12 +208,18 @@ FILES = "files"
 
 def file_hashes(config: Config) -> dict[str, str]:
     """Return the SHA-256 of each configured Python file of a model, task, optimizer or schedule."""
-    named = {option: path for option, path in named_files(config) if path.endswith(".py")}
-    texts = {option: Path(path).read_bytes() for option, path in named.items() if class_of(option) == "error"}
-    return {option: hashlib.sha256(text).hexdigest() for option, text in texts.items()}
+    hashes = {}
+    for option, path in named_files(config):
+        if path.endswith(".py") and class_of(option) == "error":
+            hashes[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return hashes
 
 
-def to_record(config: Config, world_size: int, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def to_record(
+    config: Config,
+    world_size: int,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the options that a checkpoint stores, as JSON: all whose class is not "ignore".
 
     ``files`` is the result of ``file_hashes`` at the start of the run.
@@ -238,22 +246,29 @@ def find(
     if not isinstance(saved, Mapping):
         return []
     now = to_record(config, world_size)
-    # An option without a class is an error, so that a new option must be classified before it may change.
-    differing = {
-        name: OptionChange(name, saved[name], new, class_of(name) or "error")
-        for name, new in now.items()
-        if name in saved and name != FILES and saved[name] != new
-    }
-    saved_files = saved.get(FILES)
-    hashes = saved_files if isinstance(saved_files, Mapping) else {}
+    # An option without a class is an error: a new option must be classified before it may change.
+    differing = {}
+    for name, new in now.items():
+        if name in saved and name != FILES and saved[name] != new:
+            differing[name] = OptionChange(name, saved[name], new, class_of(name) or "error")
+
+    # A Python file with the same path may have different contents.
+    hashes = saved.get(FILES)
+    if not isinstance(hashes, Mapping):
+        hashes = {}
     for name, digest in files.items():
         before = hashes.get(name, digest)
         if before != digest and name not in differing:
-            old, new = (f"{now[name]} with the SHA-256 {str(text)[:12]}..." for text in (before, digest))
+            old = f"{now[name]} with the SHA-256 {str(before)[:12]}..."
+            new = f"{now[name]} with the SHA-256 {str(digest)[:12]}..."
             differing[name] = OptionChange(name, old, new, "error")
+
+    # A part that is not loaded from the checkpoint may have other options.
     for part in excluded:
-        for start in FREED.get(part, ()):
-            differing = {name: change for name, change in differing.items() if not name.startswith(start)}
+        for name in list(differing):
+            if name.startswith(FREED.get(part, ())):
+                del differing[name]
+
     # Different options can describe the same schedule or the same model sizes.
     if _same_schedule(saved, now):
         for name in ("lr_scheduler.total_steps", "training.steps"):
@@ -266,9 +281,12 @@ def find(
 
 def _same_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """True if both schedules have the same length, set by total_steps or by the number of training steps."""
-    if any(record.get("training.epochs") is not None for record in (saved, now)):
-        return False
-    lengths = [record.get("lr_scheduler.total_steps") or record.get("training.steps") for record in (saved, now)]
+    lengths = []
+    for record in (saved, now):
+        # The data determine the number of steps of an epoch.
+        if record.get("training.epochs") is not None:
+            return False
+        lengths.append(record.get("lr_scheduler.total_steps") or record.get("training.steps"))
     return lengths[0] == lengths[1] is not None
 
 
@@ -313,7 +331,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
 def _shown(value: Any) -> str:

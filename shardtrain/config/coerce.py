@@ -35,14 +35,19 @@ def coerce(value: Value, kind: Kind) -> Value:
     if origin is Literal:
         if any(value == item and type(value) is type(item) for item in args):
             return value
+        choices = ", ".join(f'"{item}"' for item in args)
         near = nearest(_SHORT.get(str(value), str(value)), map(str, args))
-        words = ", ".join(f'"{item}"' for item in args)
-        raise Unfit(f"must be one of {words}", f'did you mean "{near}"?' if near else f'use "{args[0]}"')
+        fix = f'use "{args[0]}"'
+        if near:
+            fix = f'did you mean "{near}"?'
+        raise Unfit(f"must be one of {choices}", fix)
     if origin in (Union, types.UnionType):
         return _union(value, args)
     if origin is list:
         if not isinstance(value, list):
-            fix = f'write ["{value}"]' if isinstance(value, str) and args[0] is str else "write it in [ ]"
+            fix = "write it in [ ]"
+            if isinstance(value, str) and args[0] is str:
+                fix = f'write ["{value}"]'
             raise Unfit("must be a list", fix)
         return [coerce(item, args[0]) for item in value]
     if origin is dict:
@@ -57,9 +62,11 @@ def from_text(text: str, kind: Kind) -> Value:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, types.UnionType) and type(None) in args:
+        # TOML has no null, so the command line has a name for it.
         if text.lower() in ("none", "null"):
             return None
         return from_text(text, next(arg for arg in args if arg is not type(None)))
+    # A list is written with commas, or as TOML. Commas cannot express nested lists.
     if origin is list and not text.lstrip().startswith("["):
         if args[0] is str or get_origin(args[0]) is Literal:
             return [coerce(part.strip(), args[0]) for part in text.split(",") if part.strip()]
@@ -68,6 +75,7 @@ def from_text(text: str, kind: Kind) -> Value:
         return text
     if origin is Literal and all(isinstance(arg, str) for arg in args):
         return coerce(text, kind)
+    # TOML has only lower-case booleans. Accept "True", as Python prints it.
     if kind is bool:
         return coerce({"true": True, "false": False}.get(text.lower(), text), bool)
     return coerce(_toml_value(text, text), kind)
@@ -100,10 +108,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    if not isinstance(value, dict | list):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
         yield value
         return
-    for inner in value.values() if isinstance(value, dict) else value:
+    for inner in value:
         yield from _values(inner)
 
 
@@ -111,13 +121,16 @@ def _toml_value(text: str, otherwise: Value) -> Value:
     """Parse text as one TOML value, or return ``otherwise``. "1e6" and "5." are numbers."""
     if re.fullmatch(r"[+-]?\d+\.", text):
         text += "0"
+    # A line break could add further keys to the table.
     if "\n" in text:
         return otherwise
     try:
         table = parse_toml(f"value = {text}")
     except ValueError:
         return otherwise
-    return table["value"] if table.keys() == {"value"} else otherwise
+    if table.keys() != {"value"}:
+        return otherwise
+    return table["value"]
 
 
 _MOST_BITS = 1000
@@ -184,9 +197,13 @@ def _text(value: Value) -> str:
 
 def _unquoted(value: Value, kind: type) -> str | None:
     """Return the fix for a quoted number, or None if the text is not a TOML number of this type."""
-    number = _toml_value(value, "") if isinstance(value, str) else ""
-    fits = type(number) is int or (kind is float and type(number) is float and math.isfinite(number))
-    return f"write it without quotes: {value}" if fits else None
+    if not isinstance(value, str):
+        return None
+    number = _toml_value(value, "")
+    is_float = type(number) is float and math.isfinite(number)
+    if type(number) is int or (kind is float and is_float):
+        return f"write it without quotes: {value}"
+    return None
 
 
 _SCALARS = {int: _integer, float: _number, bool: _boolean, str: _text}

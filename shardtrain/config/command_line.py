@@ -100,8 +100,8 @@ def take(
         if option.once and name in own:
             raise _wrong(name, None, "is given twice", "give it once")
 
-        # The value follows "=", or is the next argument, which may begin with one dash like a negative number. A
-        # list takes all arguments up to the next option.
+        # The value follows "=", or is the next argument, which may begin with one dash like a
+        # negative number. A list takes all arguments up to the next option.
         texts = [value] if equals else []
         while not equals and remaining and (option.is_list or not texts):
             if remaining[0].startswith("-" if option.is_list else "--"):
@@ -168,8 +168,13 @@ OWN = {
 
 def two_files(named: str, path: str) -> Problem:
     """Return the problem of a command with both ``--job.config_file`` and a different positional file."""
-    rule = f"is a second configuration file, in addition to {path}"
-    return Problem("job.config_file", named, rule, "use one configuration file, followed by options", COMMAND_LINE)
+    return Problem(
+        "job.config_file",
+        named,
+        rule=f"is a second configuration file, in addition to {path}",
+        fix="use one configuration file, followed by options",
+        where=COMMAND_LINE,
+    )
 
 
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:

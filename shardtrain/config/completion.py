@@ -14,7 +14,9 @@ def _values(kind: object) -> list[str]:
     if kind is bool:
         return ["true", "false"]
     inner = next((arg for arg in get_args(kind) if get_origin(arg) is Literal), kind)
-    return [str(value) for value in get_args(inner)] if get_origin(inner) is Literal else []
+    if get_origin(inner) is Literal:
+        return [str(value) for value in get_args(inner)]
+    return []
 
 
 def _bash(verbs: Sequence[str]) -> str:

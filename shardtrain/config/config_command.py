@@ -28,8 +28,14 @@ def print_schema(words: list[str]) -> int:
     from shardtrain.config.json_schema import json_schema_text
 
     if words:
-        rule = "takes no argument"
-        fix = "shardtrain config schema > shardtrain.schema.json"
-        raise ConfigError(Problem("shardtrain config schema", words[0], rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain config schema",
+                words[0],
+                rule="takes no argument",
+                fix="shardtrain config schema > shardtrain.schema.json",
+                where="command line",
+            )
+        )
     print(json_schema_text(), end="")
     return 0

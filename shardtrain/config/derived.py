@@ -19,13 +19,17 @@ def model_label(model: Model, num_params: int | None = None) -> str:
     """
     if not model.overrides:
         return f"{model.name} {model.flavor}"
-    return model.name if num_params is None else f"{model.name} {format_count(num_params)}"
+    if num_params is None:
+        return model.name
+    return f"{model.name} {format_count(num_params)}"
 
 
 def shard_degree(config: Config, world_size: int) -> int:
     """Number of FSDP ranks: data_parallel_shard_degree, or all remaining ranks if that is -1."""
     degree = config.parallelism.data_parallel_shard_degree
-    return degree if degree != -1 else world_size // other_degrees(config)
+    if degree != -1:
+        return degree
+    return world_size // other_degrees(config)
 
 
 def other_degrees(config: Config) -> int:
@@ -61,7 +65,9 @@ def data_parallel_degree(config: Config, world_size: int) -> int:
 def global_batch_size(config: Config, world_size: int) -> int:
     """Number of sequences per optimizer step, over all ranks."""
     size = config.training.global_batch_size
-    return size if size != -1 else config.training.local_batch_size * data_parallel_degree(config, world_size)
+    if size != -1:
+        return size
+    return config.training.local_batch_size * data_parallel_degree(config, world_size)
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:

@@ -113,8 +113,9 @@ def describe(folder: Path, name: str = "") -> Description:
         skipped_keys = sorted(key for key in whole_file if key.endswith("_config") and key != hub.multimodal.key)
         skipped = ", ".join(skipped_keys) or "vision"
         notice = (
-            f"{path}: only the text model of {hub.multimodal.architecture} is read, as {hub.architecture}; the rest "
-            f"({skipped}) is skipped, and an export contains only the text model"
+            f"{path}: only the text model of {hub.multimodal.architecture} is read, "
+            f"as {hub.architecture}; the rest ({skipped}) is skipped, "
+            "and an export contains only the text model"
         )
         notices = (notice, *notices)
     return Description(chosen, flavor, overrides, values, hub, notices, block, found)

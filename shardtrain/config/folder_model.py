@@ -52,8 +52,13 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
 
     # Reject "from_folder" if the folder has no config.json.
     if asked and model.name.endswith(".py"):
-        rule = f"takes sizes from a folder, and {model.name} is a model file of yours"
-        return Problem("model.flavor", model.flavor, rule, "name one of its flavors", where)
+        return Problem(
+            "model.flavor",
+            model.flavor,
+            rule=f"takes sizes from a folder, and {model.name} is a model file of yours",
+            fix="name one of its flavors",
+            where=where,
+        )
     if asked and not has and "path" not in model.overrides:
         is_there = folder.exists() or is_built_in(model.hf_assets_path)
         what = "has no config.json" if is_there else "does not exist"
@@ -84,22 +89,40 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
     except OnlyInTransformers as reason:
         kind = read_json(folder / "config.json").get("model_type")
         if is_free and importlib.util.find_spec(NAME) is not None and not in_transformers(kind):
-            rule = f"holds a model of model_type {kind!r}, which neither this package nor transformers has"
-            fix = "install a transformers that has it, or write a model file"
-            return Problem("model.hf_assets_path", model.hf_assets_path, rule, fix, where)
+            return Problem(
+                "model.hf_assets_path",
+                model.hf_assets_path,
+                rule=f"holds a model of model_type {kind!r}, which neither this package nor transformers has",
+                fix="install a transformers that has it, or write a model file",
+                where=where,
+            )
         if is_free:
             why = str(reason).partition("; use model.name")[0]
             notice = f"{why}: taken as it is, with model.name={NAME}"
             return _as_it_is(config, {}, _FOLDER_FLAVOR, (notice,))
-        rule = f"is not what the folder holds ({reason})"
-        return Problem("model.name", model.name, rule, "leave model.name out", origins.get("model.name", ""))
+        return Problem(
+            "model.name",
+            model.name,
+            rule=f"is not what the folder holds ({reason})",
+            fix="leave model.name out",
+            where=origins.get("model.name", ""),
+        )
     except ShardtrainError as error:
-        fix = "use another folder, or set model.flavor if the folder only contains a tokenizer"
-        return Problem("model.hf_assets_path", model.hf_assets_path, f"describes no model ({error})", fix, where)
+        return Problem(
+            "model.hf_assets_path",
+            model.hf_assets_path,
+            rule=f"describes no model ({error})",
+            fix="use another folder, or set model.flavor if the folder only contains a tokenizer",
+            where=where,
+        )
     if not is_free and model.name != found.name:
-        rule = f"is not what {folder} holds, which is {found.name}"
-        fix = f'set it to "{found.name}", or leave it out'
-        return Problem("model.name", model.name, rule, fix, origins.get("model.name", ""))
+        return Problem(
+            "model.name",
+            model.name,
+            rule=f"is not what {folder} holds, which is {found.name}",
+            fix=f'set it to "{found.name}", or leave it out',
+            where=origins.get("model.name", ""),
+        )
 
     # Use the folder's model. The user's overrides take precedence over config.json.
     overrides = {**found.overrides, **model.overrides}
@@ -117,7 +140,12 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
     )
 
 
-def _as_it_is(config: Config, origins: dict[str, str], flavor: str, notices: tuple[str, ...] = ()) -> FolderModel:
+def _as_it_is(
+    config: Config,
+    origins: dict[str, str],
+    flavor: str,
+    notices: tuple[str, ...] = (),
+) -> FolderModel:
     model = config.model
     overrides: dict[str, Any] = {"path": model.hf_assets_path, **model.overrides}
     taken = dataclasses.replace(model, name=NAME, flavor=flavor, overrides=overrides)

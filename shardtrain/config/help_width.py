@@ -46,7 +46,9 @@ def _entries(text: str) -> list[_Entry]:
         indent = len(line) - len(line.lstrip())
         before = found[-1] if found and found[-1].first else None
         # The widest gap within an indented line separates the columns.
-        gaps = [gap for gap in re.finditer(r" {2,}(?=\S)", line) if gap.start()] if indent else []
+        gaps = []
+        if indent:
+            gaps = [gap for gap in re.finditer(r" {2,}(?=\S)", line) if gap.start()]
         gap = max(gaps, key=lambda gap: len(gap[0]), default=None)
         # A line continues the previous usage, second column or paragraph, or it starts a row or a single
         # line.

@@ -69,21 +69,44 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
         print(USAGE.format(presets=known), end="")
         return 0
     if not arguments or arguments[0].startswith("--"):
-        rule = "needs the file to write"
-        fix = "shardtrain init my_run.toml"
-        raise ConfigError(Problem("shardtrain init", None, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain init",
+                None,
+                rule="needs the file to write",
+                fix="shardtrain init my_run.toml",
+                where="command line",
+            )
+        )
     path = Path(arguments[0])
     rest = list(arguments[1:])
     if path.suffix != ".toml":
-        fix = f"write {path.with_suffix('.toml')}"
-        raise ConfigError(Problem("NEW.toml", str(path), "does not end in .toml", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "NEW.toml",
+                str(path),
+                rule="does not end in .toml",
+                fix=f"write {path.with_suffix('.toml')}",
+                where="command line",
+            )
+        )
     if path.exists():
-        raise ConfigError(Problem("NEW.toml", str(path), "exists", "name a new file", "command line"))
+        raise ConfigError(
+            Problem(
+                "NEW.toml",
+                str(path),
+                rule="exists",
+                fix="name a new file",
+                where="command line",
+            )
+        )
     if not rest and sys.stdin.isatty() and sys.stdout.isatty():
         rest = _asked(ask)
     found = split(rest)
     loaded = _with_folder_model(load(found.path, found.overrides, preset=presets.FIRST))
-    name = presets.name_of(Path(loaded.path)) if loaded.path else "the defaults"
+    name = "the defaults"
+    if loaded.path:
+        name = presets.name_of(Path(loaded.path))
     head = [
         DIRECTIVE,
         f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {shlex.quote(path.name)}`.",
@@ -172,6 +195,10 @@ def _explained(loaded: Loaded) -> Iterator[str]:
         key = line.removeprefix("# ").partition(" = ")[0].partition(":")[0]
         option = options().get(f"{section}.{key}")
         if option is not None and not line.startswith("["):
-            sentence = re.split(r"(?<=[.;])\s", option.help.replace(" (shardtrain)", ""), maxsplit=1)[0].rstrip(".;")
+            sentence = re.split(
+                r"(?<=[.;])\s",
+                option.help.replace(" (shardtrain)", ""),
+                maxsplit=1,
+            )[0].rstrip(".;")
             yield from textwrap.wrap(sentence, _WIDTH, initial_indent="# ", subsequent_indent="# ")
         yield line

@@ -85,7 +85,9 @@ def _kind(kind: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(args)}
     if origin in (Union, types.UnionType):
-        return _kind(args[0]) if len(args) == 1 else {"anyOf": [_kind(arg) for arg in args]}
+        if len(args) == 1:
+            return _kind(args[0])
+        return {"anyOf": [_kind(arg) for arg in args]}
     if origin is list:
         return {"type": "array", "items": _kind(args[0])}
     if origin is dict:

@@ -78,8 +78,10 @@ def value_of(config: Config, option: str) -> Value:
     for part in option.split("."):
         if isinstance(value, Mapping):
             value = value[part]
+        elif isinstance(value, list):
+            value = value[int(part)]
         else:
-            value = value[int(part)] if isinstance(value, list) else getattr(value, part)
+            value = getattr(value, part)
     return value
 
 
@@ -120,7 +122,9 @@ def load(
 
     # An unreadable file is an error even with keep_problems, because all its options would have defaults.
     unread: list[Problem] = []
-    settings = _read_file(file, unread) if file is not None else []
+    settings = []
+    if file is not None:
+        settings = _read_file(file, unread)
     problems += unread
     loaded = _resolve(settings, line.settings, problems, file, keep_problems=keep_problems and not unread)
     if not is_preset_of_ours:
@@ -176,17 +180,34 @@ def _resolve(
     seen: dict[tuple[str, bool], Setting] = {}
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
-        if place in seen and seen[place].value == setting.value and seen[place].is_text == setting.is_text:
-            rewritten.notices.append(f"{setting.where}: {setting.option} is given at {seen[place].where} too, as here")
-            continue
         if place in seen:
-            rule = f"is given twice, also at {seen[place].where} under another name"
-            problems.append(Problem(setting.option, setting.shown, rule, "keep one", setting.where))
+            # The same value twice is harmless.
+            other = seen[place]
+            if other.value == setting.value and other.is_text == setting.is_text:
+                notice = f"{setting.where}: {setting.option} is given at {other.where} too, as here"
+                rewritten.notices.append(notice)
+                continue
+            problems.append(
+                Problem(
+                    setting.option,
+                    setting.shown,
+                    rule=f"is given twice, also at {other.where} under another name",
+                    fix="keep one",
+                    where=setting.where,
+                )
+            )
             continue
         seen[place] = setting
         _take(setting, values, origins, problems)
         if len(problems) >= MAX_PROBLEMS:
-            problems.append(Problem("the file", None, "has more mistakes than are listed", "correct these first"))
+            problems.append(
+                Problem(
+                    "the file",
+                    None,
+                    rule="has more mistakes than are listed",
+                    fix="correct these first",
+                )
+            )
             break
     if problems and not keep_problems:
         raise ConfigError(problems)
@@ -220,8 +241,8 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
             if origins[place.option.name] == DEFAULT or setting.where == COMMAND_LINE:
                 origins[place.option.name] = setting.where
         elif option is not None:
-            kind = option.kind
-            value = from_texts(setting.value, kind) if setting.is_text else coerce(setting.value, kind)
+            convert = from_texts if setting.is_text else coerce
+            value = convert(setting.value, option.kind)
             if option.is_table:
                 values[name] = {**values.get(name, {}), **value}
                 origins |= {f"{name}.{inner}": setting.where for inner in value}
@@ -232,7 +253,9 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
             kind = get_args(options()[table].kind)[1]
             value = setting.value
             if setting.is_text:
-                value = setting.value[0] if kind is str else plain(setting.value[0])
+                value = setting.value[0]
+                if kind is not str:
+                    value = plain(value)
             values[table] = {**values.get(table, {}), key: coerce(value, kind)}
             origins[table] = setting.where
         else:
@@ -256,9 +279,19 @@ def _unknown(setting: Setting) -> Problem:
         return Problem(f"[{name}]", None, "is not a section", fix, setting.where)
     if name in sections():
         return Problem(
-            name, setting.shown, "is a section, not an option", f"write [{name}] above its keys", setting.where
+            name,
+            setting.shown,
+            rule="is a section, not an option",
+            fix=f"write [{name}] above its keys",
+            where=setting.where,
         )
-    return Problem(name, setting.shown, "is not an option", suggestion(name, ALIASES), setting.where)
+    return Problem(
+        name,
+        setting.shown,
+        rule="is not an option",
+        fix=suggestion(name, ALIASES),
+        where=setting.where,
+    )
 
 
 def _build(section: str, values: Mapping[str, Any]) -> Value:
@@ -271,8 +304,9 @@ def _build(section: str, values: Mapping[str, Any]) -> Value:
         if dotted in sections():
             given[name] = _build(dotted, values)
         elif dotted in values:
-            value = values[dotted]
-            given[name] = nested.build(options()[dotted], value) if options()[dotted].entry else value
+            given[name] = values[dotted]
+            if options()[dotted].entry:
+                given[name] = nested.build(options()[dotted], values[dotted])
     return cls(**given)
 
 

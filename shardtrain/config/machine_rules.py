@@ -21,7 +21,7 @@ from shardtrain.config.rules.checkpoint_rules import check_pinned
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.config.rules.experts_rules import check_experts_of_world
 from shardtrain.config.rules.float8_rules import needs_mx_products, needs_products
-from shardtrain.config.rules.model_rules import model_shape
+from shardtrain.config.rules.model_rules import model_shape, nearest_multiples
 from shardtrain.config.rules.pipeline_rules import check_microbatches, known_rows
 from shardtrain.config.rules.safety_rules import ALSO_ELSEWHERE, ALWAYS_BELOW, BELOW_DUMP_FOLDER
 from shardtrain.config.rules.values import any_of, problem
@@ -76,11 +76,21 @@ def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Probl
     least = math.ceil(BEATS_PER_HANG_TIMEOUT * nodes / NODES_PER_SECOND)
     if not limit or limit >= least:
         return None
-    rule = f"is too short for {nodes:,} nodes: their heartbeats would be more than the store of a run can answer"
-    return Problem(option, limit, rule, f"set it to {least} or more", loaded.where(option))
+    return Problem(
+        option,
+        limit,
+        rule=f"is too short for {nodes:,} nodes: their heartbeats would be more than the store of a run can answer",
+        fix=f"set it to {least} or more",
+        where=loaded.where(option),
+    )
 
 
-_FOR_TRAINING = ("model.tokenizer_path", "model.hf_assets_path", "checkpoint.initial_load_path", "model.converters")
+_FOR_TRAINING = (
+    "model.tokenizer_path",
+    "model.hf_assets_path",
+    "checkpoint.initial_load_path",
+    "model.converters",
+)
 _FOLDERS_OF_A_RUN = ("job.dump_folder", "checkpoint.folder")
 
 
@@ -100,14 +110,21 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     if others < 1 or world_size < 1:
         return
 
-    # The product of the degrees must be the number of ranks.
     shard = p.data_parallel_shard_degree
     option = "parallelism.data_parallel_shard_degree"
     if world_size > MAX_RANKS:
-        rule = f"is a run of more than {MAX_RANKS:,} ranks, above which watching them takes more than a run can spare"
-        yield Problem("--nproc", world_size, rule, "use fewer ranks, and give each more work", "")
+        yield Problem(
+            "--nproc",
+            world_size,
+            rule=(
+                f"is a run of more than {MAX_RANKS:,} ranks, above which watching them takes more than a run can spare"
+            ),
+            fix="use fewer ranks, and give each more work",
+            where="",
+        )
         return
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+
+    # The product of the degrees must be the number of ranks. A shard degree of -1 is the quotient.
     if shard == -1 and world_size % others:
         # Report the largest other degree, which a user would lower first.
         names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
@@ -116,17 +133,31 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         value = loaded.value(name)
         rest = others // value
         legal = [n for n in range(1, world_size + 1) if world_size % (n * rest) == 0]
-        rule = f"cannot divide {ranks}" + (f" together with the other degrees ({rest})" if rest > 1 else "")
-        fix = f"use {any_of(legal)}" if legal else f"lower the other degrees to a divisor of {world_size}"
+        rule = f"cannot divide {world_size} ranks"
+        if world_size == 1:
+            rule = "cannot divide 1 rank"
+        if rest > 1:
+            rule += f" together with the other degrees ({rest})"
+        fix = f"lower the other degrees to a divisor of {world_size}"
+        if legal:
+            fix = f"use {any_of(legal)}"
         yield problem(loaded, name, rule, f"{fix}, or a multiple of {others} ranks")
         return
     if shard > 0 and shard * others != world_size:
-        rule = f"times the other degrees ({others}) makes {shard * others} ranks, and there are {world_size}"
-        fix = f"use -1 or {world_size // others}" if world_size % others == 0 else f"start {shard * others} ranks"
-        yield problem(loaded, option, rule, fix)
+        # Keep the ranks if the other degrees divide them, else the degrees.
+        fix = f"start {shard * others} ranks"
+        if world_size % others == 0:
+            fix = f"use -1 or {world_size // others}"
+        yield problem(
+            loaded,
+            option,
+            rule=f"times the other degrees ({others}) makes {shard * others} ranks, and there are {world_size}",
+            fix=fix,
+        )
         return
 
-    # Check rules that require the number of ranks.
+    # These rules are also checked without a world size if the configuration determines their numbers.
+    # With a shard degree of -1 the number of data-parallel ranks, and thus of micro-batches, is only known here.
     yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
         layers = (model_shape(loaded) or {}).get("num_layers")
@@ -135,16 +166,20 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
             yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
 
     # The global batch must be a multiple of the sequences per pass.
-    shard = world_size // others if shard == -1 else shard
+    if shard == -1:
+        shard = world_size // others
     yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
     t = loaded.config.training
     data_ranks = p.data_parallel_replicate_degree * shard
     per_pass = t.local_batch_size * data_ranks
     if t.global_batch_size >= 1 and per_pass >= 1 and t.global_batch_size % per_pass:
-        size = t.global_batch_size
-        nearby = [n for n in (size // per_pass * per_pass, -(-size // per_pass) * per_pass) if n]
-        rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks"
-        yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
+        nearby = nearest_multiples(t.global_batch_size, per_pass)
+        yield problem(
+            loaded,
+            "training.global_batch_size",
+            rule=f"is not a multiple of local_batch_size {t.local_batch_size} times {data_ranks} data-parallel ranks",
+            fix=f"use {any_of(nearby)}, or -1",
+        )
 
 
 def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
@@ -152,8 +187,14 @@ def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
     config = loaded.config
     size = loaded.config.training.global_batch_size
     if config.optimizer.early_step_in_backward and size > config.training.local_batch_size * data_ranks >= 1:
-        rule = f"is more than one pass of {data_ranks} data-parallel ranks, and early_step_in_backward updates in each"
-        yield problem(loaded, "training.global_batch_size", rule, "set it to -1, or raise local_batch_size")
+        yield problem(
+            loaded,
+            "training.global_batch_size",
+            rule=(
+                f"is more than one pass of {data_ranks} data-parallel ranks, and early_step_in_backward updates in each"
+            ),
+            fix="set it to -1, or raise local_batch_size",
+        )
 
 
 def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iterator[Problem]:
@@ -165,17 +206,28 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
         return
     if device != "cpu":
         yield from _split_sequences(loaded)
+    # CUDA supports all of the following options.
     if device == "cuda":
         return
     if needs_products(loaded):
-        rule = "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16"
-        fix = "set emulate = true in its section to compute the same numbers without one, slowly, or remove it"
-        yield problem(loaded, "model.converters", rule, fix)
+        yield problem(
+            loaded,
+            "model.converters",
+            rule="needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16",
+            fix="set emulate = true in its section to compute the same numbers without one, slowly, or remove it",
+        )
     if needs_mx_products(loaded):
         name = "a CPU" if device == "cpu" else device
-        rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, and {name} computes in float32 and bfloat16"
-        fix = 'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or remove it'
-        yield problem(loaded, "model.converters", rule, fix)
+        yield problem(
+            loaded,
+            "model.converters",
+            rule=(
+                f"needs MXFP8 products, of CUDA capability 10.0 and above, and {name} computes in float32 and bfloat16"
+            ),
+            fix=(
+                'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or remove it'
+            ),
+        )
     if c.training.flash_attention != "FA2":
         yield problem(loaded, "training.flash_attention", "needs CUDA", "remove it")
     if c.profiling.enable_memory_snapshot:
@@ -202,9 +254,12 @@ def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
     option = "training.mixed_precision_param"
     ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
     if ring and compute_dtype(loaded.config) == "float32":
-        rule = "has no flash attention kernel on an accelerator, which splitting a sequence needs"
-        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
-        yield problem(loaded, option, rule, fix)
+        yield problem(
+            loaded,
+            option,
+            rule="has no flash attention kernel on an accelerator, which splitting a sequence needs",
+            fix='use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"',
+        )
 
 
 def has_cpp_compiler() -> bool:
@@ -218,7 +273,12 @@ def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
     if device != "cpu" or not c.enable or c.backend != "inductor":
         return
     if not has_cpp_compiler():
-        yield problem(loaded, "compile.enable", "needs a C++ compiler on CPU", "install g++, or set it to false")
+        yield problem(
+            loaded,
+            "compile.enable",
+            rule="needs a C++ compiler on CPU",
+            fix="install g++, or set it to false",
+        )
 
 
 def _paths(loaded: Loaded) -> Iterator[Problem]:
@@ -226,12 +286,20 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
     for name, source in datasets(loaded).items():
         path = source.dataset_path
         option = f"{name}.dataset_path"
-        if path and not _found(path, on_hub=source.dataset == "huggingface"):
-            rule, fix = ("matches no file", "correct the pattern") if _is_pattern(path) else _ABSENT
-            yield problem(loaded, option, rule, fix)
-    options = ["checkpoint.initial_load_path", "lora.initial_load_path"]
-    options += ["parallelism.pipeline_parallel_schedule_csv", "data.chat_template"]
-    for option in options:
+        if not path or _found(path, on_hub=source.dataset == "huggingface"):
+            continue
+        if _is_pattern(path):
+            yield problem(loaded, option, "matches no file", "correct the pattern")
+        else:
+            yield problem(loaded, option, *_ABSENT)
+
+    # Options with a single file or folder. Those in object stores are not looked up.
+    for option in (
+        "checkpoint.initial_load_path",
+        "lora.initial_load_path",
+        "parallelism.pipeline_parallel_schedule_csv",
+        "data.chat_template",
+    ):
         value = loaded.value(option)
         if value and "://" not in value and not _exists(value):
             rule, fix = _ABSENT
@@ -243,6 +311,7 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
 def _folders(loaded: Loaded) -> Iterator[Problem]:
     """Check that the run can create and write its folders, so that it does not fail later."""
     c = loaded.config
+    # A relative checkpoint folder is inside the dump folder.
     written = {"job.dump_folder": c.job.dump_folder}
     if c.checkpoint.enable and not c.checkpoint.load_only and os.path.isabs(c.checkpoint.folder):
         written["checkpoint.folder"] = c.checkpoint.folder
@@ -251,7 +320,12 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
             continue
         # Shells expand ~ only at the start of a word, so not in --job.dump_folder=~/runs.
         if folder.startswith("~"):
-            yield problem(loaded, option, "begins with ~, which is not expanded", f"write {os.path.expanduser(folder)}")
+            yield problem(
+                loaded,
+                option,
+                rule="begins with ~, which is not expanded",
+                fix=f"write {os.path.expanduser(folder)}",
+            )
             continue
         rule = _why_not_writable(Path(folder).absolute())
         if rule:
@@ -263,16 +337,24 @@ def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
     run_folder = Path(loaded.config.job.dump_folder).absolute()
     checkpoint = loaded.config.checkpoint
     saves = checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder
+    # Collect the folders that this run would write to, and the option of each.
     written = [("job.dump_folder", run_folder / name) for name in ALWAYS_BELOW]
     for option in BELOW_DUMP_FOLDER:
         path = run_folder / (loaded.value(option) or "")
+        if option.endswith("_file"):
+            path = path.parent
         if saves or option != "checkpoint.folder":
-            written.append((option, path.parent if option.endswith("_file") else path))
+            written.append((option, path))
+
+    # Links above the run folder are allowed, because the user chose that path.
     for option, path in written:
         for folder in (path, *path.parents):
-            if folder != run_folder and folder.is_relative_to(run_folder) and os.path.islink(folder):
+            is_inside = folder != run_folder and folder.is_relative_to(run_folder)
+            if is_inside and os.path.islink(folder):
                 rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
-                elsewhere = f"set {option} to {folder.resolve()}" if option in ALSO_ELSEWHERE else "use another folder"
+                elsewhere = "use another folder"
+                if option in ALSO_ELSEWHERE:
+                    elsewhere = f"set {option} to {folder.resolve()}"
                 yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
 
 
@@ -286,16 +368,23 @@ def _why_not_writable(path: Path) -> str:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(path / _LONGEST_BELOW)
         # Check the deepest existing ancestor. A dangling link counts as existing, but is not a folder.
-        there = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
-        if not there.is_dir():
-            return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
-        read_only = hasattr(os, "statvfs") and bool(os.statvfs(there).f_flag & os.ST_RDONLY)
+        ancestor = path
+        while not ancestor.exists() and not ancestor.is_symlink():
+            ancestor = ancestor.parent
+        if not ancestor.exists():
+            return f"cannot be made: {ancestor} is a link to nothing"
+        if not ancestor.is_dir():
+            return f"cannot be made: {ancestor} is a file"
+        is_read_only = hasattr(os, "statvfs") and bool(os.statvfs(ancestor).f_flag & os.ST_RDONLY)
         # Folders cannot be created in /proc and /sys, even if their permissions allow it.
-        virtual = there != path and (there.is_relative_to("/proc") or there.is_relative_to("/sys"))
-        if not os.access(there, os.W_OK | os.X_OK) or read_only or virtual:
-            return f"cannot be written: {there} is not writable here"
+        in_virtual_files = ancestor.is_relative_to("/proc") or ancestor.is_relative_to("/sys")
+        is_virtual = ancestor != path and in_virtual_files
+        if not os.access(ancestor, os.W_OK | os.X_OK) or is_read_only or is_virtual:
+            return f"cannot be written: {ancestor} is not writable here"
     except OSError as error:
-        return "is longer than the file system allows" if error.errno == errno.ENAMETOOLONG else ""
+        if error.errno == errno.ENAMETOOLONG:
+            return "is longer than the file system allows"
+        return ""
     return ""
 
 
@@ -311,9 +400,13 @@ def _is_pattern(path: str) -> bool:
 
 def _found(path: str, on_hub: bool) -> bool:
     """True if a dataset's path matches a file. URLs and names on the hub are not checked."""
-    if "://" in path or _exists(path) or (_is_pattern(path) and glob.glob(os.path.expanduser(path), recursive=True)):
+    if "://" in path or _exists(path):
         return True
-    return on_hub and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
+    if _is_pattern(path) and glob.glob(os.path.expanduser(path), recursive=True):
+        return True
+    # A repository of the hub: NAME or OWNER/NAME.
+    is_repository = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
+    return on_hub and is_repository
 
 
 def _exists(path: str) -> bool:
@@ -323,14 +416,20 @@ def _exists(path: str) -> bool:
 def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
     """Check that the tokenizer exists and its number of ids does not exceed the model's vocab_size."""
     model = loaded.config.model
-    option = "model.tokenizer_path" if model.tokenizer_path else "model.hf_assets_path"
+    option = "model.hf_assets_path"
+    if model.tokenizer_path:
+        option = "model.tokenizer_path"
     value = str(loaded.value(option))
     sizes = model_shape(loaded) or {}
     vocab = sizes.get("vocab_size")
     if value == "bytes":
         if isinstance(vocab, int) and vocab < BYTE_TOKENIZER_IDS:
-            rule = f"has {BYTE_TOKENIZER_IDS} ids, more than the model's vocab_size of {vocab}"
-            yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more")
+            yield problem(
+                loaded,
+                option,
+                rule=f"has {BYTE_TOKENIZER_IDS} ids, more than the model's vocab_size of {vocab}",
+                fix=f"set model.overrides.vocab_size to {BYTE_TOKENIZER_IDS} or more",
+            )
         return
     if model.tokenizer_path and value.endswith(".py"):
         # The user's code is not executed here. The trainer compares its ids with the model's.
@@ -343,12 +442,17 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
             fix = _FETCH_MODEL
         yield problem(loaded, option, "does not exist", f"correct the path, {fix}")
         return
-    files = [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]
-    file = next((file for file in files if file.is_file() and file.suffix in (".json", ".model")), None)
-    if file is None:
-        what = "holds no tokenizer.json or tokenizer.model" if path.is_dir() else "is not a .json or .model file"
-        yield problem(loaded, option, what, fix)
+    # In a folder, tokenizer.json takes precedence.
+    files = [path]
+    rule = "is not a .json or .model file"
+    if path.is_dir():
+        files = [path / "tokenizer.json", path / "tokenizer.model"]
+        rule = "holds no tokenizer.json or tokenizer.model"
+    files = [file for file in files if file.is_file() and file.suffix in (".json", ".model")]
+    if not files:
+        yield problem(loaded, option, rule, fix)
         return
+    file = files[0]
     if file.suffix == ".model":
         # Counting the ids requires the tokenizer's library. The trainer compares them with the model's.
         return
@@ -356,16 +460,23 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
     if ids is None:
         yield problem(loaded, option, "has a tokenizer.json that cannot be read", fix)
     elif isinstance(vocab, int) and ids > vocab:
-        rule = f"has {ids} ids, more than the model's vocab_size of {vocab}"
-        yield problem(loaded, option, rule, f"set model.overrides.vocab_size to {ids} or more")
+        yield problem(
+            loaded,
+            option,
+            rule=f"has {ids} ids, more than the model's vocab_size of {vocab}",
+            fix=f"set model.overrides.vocab_size to {ids} or more",
+        )
 
 
 def _count_ids(file: Path) -> int | None:
     """Return the largest id of a tokenizer.json plus one, or None if it cannot be read."""
     try:
         content: Any = checked_json.parse(file.read_text(encoding="utf-8"))
+        # WordPiece and BPE map pieces to ids. Unigram lists its pieces in the order of the ids.
         vocab = content["model"]["vocab"]
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids = list(range(len(vocab)))
+        if isinstance(vocab, dict):
+            ids = list(vocab.values())
         ids += [token["id"] for token in content.get("added_tokens", [])]
         return max(ids) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -381,8 +492,18 @@ def _packages(loaded: Loaded) -> Iterator[Problem]:
         ("metrics.enable_mlflow", c.metrics.enable_mlflow, "mlflow", "mlflow-skinny"),
         ("metrics.enable_trackio", c.metrics.enable_trackio, "trackio", "trackio"),
         ("metrics.prometheus_port", c.metrics.prometheus_port, "prometheus_client", "prometheus_client"),
-        ("training.flash_attention", c.training.flash_attention == "FA3", "flash_attn_interface", "flash-attn-3"),
+        (
+            "training.flash_attention",
+            c.training.flash_attention == "FA3",
+            "flash_attn_interface",
+            "flash-attn-3",
+        ),
         ("training.flash_attention", c.training.flash_attention == "FA4", "flash_attn", "flash-attn-4"),
     ):
         if needed and importlib.util.find_spec(package) is None:
-            yield problem(loaded, option, f"needs the package {name}", f"run `pip install {name}`, or turn it off")
+            yield problem(
+                loaded,
+                option,
+                rule=f"needs the package {name}",
+                fix=f"run `pip install {name}`, or turn it off",
+            )

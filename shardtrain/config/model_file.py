@@ -1,7 +1,8 @@
 """Read the fields and flavors of a model from the source of its file, without running it.
 
-A model file has ``class Config``, a dataclass with literal defaults, and ``FLAVORS``, a literal dict from the name of a
-flavor to the fields that it changes. Both can be imported from another file (``from shardtrain.models.X import``).
+A model file has ``class Config``, a dataclass with literal defaults, and ``FLAVORS``, a literal
+dict from the name of a flavor to the fields that it changes. Both can be imported from another file
+(``from shardtrain.models.X import``).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class ModelFacts:
 
     Attributes:
         path: The file.
-        fields: Type and default of each field of Config. The default is None if it is missing or not a literal.
+        fields: Type and default of each field of Config. The default is None if
+            it is missing or not a literal.
         flavors: Fields that each flavor changes.
     """
 
@@ -46,8 +48,12 @@ class ModelFacts:
 
 
 def model_path(name: str) -> Path:
-    """Return the file of ``model.name``: the user's file if the name ends in .py, else a file of this package."""
-    return Path(name) if name.endswith(".py") else MODELS_FOLDER / f"{name}.py"
+    """Return the file of ``model.name``: the user's file if the name ends in .py,
+    else a file of this package.
+    """
+    if name.endswith(".py"):
+        return Path(name)
+    return MODELS_FOLDER / f"{name}.py"
 
 
 def model_names() -> list[str]:
@@ -57,7 +63,9 @@ def model_names() -> list[str]:
 
 
 def read_model_file(name: str) -> ModelFacts:
-    """Read the file of the model ``name``. Raise ConfigError if it does not exist or lacks Config or FLAVORS."""
+    """Read the file of the model ``name``. Raise ConfigError if it does not
+    exist or lacks Config or FLAVORS.
+    """
     path = model_path(name)
     if not path.is_file():
         raise ConfigError(_no_file(name))
@@ -92,14 +100,30 @@ def _no_file(name: str) -> Problem:
     if name.endswith(".py"):
         return Problem("model.name", name, "is not a file", "give the path of a model file")
     if name in _ELSEWHERE:
-        return Problem("model.name", name, "is a model of torchtitan's that is not among these", _ELSEWHERE[name])
+        return Problem(
+            "model.name",
+            name,
+            rule="is a model of torchtitan's that is not among these",
+            fix=_ELSEWHERE[name],
+        )
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        fix = f"get one of the hub with `shardtrain data download --repo_id {name} --all`, and name its folder"
-        return Problem("model.name", name, "is neither a model nor a folder", fix)
+        return Problem(
+            "model.name",
+            name,
+            rule="is neither a model nor a folder",
+            fix=f"get one of the hub with `shardtrain data download --repo_id {name} --all`, and name its folder",
+        )
     names = model_names()
     near = nearest(name, names)
-    known = f"models are {', '.join(names)}" if names else "the models folder is empty"
-    return Problem("model.name", name, "is not a model", f"did you mean {near}? {known}" if near else known)
+    known = "the models folder is empty"
+    if names:
+        known = f"models are {', '.join(names)}"
+    return Problem(
+        "model.name",
+        name,
+        rule="is not a model",
+        fix=f"did you mean {near}? {known}" if near else known,
+    )
 
 
 def _incomplete(name: str, rule: str, fix: str) -> ConfigError:
@@ -113,14 +137,24 @@ def _parse(path: Path, name: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(path: Path, name: str, mtime_ns: int, size_bytes: int) -> ast.Module:
-    """Parse a file, cached because many rules read it. Its modification time and size are part of the cache key."""
+    """Parse a file, cached because many rules read it. Its modification time
+    and size are part of the cache key.
+    """
     return own_file.read(path, "model.name", name)
 
 
-def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:
-    """Find the class or value assigned to the name ``wanted`` at module level. Follow one import from a model file."""
+def _definition(
+    module: ast.Module,
+    wanted: str,
+    name: str,
+    follow: bool = True,
+) -> tuple[ast.Module, ast.AST] | None:
+    """Find the class or value assigned to the name ``wanted`` at module level.
+    Follow one import from a model file.
+    """
     for node in module.body:
-        # Accept class Config, FLAVORS = ..., FLAVORS: dict = ..., and from shardtrain.models.X import FLAVORS.
+        # Accept class Config, FLAVORS = ..., FLAVORS: dict = ..., and from
+        # shardtrain.models.X import FLAVORS.
         if isinstance(node, ast.ClassDef) and node.name == wanted:
             return module, node
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -137,12 +171,16 @@ def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True)
 
 
 def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str, Any]]:
-    """Return the type and default of the annotated fields of a dataclass. Fields of base classes come first."""
+    """Return the type and default of the annotated fields of a dataclass.
+    Fields of base classes come first.
+    """
     found: dict[str, tuple[str, Any]] = {}
     if not isinstance(cls, ast.ClassDef):
         return found
     for base in cls.bases:
-        inherited = _definition(module, base.id, name) if isinstance(base, ast.Name) else None
+        inherited = None
+        if isinstance(base, ast.Name):
+            inherited = _definition(module, base.id, name)
         if inherited is not None:
             found |= _fields(*inherited, name)
     for node in cls.body:
@@ -152,7 +190,9 @@ def _fields(module: ast.Module, cls: ast.AST, name: str) -> dict[str, tuple[str,
 
 
 def _literal(node: ast.expr | None) -> Value:
-    """Return the value of a literal, or of a sum, difference or product of numbers. None for other expressions."""
+    """Return the value of a literal, or of a sum, difference or product of numbers.
+    None for other expressions.
+    """
     if node is None:
         return None
     try:
@@ -178,7 +218,11 @@ def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
     """Read FLAVORS: a dict from names to fields, written as ``{...}``, ``dict(...)`` or ``Config(...)``."""
     found: dict[str, dict[str, Any]] = {}
     if not isinstance(node, ast.Dict):
-        raise _incomplete(name, "has a FLAVORS that is not a literal dict", "write FLAVORS = {name: {field: value}}")
+        raise _incomplete(
+            name,
+            "has a FLAVORS that is not a literal dict",
+            "write FLAVORS = {name: {field: value}}",
+        )
     for key, value in zip(node.keys, node.values, strict=True):
         flavor = _literal(key)
         pairs: list[tuple[Any, ast.expr]] = []

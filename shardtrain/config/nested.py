@@ -1,8 +1,9 @@
 """Options that contain tables: ``[data.sources.NAME]`` and ``[[data.stages]]``.
 
-Each key of an entry is a separate setting with a dotted name and its own line in the file. In a list, the number of the
-entry is part of the name: ``data.sources.web.weight``, ``data.stages.0.until_tokens``. While a configuration is loaded,
-the value of an option is ``{entry: {field: value}}``. ``build`` then creates the dataclasses.
+Each key of an entry is a separate setting with a dotted name and its own line in the file. In a
+list, the number of the entry is part of the name: ``data.sources.web.weight``,
+``data.stages.0.until_tokens``. While a configuration is loaded, the value of an option is ``{entry:
+{field: value}}``. ``build`` then creates the dataclasses.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class NestedOption:
         """Type of the value: that of the option, the field, or a key in the field."""
         if self.field is None:
             return self.option.kind
-        return get_args(self.field.kind)[1] if self.key is not None else self.field.kind
+        if self.key is not None:
+            return get_args(self.field.kind)[1]
+        return self.field.kind
 
 
 def find(name: str) -> NestedOption | None:
@@ -50,9 +53,11 @@ def find(name: str) -> NestedOption | None:
     Raises:
         Unfit: the entries of the option have no such key.
     """
-    option = next((o for o in options().values() if o.entry and f"{name}.".startswith(f"{o.name}.")), None)
-    if option is None or option.entry is None:
+    containing = [other for other in _names() if f"{name}.".startswith(f"{other}.")]
+    if not containing:
         return None
+    option = options()[containing[0]]
+    assert option.entry is not None
     entry, _, rest = name[len(option.name) + 1 :].partition(".")
     if not rest:
         return NestedOption(option, entry or None, None, None)
@@ -60,10 +65,16 @@ def find(name: str) -> NestedOption | None:
     fields = options_of(prefix, option.entry)
     field_name, _, key = rest.partition(".")
     field = fields.get(f"{prefix}.{field_name}")
+    # Only a field that is a table has keys, and they have no further parts.
     if field is None or (key and (not field.is_table or "." in key)):
         keys = [other.rpartition(".")[2] for other in fields]
-        near = nearest(field_name, keys) if field is None else None
-        raise Unfit("is not an option", f"did you mean {prefix}.{near}?" if near else f"keys are {', '.join(keys)}")
+        near = None
+        if field is None:
+            near = nearest(field_name, keys)
+        fix = f"keys are {', '.join(keys)}"
+        if near:
+            fix = f"did you mean {prefix}.{near}?"
+        raise Unfit("is not an option", fix)
     return NestedOption(option, entry, field, key or None)
 
 
@@ -105,15 +116,24 @@ def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[S
 
 
 def spread_text(setting: Setting) -> list[Setting]:
-    """Split a command-line value that is an entire option or entry in TOML syntax. Return other settings unchanged."""
+    """Split a command-line value that is an entire option or entry in TOML syntax.
+    Return other settings unchanged.
+    """
     try:
         place = find(setting.option)
     except Unfit:
         return [setting]
-    if place is None or not (place.field is None or place.field.is_table) or place.key is not None:
+    # A plain field or a key of a table holds one value, which needs no splitting.
+    if place is None or place.key is not None:
         return [setting]
+    if place.field is not None and not place.field.is_table:
+        return [setting]
+
+    # Text that is not TOML stays as it is. ``take`` reports it.
     try:
-        value = parse_toml(f"value = {setting.value[0]}")["value"] if len(setting.value) == 1 else setting.value
+        value = setting.value
+        if len(setting.value) == 1:
+            value = parse_toml(f"value = {setting.value[0]}")["value"]
     except (ValueError, KeyError):
         value = setting.value[0]
     return list(spread(tuple(setting.option.split(".")), value, lambda _: setting.where))
@@ -122,11 +142,17 @@ def spread_text(setting: Setting) -> list[Setting]:
 def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
     """Add the value of a setting to ``entries``. Raise Unfit if it is invalid."""
     is_list = get_origin(place.option.kind) is list
+    # ``spread`` writes an empty value for the option, and then settings for its entries.
     if place.entry is None:
-        if setting.value != ([] if is_list else {}):
-            fix = f"write [[{place.option.name}]]" if is_list else f"write [{place.option.name}.NAME]"
-            raise Unfit(f"must be a {'list' if is_list else 'table'} of tables", f"{fix} above the keys of each")
+        if is_list and setting.value != []:
+            fix = f"write [[{place.option.name}]] above the keys of each"
+            raise Unfit("must be a list of tables", fix)
+        if not is_list and setting.value != {}:
+            fix = f"write [{place.option.name}.NAME] above the keys of each"
+            raise Unfit("must be a table of tables", fix)
         return
+
+    # Entries of a list are numbered without gaps.
     if is_list and (not place.entry.isdecimal() or int(place.entry) > len(entries)):
         raise Unfit("is not the number of an entry", f"use 0 to {len(entries)}")
     if place.entry == "":
@@ -137,28 +163,35 @@ def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
     if place.field is None:
         return
     name = place.field.name.rpartition(".")[2]
-    value = from_texts(setting.value, place.kind) if setting.is_text else coerce(setting.value, place.kind)
+    convert = from_texts if setting.is_text else coerce
+    value = convert(setting.value, place.kind)
+    # A table collects the keys of several settings.
+    if place.key is not None:
+        value = {place.key: value}
     if place.field.is_table:
-        added = {place.key: value} if place.key is not None else value
-        fields[name] = {**fields.get(name, {}), **added}
-    else:
-        fields[name] = value
+        value = {**fields.get(name, {}), **value}
+    fields[name] = value
 
 
 def build(option: Option, entries: Mapping[str, Mapping[str, Any]]) -> Value:
     """Create the dataclasses of an option: a dict by name, or a list."""
     assert option.entry is not None
     made = {name: option.entry(**fields) for name, fields in entries.items()}
-    return made if get_origin(option.kind) is dict else [made[str(number)] for number in range(len(made))]
+    if get_origin(option.kind) is dict:
+        return made
+    return [made[str(number)] for number in range(len(made))]
 
 
 def underscored(name: str) -> str:
-    """Write dashes of a command-line name as underscores, as the keys of the schema are; names of users stay."""
+    """Write dashes of a command-line name as underscores, as the keys of the schema are;
+    names of users stay.
+    """
     plain = name.replace("-", "_")
     option = next((o for o in _names() if plain.startswith(f"{o}.")), None)
     if option is None:
         return plain
-    # In data.my-sources.WEB-1.text-field.KEY the entry and the key are the user's, and the field is the schema's.
+    # In data.my-sources.WEB-1.text-field.KEY the entry and the key are the user's,
+    # and the field is the schema's.
     entry, dot, rest = name[len(option) + 1 :].partition(".")
     field, dot_2, key = rest.partition(".")
     return f"{option}.{entry}{dot}{field.replace('-', '_')}{dot_2}{key}"

@@ -29,8 +29,8 @@ class Arguments:
 def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Arguments:
     """Parse arguments into settings. ``older`` maps the names of older options to their types.
 
-    An argument is ``--x.y=v`` or ``--x.y v``. Booleans can also be ``--x.y`` and ``--x.no_y``. Lists take several
-    values. Dashes in names become underscores.
+    An argument is ``--x.y=v`` or ``--x.y v``. Booleans can also be ``--x.y`` and ``--x.no_y``.
+    Lists take several values. Dashes in names become underscores.
     """
     kinds = {name: option.kind for name, option in options().items()} | dict(older)
     read = Arguments()
@@ -39,9 +39,12 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     while at < len(arguments):
         word = arguments[at]
         if not word.startswith("--") or word == "--":
-            # The argument is neither an option nor a value. Report all files of an expanded pattern as one problem,
-            # and an option with a single dash together with its value.
-            read.problems.append(_stray(word, arguments[at - 1] if at else "", kinds))
+            # The argument is neither an option nor a value. Report all files of an expanded pattern
+            # as one problem, and an option with a single dash together with its value.
+            before = ""
+            if at:
+                before = arguments[at - 1]
+            read.problems.append(_stray(word, before, kinds))
             files = _expanded(arguments, at)
             if len(files) > 1:
                 read.problems[-1] = _pattern(arguments[at - 2], files)
@@ -52,15 +55,19 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
                 at += 1
             continue
 
+        # Split the name from an attached value, and find the option that it sets.
         name, equals, attached = word[2:].partition("=")
         name = nested.underscored(name)
         at += 1
-        values: list[str] = [attached] if equals else []
+        values: list[str] = []
+        if equals:
+            values = [attached]
         name, negated = _negation(name, kinds)
         option = _option_of(name, kinds)
         kind = _kind(name, option, kinds)
         if not equals and not negated:
-            # A list takes all words up to the next option. A boolean only takes valid values: a file may follow.
+            # A list takes all words up to the next option. A boolean only takes valid values:
+            # a file may follow.
             limit = _most_values(kind)
             while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
                 if _is_bool(kind) and arguments[at].lower() not in ("true", "false", "none"):
@@ -72,7 +79,9 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 
 def _expanded(arguments: Sequence[str], at: int) -> list[str]:
-    """Return the files of a pattern that the shell expanded, if ``arguments[at]`` is the second of them. Else []."""
+    """Return the files of a pattern that the shell expanded, if
+    ``arguments[at]`` is the second of them. Else [].
+    """
     # The first file became the value of the option, so the option is two arguments before.
     if at < 2 or not arguments[at - 2].startswith("--") or "=" in arguments[at - 2]:
         return []
@@ -86,18 +95,33 @@ def _pattern(option: str, files: Sequence[str]) -> Problem:
     """Return the problem of an option with one path that received the files of an expanded pattern."""
     folder = Path(files[0]).parent
     suffix = Path(files[0]).suffix
-    rule = f"is followed by {len(files) - 1} more files, as the shell writes a pattern without quotes"
-    return Problem(option, files[0], rule, f'write {option} "{folder / f"*{suffix}"}"', COMMAND_LINE)
+    return Problem(
+        option,
+        files[0],
+        rule=f"is followed by {len(files) - 1} more files, as the shell writes a pattern without quotes",
+        fix=f'write {option} "{folder / f"*{suffix}"}"',
+        where=COMMAND_LINE,
+    )
 
 
 def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
     """Return the problem of an argument that is neither an option nor a value, with the probable fix."""
     if before.startswith("--") and (word.endswith(".toml") or word in presets.names()):
-        rule = "follows an option, but the configuration must come first"
-        fix = f"write {word} before all options"
-        return Problem("argument", word, rule, fix, COMMAND_LINE)
+        return Problem(
+            "argument",
+            word,
+            rule="follows an option, but the configuration must come first",
+            fix=f"write {word} before all options",
+            where=COMMAND_LINE,
+        )
     if word.endswith(".toml"):
-        return Problem("argument", word, "is a second file", "use one configuration file, followed by options", "")
+        return Problem(
+            "argument",
+            word,
+            rule="is a second file",
+            fix="use one configuration file, followed by options",
+            where="",
+        )
     rule = "belongs to no option"
     fix = "write options as --section.key VALUE"
     meant = nested.underscored(word.lstrip("-").partition("=")[0])
@@ -117,20 +141,26 @@ def _add(
     read: Arguments, seen: set[str], name: str, option: str | None, kind: Kind, values: list[str], negated: bool
 ) -> None:
     """Add an argument to ``read`` as a setting or as a problem."""
-    shown = values[0] if len(values) == 1 else (values or None)
+    shown: str | list[str] | None = values or None
+    if len(values) == 1:
+        shown = values[0]
 
     def wrong(rule: str, fix: str) -> None:
         read.problems.append(Problem(f"--{name}", shown, rule, fix, COMMAND_LINE))
 
     if option is None:
+        # A section's name is often meant as its switch, and --data as a path of the user's file.
         if name in sections():
-            turned_on = f"--{name}.enable, or " if f"{name}.enable" in options() and not values else ""
+            turned_on = ""
+            if f"{name}.enable" in options() and not values:
+                turned_on = f"--{name}.enable, or "
             fix = f"write {turned_on}--{name}.KEY VALUE"
             if name == "data" and values:
                 fix = f"a file of yours is --training.dataset text --training.dataset_path {shown}; " + fix
             wrong("is a section, not an option", fix)
         else:
             fix = suggestion(name)
+            # Habits of other programs.
             if name in ("config", "config_file", "cfg", "file"):
                 fix = f"the configuration is the first word: shardtrain train {shown or 'CONFIG.toml'}"
             elif name.startswith(("resume", "continue")):
@@ -141,7 +171,9 @@ def _add(
         return wrong("is given twice", "give it once")
     seen.add(name)
     if negated:
-        values = ["false" if not values or values[0].lower() == "true" else "true"]
+        # no_y without a value, or with "true", sets y to false.
+        is_true = bool(values) and values[0].lower() != "true"
+        values = [str(is_true).lower()]
     elif not values and _is_bool(kind):
         values = ["true"]
     elif not values:
@@ -150,7 +182,9 @@ def _add(
 
 
 def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
-    """Replace ``x.no_y`` with ``x.y`` if y is a boolean option and no_y is not an option. Return True if replaced."""
+    """Replace ``x.no_y`` with ``x.y`` if y is a boolean option and no_y is not an option.
+    Return True if replaced.
+    """
     section, _, key = name.rpartition(".")
     positive = f"{section}.{key[3:]}"
     if key.startswith("no_") and name not in kinds and _is_bool(kinds.get(positive)):

@@ -38,8 +38,12 @@ class Option:
 
     @functools.cached_property
     def entry(self) -> type | None:
-        """Dataclass of the entries, if the option contains tables as ``data.sources`` does (see ``nested.py``)."""
-        inner = get_args(self.kind)[-1] if get_origin(self.kind) in (dict, list) else None
+        """Dataclass of the entries, if the option contains tables as
+        ``data.sources`` does (see ``nested.py``).
+        """
+        inner = None
+        if get_origin(self.kind) in (dict, list):
+            inner = get_args(self.kind)[-1]
         return inner if dataclasses.is_dataclass(inner) else None  # type: ignore[return-value]
 
     @property
@@ -63,12 +67,17 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
     found: dict[str, Option] = {}
     hints = get_type_hints(cls)
     own = inspect.get_annotations(cls)
-    texts = {name: text for owner in cls.__mro__ for name, text in _help_texts().get(owner.__name__, {}).items()}
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):  # inherited ones come last
+    texts: dict[str, str] = {}
+    for owner in cls.__mro__:
+        texts |= _help_texts().get(owner.__name__, {})
+    # Inherited fields come last.
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
             continue
-        default = field.default if field.default_factory is MISSING else field.default_factory()
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
         name = f"{section}.{field.name}"
         found[name] = Option(name, kind, default, texts.get(field.name, ""))
     return found
@@ -76,7 +85,9 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
 
 @functools.cache
 def sections() -> Mapping[str, type]:
-    """Return all sections by dotted name, each followed by its nested sections. "" is the full configuration."""
+    """Return all sections by dotted name, each followed by its nested sections.
+    "" is the full configuration.
+    """
     found: dict[str, type] = {}
 
     def visit(name: str, cls: type) -> None:
@@ -95,16 +106,22 @@ def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Return the docstring of each field of the schema's classes, on one line, by class name and field."""
     found: dict[str, dict[str, str]] = {}
     parts = (schema, data_options, launch_options, lora_options, safety_options, task_options, watch_options)
-    # Python does not store docstrings of fields. Parse the source, and read the text below each annotated name.
-    sources = [ast.parse(inspect.getsource(module)) for module in parts]
-    for node in [node for source in sources for node in source.body]:
+    # Python does not store docstrings of fields. Parse the source, and read
+    # the text below each annotated name.
+    nodes: list[ast.stmt] = []
+    for module in parts:
+        nodes += ast.parse(inspect.getsource(module)).body
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         texts: dict[str, str] = {}
         for field, below in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-                texts[field.target.id] = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore[attr-defined]
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            text = ""
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                text = " ".join(str(below.value.value).split())
+            texts[field.target.id] = text
         found[node.name] = texts
     return found
 
@@ -121,11 +138,17 @@ def kind_text(kind: Kind) -> str:
         return " | ".join(f'"{arg}"' for arg in args)
     if origin in (Union, types.UnionType):
         names = [kind_text(arg) for arg in args if arg is not type(None)]
-        return " or ".join([*names, "unset"] if type(None) in args else names)
+        if type(None) in args:
+            names.append("unset")
+        return " or ".join(names)
     if origin is list:
-        return "list of tables" if dataclasses.is_dataclass(args[0]) else f"list of {kind_text(args[0])}"
+        if dataclasses.is_dataclass(args[0]):
+            return "list of tables"
+        return f"list of {kind_text(args[0])}"
     if origin is dict:
-        return "table of tables" if dataclasses.is_dataclass(args[1]) else "table"
+        if dataclasses.is_dataclass(args[1]):
+            return "table of tables"
+        return "table"
     return {bool: "true | false", int: "integer", float: "number", str: "text"}[kind]
 
 
@@ -273,15 +296,28 @@ _WAYS = {
         ("model_name_or_path", "pretrained", "base_model"),
         "set checkpoint.initial_load_path to its folder, with --checkpoint.initial_load_in_hf",
     ),
-    **dict.fromkeys(("deepspeed", "ds_config"), "sharding is parallelism.data_parallel_shard_degree, on by default"),
+    **dict.fromkeys(
+        ("deepspeed", "ds_config"),
+        "sharding is parallelism.data_parallel_shard_degree, on by default",
+    ),
     **dict.fromkeys(("fp8", "float8", "float8.enable"), "add quantize.linear.float8 to model.converters"),
     **dict.fromkeys(
-        ("wandb_project", "wandb_group", "wandb_name", "wandb_run_name", "wandb_entity", "run_name"), _ENVIRONMENT
+        (
+            "wandb_project",
+            "wandb_group",
+            "wandb_name",
+            "wandb_run_name",
+            "wandb_entity",
+            "run_name",
+        ),
+        _ENVIRONMENT,
     ),
 }
 """Fixes for option names of other programs, by full name or by the part after the last dot."""
 _FEW_SECTIONS = 3
-"""Maximum number of sections with the same key for which the first is suggested. ``enable`` is in too many sections."""
+"""Maximum number of sections with the same key for which the first is suggested.
+``enable`` is in too many sections.
+"""
 
 
 def suggestion(name: str, extra: Iterable[str] = ()) -> str:
@@ -298,36 +334,51 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
         return _WAYS.get(name) or _WAYS[key]
 
     # A misspelled table of tables. The user chooses the names of its entries: data.source.web.weight.
-    for tables in (option.name for option in options().values() if option.entry):
-        parts = name.split(".")
-        if parts[2:] and nearest(".".join(parts[:2]), [tables], 0.85):
-            return f"did you mean {'.'.join([tables, *parts[2:]])}?"
+    parts = name.split(".")
+    for option in options().values():
+        if option.entry and parts[2:] and nearest(".".join(parts[:2]), [option.name], 0.85):
+            return f"did you mean {'.'.join([option.name, *parts[2:]])}?"
 
     # A misspelled key of an existing section.
-    within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
+    within = {}
+    for other in known:
+        other_section, _, other_key = other.rpartition(".")
+        if other_section == section:
+            within[other_key] = other
     match = nearest(key, within, 0.75)
     if match:
         return f"did you mean {within[match]}?"
+
     # An existing key in another section: use the most similar section, or the first of few.
-    same_key = {other.rpartition(".")[0]: other for other in options() if other.rpartition(".")[2] == key}
+    same_key = {}
+    for other in options():
+        other_section, _, other_key = other.rpartition(".")
+        if other_key == key:
+            same_key[other_section] = other
     alike = nearest(section, same_key)
     if alike is None and 1 <= len(same_key) <= _FEW_SECTIONS:
         alike = next(iter(same_key))
     if alike is not None:
         return f"did you mean {same_key[alike]}?"
+
     # A misspelled section.
-    known_sections = {other.rpartition(".")[0] for other in known} | {s for s in sections() if s}
-    other_section = nearest(section, known_sections)
-    if other_section and section not in known_sections:
-        if f"{other_section}.{key}" in options():
-            return f"did you mean {other_section}.{key}?"
-        return f"did you mean a key of [{other_section}]?"
+    known_sections = {other.rpartition(".")[0] for other in known}
+    known_sections.update(filter(None, sections()))
+    near_section = nearest(section, known_sections)
+    if near_section and section not in known_sections:
+        if f"{near_section}.{key}" in options():
+            return f"did you mean {near_section}.{key}?"
+        return f"did you mean a key of [{near_section}]?"
+
     # Any similar option. Its key must be similar too, not only its section.
-    match = None if same_key else nearest(name, known, 0.75)
+    match = None
+    if not same_key:
+        match = nearest(name, known, 0.75)
     if match and nearest(key, [match.rpartition(".")[2]], 0.75):
         return f"did you mean {match}?"
-    where = section if section in sections() and section else ""
-    return f"`shardtrain config show` lists the options{f' of [{where}]' if where else ''}"
+    if section and section in sections():
+        return f"`shardtrain config show` lists the options of [{section}]"
+    return "`shardtrain config show` lists the options"
 
 
 def help_text(name: str = "") -> str:
@@ -338,27 +389,42 @@ def help_text(name: str = "") -> str:
     """
     if name in options():
         option = options()[name]
-        below = options_of(f"{name}.{entry_name(option)}", option.entry) if option.entry else {}
+        below = {}
+        if option.entry:
+            below = options_of(f"{name}.{entry_name(option)}", option.entry)
         texts = []
         for each in (option, *below.values()):
             texts.append(f"--{each.name}  ({kind_text(each.kind)}; default {default_text(each.default)})")
             texts.append(textwrap.fill(each.help, 100, initial_indent="    ", subsequent_indent="    "))
         return "\n".join(texts)
-    holder = next((o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None)
-    if holder is not None:
-        return help_text(holder)
+    # A field of an entry, such as data.sources.web.weight, is described with its table.
+    for option in options().values():
+        if option.entry and name.startswith(f"{option.name}."):
+            return help_text(option.name)
     if name not in sections():
-        section = nearest(name, filter(None, sections())) if "." not in name else None
+        section = None
+        if "." not in name:
+            section = nearest(name, filter(None, sections()))
+        # A key without its section is more likely than a misspelled section.
         if any(other.rpartition(".")[2] == name for other in options()):
-            # The name is a key without its section.
             section = None
-        fix = f"did you mean {section}?" if section else suggestion(name)
-        raise ConfigError(Problem(name, None, "is neither a section nor an option", fix))
+        raise ConfigError(
+            Problem(
+                name,
+                None,
+                rule="is neither a section nor an option",
+                fix=f"did you mean {section}?" if section else suggestion(name),
+            )
+        )
     if not name:
-        lines = [f"  [{section}]  {_first_line(cls)}" for section, cls in sections().items() if section]
-        return "Sections:\n" + "\n".join(lines)
-    inside = [o for o in options() if o.startswith(f"{name}.")]
-    return "\n".join([f"[{name}]  {_first_line(sections()[name])}", *map(help_text, inside)])
+        lines = ["Sections:"]
+        for section, cls in sections().items():
+            if section:
+                lines.append(f"  [{section}]  {_first_line(cls)}")
+        return "\n".join(lines)
+    lines = [f"[{name}]  {_first_line(sections()[name])}"]
+    lines += [help_text(other) for other in options() if other.startswith(f"{name}.")]
+    return "\n".join(lines)
 
 
 def entry_name(option: Option) -> str:

@@ -39,7 +39,9 @@ def options_page() -> str:
         for option in inside:
             if option.entry:
                 name = f"[{option.name}.NAME]" if get_origin(option.kind) is dict else f"[[{option.name}]]"
-                parts.append(_section(name, option.entry, list(options_of(option.name, option.entry).values())))
+                parts.append(
+                    _section(name, option.entry, list(options_of(option.name, option.entry).values())),
+                )
     return "\n".join(parts)
 
 

@@ -19,7 +19,9 @@ def find(path: Path) -> Path:
     """Return the file of a preset. Return other paths, and names of existing files, unchanged."""
     is_word = path.suffix == "" and len(path.parts) == 1
     preset = FOLDER / f"{path}.toml"
-    return preset if is_word and not path.exists() and preset.is_file() else path
+    if is_word and not path.exists() and preset.is_file():
+        return preset
+    return path
 
 
 def name_of(path: Path) -> str:

@@ -15,8 +15,9 @@ def problems_of(
 ) -> list[Problem]:
     """Return all problems that can be found without torch.
 
-    A key or value that could not be parsed is replaced by its default, which the user does not want. Problems that
-    only follow from such a default are skipped. The other arguments are those of ``machine_notes``.
+    A key or value that could not be parsed is replaced by its default, which the user does
+    not want. Problems that only follow from such a default are skipped. The other arguments
+    are those of ``machine_notes``.
     """
     problems = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size, device, num_devices)]
     return secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, problems)])
@@ -25,7 +26,9 @@ def problems_of(
 def require(
     loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
 ) -> tuple[str, ...]:
-    """Raise ConfigError if there are problems. Otherwise return notices: deprecated names, options without effect."""
+    """Raise ConfigError if there are problems. Otherwise return notices: deprecated names,
+    options without effect.
+    """
     problems = problems_of(loaded, world_size, device, num_devices)
     if problems:
         raise ConfigError(problems)

@@ -22,12 +22,15 @@ def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Remove duplicate problems. Keep only the last problem about the number of data-parallel ranks for an option."""
+    """Remove duplicate problems. Keep only the last problem about the number of
+    data-parallel ranks for an option.
+    """
     found: dict[str, Problem] = {}
     for problem in problems:
         text = str(problem)
         if problem.rule.endswith("data-parallel ranks"):
-            # Rules of the file count the ranks in the file. Later rules of the machine count all available ranks.
+            # Rules of the file count the ranks in the file. Later rules of the
+            # machine count all available ranks.
             text = problem.option
         found.pop(text, None)
         found[text] = problem
@@ -47,5 +50,6 @@ def _is_about(problem: Problem, name: str) -> bool:
     # A rule for several options contains the dotted names or the keys of the others.
     key = name.rpartition(".")[2]
     words = [name] if "." in name else []
-    words += [key] if "_" in key else []
+    if "_" in key:
+        words.append(key)
     return any(re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", f"{problem.rule} {problem.fix}") for word in words)

@@ -31,4 +31,6 @@ class Setting:
         """Value for error messages."""
         if not self.is_text:
             return self.value
-        return self.value[0] if len(self.value) == 1 else list(self.value)
+        if len(self.value) == 1:
+            return self.value[0]
+        return list(self.value)

@@ -13,7 +13,9 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "PipelineSche
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules with two stages per rank: rank r of P has the stages r and 2P - 1 - r."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute gradients of inputs and weights separately. With torch.compile the gradients are wrong."""
+"""Schedules that compute gradients of inputs and weights separately. With
+torch.compile the gradients are wrong.
+"""
 FROM_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """Schedules that are read from the file in pipeline_parallel_schedule_csv."""
 SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
@@ -44,7 +46,9 @@ def num_stages(parallelism: Parallelism, num_layers: int) -> int:
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     if per_stage is not None:
         return -(-_weighted_layers(parallelism, num_layers) // per_stage)
-    return degree if schedule_name(parallelism.pipeline_parallel_schedule) in SINGLE else 2 * degree
+    if schedule_name(parallelism.pipeline_parallel_schedule) in SINGLE:
+        return degree
+    return 2 * degree
 
 
 def stages_of_rank(schedule: str, rank: int, degree: int, stages: int) -> list[int]:
@@ -61,9 +65,10 @@ def stages_of_rank(schedule: str, rank: int, degree: int, stages: int) -> list[i
 def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
     """Divide the layers evenly into stages, and return the layers of each stage.
 
-    The two ``less_layers`` options are weights of the embedding and the head, in layers. The first and the last stage
-    therefore get fewer layers. Remaining layers go to stages without a layer first, then to the earliest stages. With
-    too few layers a range may be empty, which the checks of the configuration reject.
+    The two ``less_layers`` options are weights of the embedding and the head, in layers. The
+    first and the last stage therefore get fewer layers. Remaining layers go to stages without a
+    layer first, then to the earliest stages. With too few layers a range may be empty, which the
+    checks of the configuration reject.
 
     >>> p = Parallelism(pipeline_parallel_degree=2)
     >>> layers_per_stage(p, 5)
@@ -85,7 +90,9 @@ def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
 def modules_per_stage(
     parallelism: Parallelism, first: Sequence[str], layers: str, layer_names: Sequence[str], last: Sequence[str]
 ) -> list[list[str]]:
-    """Return the module paths of each stage. Explicit lists may use torchtitan's names of embedding and head."""
+    """Return the module paths of each stage. Explicit lists may use
+    torchtitan's names of embedding and head.
+    """
     explicit = parallelism.module_fqns_per_model_part
     if explicit is not None:
         aliases = {"tok_embeddings": "embed", "output": "head"}

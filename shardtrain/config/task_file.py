@@ -60,9 +60,14 @@ def read_task_file(name: str) -> TaskFacts:
     metrics = found.get("METRICS", {})
     degrees = found.get("DEGREES", ())
     if not isinstance(metrics, dict) or not set(metrics.values()) <= {"max", "min"} or not isinstance(degrees, tuple):
-        rule = "has METRICS or DEGREES that are not literals of names"
-        fix = 'write METRICS = {"accuracy": "max"} and DEGREES = ("tensor_parallel_degree",)'
-        raise ConfigError(Problem("task.name", name, rule, fix))
+        raise ConfigError(
+            Problem(
+                "task.name",
+                name,
+                rule="has METRICS or DEGREES that are not literals of names",
+                fix='write METRICS = {"accuracy": "max"} and DEGREES = ("tensor_parallel_degree",)',
+            )
+        )
     return TaskFacts({"loss": "min", **metrics}, degrees)
 
 
@@ -76,8 +81,14 @@ def _parse(name: str) -> ast.Module:
     if not path.is_file() or (not name.endswith(".py") and name not in task_names()):
         near = nearest(name, task_names())
         hint = f"did you mean {near}? " if near else ""
-        fix = f"{hint}tasks are {', '.join(task_names())}, and paths that end in .py"
-        raise ConfigError(Problem("task.name", name, "is not a task", fix))
+        raise ConfigError(
+            Problem(
+                "task.name",
+                name,
+                rule="is not a task",
+                fix=f"{hint}tasks are {', '.join(task_names())}, and paths that end in .py",
+            )
+        )
     return own_file.read(path, "task.name", name)
 
 

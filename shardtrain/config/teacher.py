@@ -40,11 +40,19 @@ def teacher_config(config: Config) -> Config | Problem:
     """
     path = config.task.teacher_path
     if not path:
-        rule = "must name the teacher's Hugging Face folder"
-        return Problem(OPTION, path, rule, 'set the path, such as "./assets/hf/..."')
+        return Problem(
+            OPTION,
+            path,
+            rule="must name the teacher's Hugging Face folder",
+            fix='set the path, such as "./assets/hf/..."',
+        )
     if not (Path(path) / "config.json").is_file():
-        fix = "name a Hugging Face folder; shardtrain export writes one, shardtrain data download fetches one"
-        return Problem(OPTION, path, "has no config.json", fix)
+        return Problem(
+            OPTION,
+            path,
+            rule="has no config.json",
+            fix="name a Hugging Face folder; shardtrain export writes one, shardtrain data download fetches one",
+        )
     without_student = dataclasses.replace(config, model=Model(hf_assets_path=path), task=Task(), lora=Lora())
     folder = with_folder(without_student, {"model.hf_assets_path": OPTION})
     if isinstance(folder, Problem):
@@ -53,7 +61,11 @@ def teacher_config(config: Config) -> Config | Problem:
     # The teacher uses the student's mesh, without options of training.
     num_experts = (model_shape(Loaded(folder.config)) or {}).get("num_experts")
     degree = config.parallelism.expert_parallel_degree if num_experts else 1
-    parallelism = dataclasses.replace(config.parallelism, shard_optimizer_states=False, expert_parallel_degree=degree)
+    parallelism = dataclasses.replace(
+        config.parallelism,
+        shard_optimizer_states=False,
+        expert_parallel_degree=degree,
+    )
     debug = dataclasses.replace(config.debug, moe_force_load_balance=False)
     recompute = dataclasses.replace(config.activation_checkpoint, mode="none")
     training = config.training
@@ -85,16 +97,28 @@ def divergence_options(loaded: Loaded) -> Iterator[Problem]:
     if task.options:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
     if not 0 < task.kd_ratio <= 1:
-        rule = "must be above 0 and at most 1: the teacher's share of the loss"
-        yield problem(loaded, "task.kd_ratio", rule, 'use 0.5, or task.name = "language_model" without a teacher')
+        yield problem(
+            loaded,
+            "task.kd_ratio",
+            rule="must be above 0 and at most 1: the teacher's share of the loss",
+            fix='use 0.5, or task.name = "language_model" without a teacher',
+        )
     if not 0 < task.temperature < math.inf:
         yield problem(loaded, "task.temperature", "must be above 0", "use 1.0")
     if task.divergence == "jsd" and not 0 < task.jsd_beta < 1:
-        rule = "must be between 0 and 1, where the two KL divergences are the limits"
-        yield problem(loaded, "task.jsd_beta", rule, 'use 0.5, or task.divergence = "forward_kl" or "reverse_kl"')
+        yield problem(
+            loaded,
+            "task.jsd_beta",
+            rule="must be between 0 and 1, where the two KL divergences are the limits",
+            fix='use 0.5, or task.divergence = "forward_kl" or "reverse_kl"',
+        )
     if task.divergence != "jsd" and task.jsd_beta != Task().jsd_beta:
-        rule = f'has no effect with task.divergence = "{task.divergence}"'
-        yield problem(loaded, "task.jsd_beta", rule, 'set task.divergence = "jsd", or remove it')
+        yield problem(
+            loaded,
+            "task.jsd_beta",
+            rule=f'has no effect with task.divergence = "{task.divergence}"',
+            fix='set task.divergence = "jsd", or remove it',
+        )
 
 
 def teacher_mesh(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
@@ -102,12 +126,22 @@ def teacher_mesh(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
     for check in (check_sizes, check_tensor_parallel, check_experts, check_context, check_transformers):
         for found in check(teacher):
             if found.option.startswith("parallelism."):
-                rule = f"{found.rule}, the teacher of {OPTION}"
-                yield Problem(found.option, found.value, rule, found.fix, loaded.where(found.option))
+                yield Problem(
+                    found.option,
+                    found.value,
+                    rule=f"{found.rule}, the teacher of {OPTION}",
+                    fix=found.fix,
+                    where=loaded.where(found.option),
+                )
             else:
                 path = loaded.config.task.teacher_path
-                rule = f"{found.option}: {found.rule}"
-                yield Problem(OPTION, path, rule, found.fix, loaded.where(OPTION))
+                yield Problem(
+                    OPTION,
+                    path,
+                    rule=f"{found.option}: {found.rule}",
+                    fix=found.fix,
+                    where=loaded.where(OPTION),
+                )
 
 
 def teacher_vocabulary(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
@@ -123,13 +157,25 @@ def teacher_vocabulary(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
     teacher_rows = _num_rows(teacher)
     has_split_logits = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
     if has_split_logits and rows and teacher_rows and rows != teacher_rows:
-        rule = f"has {teacher_rows} rows of its vocabulary and the model {rows}, which ranks would split differently"
-        yield Problem(OPTION, path, rule, "set parallelism.disable_loss_parallel = true", where)
+        yield Problem(
+            OPTION,
+            path,
+            rule=(
+                f"has {teacher_rows} rows of its vocabulary and the model {rows}, which ranks would split differently"
+            ),
+            fix="set parallelism.disable_loss_parallel = true",
+            where=where,
+        )
     tokenizer = c.model.tokenizer_path or c.model.hf_assets_path
     difference = _difference(tokenizer, path)
     if difference:
-        rule = f"has another vocabulary than {tokenizer}: {difference}"
-        yield Problem(OPTION, path, rule, "use a teacher with the model's own tokenizer", where)
+        yield Problem(
+            OPTION,
+            path,
+            rule=f"has another vocabulary than {tokenizer}: {difference}",
+            fix="use a teacher with the model's own tokenizer",
+            where=where,
+        )
 
 
 def _num_rows(loaded: Loaded) -> int | None:
@@ -176,7 +222,9 @@ def _token_difference(student_file: Path, teacher_file: Path) -> str:
         return ""
     for id_, token in student_tokens.items():
         if teacher_tokens.get(id_) != token:
-            there = repr(teacher_tokens[id_]) if id_ in teacher_tokens else "nothing"
+            there = "nothing"
+            if id_ in teacher_tokens:
+                there = repr(teacher_tokens[id_])
             return f"id {id_} is {token!r} here and {there} there"
     return ""
 

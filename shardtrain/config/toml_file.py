@@ -34,13 +34,25 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
-            rule = f"has more than {MAX_FILE_BYTES} bytes, which no configuration has"
-            problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
+            problems.append(
+                Problem(
+                    CONFIG_FILE,
+                    str(file),
+                    rule=f"has more than {MAX_FILE_BYTES} bytes, which no configuration has",
+                    fix="name a configuration file",
+                )
+            )
             return {}, ""
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        fix = _meant(file) or "save it as UTF-8"
-        problems.append(Problem(CONFIG_FILE, str(file), "is not UTF-8 text", fix))
+        problems.append(
+            Problem(
+                CONFIG_FILE,
+                str(file),
+                rule="is not UTF-8 text",
+                fix=_meant(file) or "save it as UTF-8",
+            )
+        )
         return {}, ""
     except OSError as error:
         problems.append(_unreadable(file, error))
@@ -52,22 +64,48 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
             raise RecursionError
         table = parse_toml(text)
     except RecursionError:
-        problems.append(Problem(CONFIG_FILE, str(file), "nests its values too deeply", "write plain tables and lists"))
+        problems.append(
+            Problem(
+                CONFIG_FILE,
+                str(file),
+                rule="nests its values too deeply",
+                fix="write plain tables and lists",
+            )
+        )
         return {}, ""
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
-        rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
-        fix = _meant(file) or "correct this line"
-        problems.append(Problem("the file", None, rule, fix, f"{file.name}:{line}"))
+        problems.append(
+            Problem(
+                "the file",
+                None,
+                rule="is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error)),
+                fix=_meant(file) or "correct this line",
+                where=f"{file.name}:{line}",
+            )
+        )
         return {}, ""
     except ValueError as error:  # an integer with too many digits
-        problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))
+        problems.append(
+            Problem(
+                CONFIG_FILE,
+                str(file),
+                rule=f"cannot be read ({error})",
+                fix="correct the number",
+            )
+        )
         return {}, ""
 
     if num_values(table) > MAX_VALUES:
-        rule = f"holds more than {MAX_VALUES} keys and values, which no configuration has"
-        problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
+        problems.append(
+            Problem(
+                CONFIG_FILE,
+                str(file),
+                rule=f"holds more than {MAX_VALUES} keys and values, which no configuration has",
+                fix="name a configuration file",
+            )
+        )
         return {}, ""
     return table, text
 
@@ -103,9 +141,16 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     if file.is_dir():
         return Problem(CONFIG_FILE, str(file), "is a folder", "name the TOML file in it")
     if file.exists():
-        return Problem(CONFIG_FILE, str(file), f"cannot be read ({error.strerror})", "allow reading it")
+        return Problem(
+            CONFIG_FILE,
+            str(file),
+            rule=f"cannot be read ({error.strerror})",
+            fix="allow reading it",
+        )
     folder = file.parent
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".toml")) if folder.is_dir() else []
+    names = []
+    if folder.is_dir():
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".toml"))
     near = nearest(file.name, names)
     if file.suffix == ".toml" and file.stem in presets.names():  # of the README, in another folder
         fix = f"the preset of that name comes with the package: write {file.stem}"
@@ -117,5 +162,7 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     elif names:
         fix = f"{folder} has {', '.join(names[:8])}"
     else:
-        fix = f"{folder.absolute()} has no TOML file" if folder.is_dir() else f"there is no folder {folder}"
+        fix = f"there is no folder {folder}"
+        if folder.is_dir():
+            fix = f"{folder.absolute()} has no TOML file"
     return Problem(CONFIG_FILE, str(file), "does not exist", fix)

@@ -19,8 +19,9 @@ Key = tuple[str, ...]
 def key_lines(text: str) -> dict[Key, int]:
     """Return the line number, from 1, of each table and key in a valid TOML text.
 
-    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"). The result also contains the tables ("s",) and ("s", "a").
-    The entries of an array have their number as a key: ``a = 1`` below the second ``[[s]]`` is ("s", "1", "a").
+    ``a.b = 1`` below ``[s]`` is the key ("s", "a", "b"). The result also contains the tables ("s",)
+    and ("s", "a"). The entries of an array have their number as a key: ``a = 1`` below the second
+    ``[[s]]`` is ("s", "1", "a").
     """
     return _Scanner(text.replace("\r\n", "\n")).scan()
 
@@ -45,7 +46,8 @@ class _Scanner:
                 return self.lines
             start = self.at
             if self.text[self.at] == "[":
-                # A header. Record the line of its first bracket, because the closing brackets may be on another line.
+                # A header. Record the line of its first bracket, because the closing
+                # brackets may be on another line.
                 is_array = self.text.startswith("[[", self.at)
                 self.at += 2 if is_array else 1
                 table = self._table(self._key(), is_array)
@@ -57,7 +59,9 @@ class _Scanner:
                 self._pair(table)
 
     def _table(self, header: Key, is_array: bool) -> Key:
-        """Return the key of the table that a header opens. In arrays of tables, include the last entry's number."""
+        """Return the key of the table that a header opens. In arrays of tables,
+        include the last entry's number.
+        """
         table: Key = ()
         for place, part in enumerate(header, 1):
             table = (*table, part)

@@ -25,14 +25,19 @@ def toml_value(value: Value) -> str:
         return str(value).lower()
     if isinstance(value, float):
         text = repr(value)
-        return text if any(mark in text for mark in ".ein") else f"{text}.0"
+        if any(mark in text for mark in ".ein"):
+            return text
+        return f"{text}.0"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda match: f"\\u{ord(match[0]):04x}", escaped) + '"'
+        # TOML does not allow control characters in text.
+        escaped = re.sub(r"[\x00-\x1f\x7f]", lambda match: f"\\u{ord(match[0]):04x}", escaped)
+        return f'"{escaped}"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+        pairs = [f"{_key(key)} = {toml_value(item)}" for key, item in value.items()]
+        return "{" + ", ".join(pairs) + "}"
     return str(value)
 
 
@@ -56,28 +61,35 @@ def show(loaded: Loaded) -> str:
     return _render(loaded.config, lambda name, value: f"  # {loaded.origins.get(name, 'default')}")
 
 
-def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable[[str], bool] | None = None) -> str:
-    """Return the sections with their options, or only the ``wanted`` ones. Tables come last in their section."""
+def _render(
+    config: Config,
+    comment: Callable[[str, Any], str],
+    wanted: Callable[[str], bool] | None = None,
+) -> str:
+    """Return the sections with their options, or only the ``wanted`` ones.
+    Tables come last in their section.
+    """
     blocks = []
     for section in sections():
-        names = [name for name in options() if name.rpartition(".")[0] == section and (not wanted or wanted(name))]
-        if not names:
-            continue
-        lines: list[str] = [f"[{section}]"]
+        lines: list[str] = []
         tables: list[str] = []
-        for name in names:
+        for name in options():
+            if name.rpartition(".")[0] != section or (wanted and not wanted(name)):
+                continue
             value = value_of(config, name)
             key = name.rpartition(".")[2]
             # Write an empty list of tables as a value, because a table header cannot express it.
             if options()[name].entry and (value or isinstance(value, Mapping)):
                 tables += _entries(options()[name], value, comment)
             elif options()[name].is_table:
-                pairs = value.items()
-                keys = [f"{_key(k)} = {toml_value(item)}{comment(f'{name}.{k}', item)}" for k, item in pairs]
-                tables += ["", f"[{name}]", *keys]
+                tables += ["", f"[{name}]"]
+                for inner, item in value.items():
+                    tables.append(f"{_key(inner)} = {toml_value(item)}{comment(f'{name}.{inner}', item)}")
             else:
                 lines.append(_line(options()[name], key, value, comment))
-        blocks.append("\n".join(lines + tables))
+        # Tables come last, because a key after a table header would belong to that table.
+        if lines or tables:
+            blocks.append("\n".join([f"[{section}]", *lines, *tables]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -90,11 +102,17 @@ def _line(option: Option, key: str, value: Value, comment: Callable[[str, Any], 
 def _entries(option: Option, value: Value, comment: Callable[[str, Any], str]) -> list[str]:
     """Return the lines of a table or a list of tables, with all fields of each entry."""
     assert option.entry is not None
-    is_list = isinstance(value, list)
-    lines = [] if is_list else ["", f"[{option.name}]"]
-    entries = {str(number): entry for number, entry in enumerate(value)} if is_list else value
+    lines: list[str] = []
+    if isinstance(value, list):
+        entries = {str(number): entry for number, entry in enumerate(value)}
+    else:
+        entries = value
+        lines += ["", f"[{option.name}]"]
     for name, entry in entries.items():
-        lines += ["", f"[[{option.name}]]" if is_list else f"[{option.name}.{_key(name)}]"]
+        header = f"[{option.name}.{_key(name)}]"
+        if isinstance(value, list):
+            header = f"[[{option.name}]]"
+        lines += ["", header]
         for field in options_of(f"{option.name}.{name}", option.entry).values():
             key = field.name.rpartition(".")[2]
             lines.append(_line(field, key, getattr(entry, key), comment))

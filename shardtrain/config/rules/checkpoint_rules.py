@@ -27,15 +27,23 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
     options = loaded.config.checkpoint
     yield from best_metric(loaded)
     if options.create_seed_checkpoint and options.load_only:
-        rule = "saves, and checkpoint.load_only forbids it"
-        yield problem(loaded, "checkpoint.create_seed_checkpoint", rule, "remove one of them")
+        yield problem(
+            loaded,
+            "checkpoint.create_seed_checkpoint",
+            rule="saves, and checkpoint.load_only forbids it",
+            fix="remove one of them",
+        )
     if options.enable:
         yield from initial_hub_weights(loaded)
         yield from hub_exports(loaded)
     elif options.initial_load_path and not loaded.is_set("checkpoint.enable"):
         # Files that set checkpoint.enable = false, as torchtitan's do, get a note instead of an error.
-        rule = "loads nothing while checkpoints are off"
-        yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
+        yield problem(
+            loaded,
+            "checkpoint.initial_load_path",
+            rule="loads nothing while checkpoints are off",
+            fix="set checkpoint.enable = true, or remove it",
+        )
 
 
 def best_metric(loaded: Loaded) -> Iterator[Problem]:
@@ -46,11 +54,19 @@ def best_metric(loaded: Loaded) -> Iterator[Problem]:
     metrics = _metrics(loaded)
     if options.keep_best not in metrics:
         near = nearest(options.keep_best, metrics)
-        fix = f'did you mean "{near}"?' if near else f'use "{metrics[0]}"'
-        yield problem(loaded, "checkpoint.keep_best", f"must be {any_of(metrics)}, or empty", fix)
+        yield problem(
+            loaded,
+            "checkpoint.keep_best",
+            rule=f"must be {any_of(metrics)}, or empty",
+            fix=f'did you mean "{near}"?' if near else f'use "{metrics[0]}"',
+        )
     elif options.enable and not loaded.config.validation.enable:
-        rule = "requires validation.enable = true"
-        yield problem(loaded, "checkpoint.keep_best", rule, "set validation.enable = true, or remove it")
+        yield problem(
+            loaded,
+            "checkpoint.keep_best",
+            rule="requires validation.enable = true",
+            fix="set validation.enable = true, or remove it",
+        )
 
 
 def initial_hub_weights(loaded: Loaded) -> Iterator[Problem]:
@@ -59,24 +75,44 @@ def initial_hub_weights(loaded: Loaded) -> Iterator[Problem]:
     model = loaded.config.model
     switch = "checkpoint.initial_load_in_hf"
     if options.initial_load_in_hf and not options.initial_load_model_only:
-        rule = "loads only weights, and checkpoint.initial_load_model_only=false requires more"
-        yield problem(loaded, switch, rule, "set checkpoint.initial_load_model_only = true")
+        yield problem(
+            loaded,
+            switch,
+            rule="loads only weights, and checkpoint.initial_load_model_only=false requires more",
+            fix="set checkpoint.initial_load_model_only = true",
+        )
     if options.initial_load_in_hf and options.initial_load_path is None and is_built_in(model.hf_assets_path):
-        rule = "needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one"
-        yield problem(loaded, switch, rule, "set checkpoint.initial_load_path")
+        yield problem(
+            loaded,
+            switch,
+            rule="needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one",
+            fix="set checkpoint.initial_load_path",
+        )
     if options.initial_load_resize_embeddings:
         yield from resized_embeddings(loaded)
 
     # Formats of the weights
     if options.initial_load_legacy_bin and not options.initial_load_in_hf:
-        rule = "has no effect without checkpoint.initial_load_in_hf"
-        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, f"set {switch} = true, or remove it")
+        yield problem(
+            loaded,
+            "checkpoint.initial_load_legacy_bin",
+            rule="has no effect without checkpoint.initial_load_in_hf",
+            fix=f"set {switch} = true, or remove it",
+        )
     if options.initial_load_legacy_bin and options.initial_load_in_hf_quantized:
-        rule = "is not supported for quantized weights"
-        yield problem(loaded, "checkpoint.initial_load_legacy_bin", rule, "remove one of them")
+        yield problem(
+            loaded,
+            "checkpoint.initial_load_legacy_bin",
+            rule="is not supported for quantized weights",
+            fix="remove one of them",
+        )
     if options.initial_load_in_hf_quantized and not options.initial_load_in_hf:
-        rule = "has no effect without checkpoint.initial_load_in_hf"
-        yield problem(loaded, "checkpoint.initial_load_in_hf_quantized", rule, f"set {switch} = true, or remove it")
+        yield problem(
+            loaded,
+            "checkpoint.initial_load_in_hf_quantized",
+            rule="has no effect without checkpoint.initial_load_in_hf",
+            fix=f"set {switch} = true, or remove it",
+        )
 
 
 def hub_exports(loaded: Loaded) -> Iterator[Problem]:
@@ -89,22 +125,41 @@ def hub_exports(loaded: Loaded) -> Iterator[Problem]:
         exports.append("checkpoint.hf_interval")
     for option in exports:
         if options.load_only:
-            yield problem(loaded, option, "saves, and checkpoint.load_only forbids it", "remove one of them")
+            yield problem(
+                loaded,
+                option,
+                rule="saves, and checkpoint.load_only forbids it",
+                fix="remove one of them",
+            )
         if loaded.config.lora.enable:
-            rule = "writes the weights of the full model, and a run with lora.enable only saves adapters"
-            fix = "remove it; shardtrain export --adapter and shardtrain merge create folders afterwards"
-            yield problem(loaded, option, rule, fix)
+            yield problem(
+                loaded,
+                option,
+                rule="writes the weights of the full model, and a run with lora.enable only saves adapters",
+                fix="remove it; shardtrain export --adapter and shardtrain merge create folders afterwards",
+            )
         if "://" in options.folder:
-            rule = "renames a folder when it is complete, and checkpoint.folder is an object store, which cannot rename"
-            yield problem(loaded, option, rule, "remove it, and export afterwards")
+            yield problem(
+                loaded,
+                option,
+                rule=(
+                    "renames a folder when it is complete, and checkpoint.folder is an object store, "
+                    "which cannot rename"
+                ),
+                fix="remove it, and export afterwards",
+            )
 
 
 def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:
     """Yield a problem if pinned memory, which is for copies from an accelerator, is requested on a CPU."""
     options = loaded.config.checkpoint
     if options.enable and options.async_mode == "async_with_pinned_mem" and device == "cpu":
-        rule = "pins memory for copies from an accelerator, and training runs on the CPU"
-        yield problem(loaded, "checkpoint.async_mode", rule, 'use "async"')
+        yield problem(
+            loaded,
+            "checkpoint.async_mode",
+            rule="pins memory for copies from an accelerator, and training runs on the CPU",
+            fix='use "async"',
+        )
 
 
 def checkpoint_notes(loaded: Loaded) -> list[str]:
@@ -136,16 +191,27 @@ def resized_embeddings(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     option = "checkpoint.initial_load_resize_embeddings"
     if not c.checkpoint.initial_load_in_hf:
-        rule = "requires the weights of a Hugging Face folder"
-        yield problem(loaded, option, rule, "set checkpoint.initial_load_in_hf = true, or remove it")
+        yield problem(
+            loaded,
+            option,
+            rule="requires the weights of a Hugging Face folder",
+            fix="set checkpoint.initial_load_in_hf = true, or remove it",
+        )
     if "vocab_size" not in c.model.overrides:
-        rule = "requires the number of rows of the embedding"
-        yield problem(loaded, option, rule, "set model.overrides.vocab_size to the tokenizer's number of ids")
+        yield problem(
+            loaded,
+            option,
+            rule="requires the number of rows of the embedding",
+            fix="set model.overrides.vocab_size to the tokenizer's number of ids",
+        )
     trained_modules = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
     if c.lora.enable and not trained_modules & _EMBEDDINGS:
-        rule = "adds rows that nothing trains: adapters do not change the embedding"
-        fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], the names that PEFT uses'
-        yield problem(loaded, option, rule, fix)
+        yield problem(
+            loaded,
+            option,
+            rule="adds rows that nothing trains: adapters do not change the embedding",
+            fix='set lora.modules_to_save = ["embed_tokens", "lm_head"], the names that PEFT uses',
+        )
 
 
 def check_storage(loaded: Loaded) -> Iterator[Problem]:
@@ -159,11 +225,19 @@ def check_storage(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
     option = "checkpoint.storage"
     if checkpoint.storage == "first_node" and "://" in checkpoint.folder:
-        rule = "is for a folder of one node, and checkpoint.folder is an object store"
-        yield problem(loaded, option, rule, "remove it")
+        yield problem(
+            loaded,
+            option,
+            rule="is for a folder of one node, and checkpoint.folder is an object store",
+            fix="remove it",
+        )
     if checkpoint.storage == "first_node" and checkpoint.async_mode != "disabled":
-        rule = "sends bytes over the process group, which training uses while checkpoint.async_mode saves"
-        yield problem(loaded, option, rule, 'set checkpoint.async_mode = "disabled", or use a shared folder')
+        yield problem(
+            loaded,
+            option,
+            rule="sends bytes over the process group, which training uses while checkpoint.async_mode saves",
+            fix='set checkpoint.async_mode = "disabled", or use a shared folder',
+        )
 
 
 def store_address(loaded: Loaded, option: str, address: str) -> Iterator[Problem]:
@@ -175,7 +249,16 @@ def store_address(loaded: Loaded, option: str, address: str) -> Iterator[Problem
         # The value is not part of the message.
         yield Problem(option, None, rule, fix, loaded.where(option))
     elif scheme in ("file", "local"):
-        rule = "addresses a local folder as an object store, which has weaker guarantees"
-        yield problem(loaded, option, rule, "write the path without the scheme")
+        yield problem(
+            loaded,
+            option,
+            rule="addresses a local folder as an object store, which has weaker guarantees",
+            fix="write the path without the scheme",
+        )
     elif "::" in address or not rest.strip("/"):
-        yield problem(loaded, option, "is not an address of a store", "use for example s3://bucket/run")
+        yield problem(
+            loaded,
+            option,
+            rule="is not an address of a store",
+            fix="use for example s3://bucket/run",
+        )

@@ -57,7 +57,10 @@ def datasets(loaded: Loaded) -> dict[str, DataSource]:
     data.sources.web, validation.
     """
     c = loaded.config
-    sources = {f"data.sources.{name}": source for name, source in c.data.sources.items()}
+    sources = {}
+    for name, source in c.data.sources.items():
+        sources[f"data.sources.{name}"] = source
+    # Without a mixture, [training] names the only source.
     if not sources:
         sources["training"] = DataSource(c.training.dataset, c.training.dataset_path)
     if c.validation.enable:
@@ -68,7 +71,8 @@ def datasets(loaded: Loaded) -> dict[str, DataSource]:
 
 def formats(loaded: Loaded) -> set[str]:
     """Return the formats of the datasets' rows: text, prompt_completion, chat."""
-    return {source.format or loaded.config.data.format for source in datasets(loaded).values()}
+    default = loaded.config.data.format
+    return {source.format or default for source in datasets(loaded).values()}
 
 
 def is_changed(loaded: Loaded, option: str) -> bool:
@@ -85,33 +89,56 @@ def check_dataset(loaded: Loaded) -> Iterator[Problem]:
             # A user's task file may read its own data.
             continue
         if not name:
-            rule = "is not set, and no data are held out automatically"
-            yield problem(loaded, f"{option}.dataset", rule, "name a dataset, or set validation.enable = false")
+            yield problem(
+                loaded,
+                f"{option}.dataset",
+                rule="is not set, and no data are held out automatically",
+                fix="name a dataset, or set validation.enable = false",
+            )
         elif name.endswith(".py"):
             if not Path(name).is_file():
-                fix = "name a file with a function open_source, or a dataset of this package"
-                yield problem(loaded, f"{option}.dataset", "does not exist", fix)
+                yield problem(
+                    loaded,
+                    f"{option}.dataset",
+                    rule="does not exist",
+                    fix="name a file with a function open_source, or a dataset of this package",
+                )
         elif name not in names:
-            fix = _dataset_fix(option, name, names)
-            yield Problem(f"{option}.dataset", name, "is not a dataset", fix, loaded.where(f"{option}.dataset"))
+            yield Problem(
+                f"{option}.dataset",
+                name,
+                rule="is not a dataset",
+                fix=_dataset_fix(option, name, names),
+                where=loaded.where(f"{option}.dataset"),
+            )
         elif name in NEED_A_PATH and not source.dataset_path:
-            needed = "a name on the hub, or a folder" if name == "huggingface" else "a file or folder"
-            where = loaded.where(f"{option}.dataset") or loaded.where(option)
-            rule = f'is not set, and the dataset "{name}" requires {needed}'
-            yield Problem(f"{option}.dataset_path", None, rule, "set it", where)
+            needed = "a file or folder"
+            if name == "huggingface":
+                needed = "a name on the hub, or a folder"
+            yield Problem(
+                f"{option}.dataset_path",
+                None,
+                rule=f'is not set, and the dataset "{name}" requires {needed}',
+                fix="set it",
+                where=loaded.where(f"{option}.dataset") or loaded.where(option),
+            )
 
 
 def _dataset_fix(option: str, name: str, names: list[str]) -> str:
     """Return a fix for an unknown dataset, which may be a path, a repository of the hub, or a
     misspelt name.
     """
+    # A path belongs into dataset_path. The dataset names the reader of its files.
     if Path(name).exists():
         return f'set {option}.dataset_path to it, and {option}.dataset to its reader, such as "text" or "jsonl"'
+    # OWNER/NAME is a repository of the hub.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         return f'for the hub, use {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
+    all_names = f"datasets are {', '.join(names)}"
     near = nearest(name, names)
-    suggestion = f"did you mean {near}? " if near else ""
-    return f"{suggestion}datasets are {', '.join(names)}"
+    if near:
+        return f"did you mean {near}? {all_names}"
+    return all_names
 
 
 def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
@@ -120,17 +147,31 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
     if not 1 <= data.readers <= _MAX_READERS:
         yield problem(loaded, "data.readers", f"must be between 1 and {_MAX_READERS}", "use 256")
     if data.max_row_bytes < _MIN_ROW_BYTES:
-        yield problem(loaded, "data.max_row_bytes", f"must be at least {_MIN_ROW_BYTES}", "use for example 16777216")
+        yield problem(
+            loaded,
+            "data.max_row_bytes",
+            rule=f"must be at least {_MIN_ROW_BYTES}",
+            fix="use for example 16777216",
+        )
     if data.artefact_memory_bytes < _MIN_ARTEFACT_BYTES:
-        rule = f"must be at least {_MIN_ARTEFACT_BYTES}"
-        yield problem(loaded, "data.artefact_memory_bytes", rule, "use for example 1073741824")
+        yield problem(
+            loaded,
+            "data.artefact_memory_bytes",
+            rule=f"must be at least {_MIN_ARTEFACT_BYTES}",
+            fix="use for example 1073741824",
+        )
     if data.artefact_seconds < 1:
         yield problem(loaded, "data.artefact_seconds", "must be at least 1", "use for example 30")
     if data.separator == "":
         yield problem(loaded, "data.separator", "must not be empty", "remove it")
     for field in _ALL_FIELDS:
         if loaded.value(f"data.{field}") == "":
-            yield problem(loaded, f"data.{field}", "must not be empty", "name a column, or remove it")
+            yield problem(
+                loaded,
+                f"data.{field}",
+                rule="must not be empty",
+                fix="name a column, or remove it",
+            )
 
 
 def check_sources(loaded: Loaded) -> Iterator[Problem]:
@@ -141,35 +182,76 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
         return
     for name, source in data.sources.items():
         yield from _check_source(loaded, name, source)
-    if not data.stages and not any(source.weight > 0 for source in data.sources.values()):
-        where = loaded.where("data.sources")
-        yield Problem("data.sources", None, "has no weight above 0", "set a positive weight for a source", where)
+    # Stages have their own weights, which check_stages compares.
+    has_positive_weight = any(source.weight > 0 for source in data.sources.values())
+    if not data.stages and not has_positive_weight:
+        yield Problem(
+            "data.sources",
+            None,
+            rule="has no weight above 0",
+            fix="set a positive weight for a source",
+            where=loaded.where("data.sources"),
+        )
+    # The mixture replaces the single dataset and its epochs.
     for option in ("training.dataset", "training.dataset_path"):
         if is_changed(loaded, option):
-            rule = "is not supported with [data.sources]"
-            yield problem(loaded, option, rule, "remove it, or make it one of the sources")
+            yield problem(
+                loaded,
+                option,
+                rule="is not supported with [data.sources]",
+                fix="remove it, or make it one of the sources",
+            )
     if training.epochs is not None:
-        rule = "is not supported with [data.sources], which have their own epochs"
-        yield problem(loaded, "training.epochs", rule, "set training.steps, and data.sources.NAME.epochs")
+        yield problem(
+            loaded,
+            "training.epochs",
+            rule="is not supported with [data.sources], which have their own epochs",
+            fix="set training.steps, and data.sources.NAME.epochs",
+        )
 
 
 def _check_source(loaded: Loaded, name: str, source: DataSource) -> Iterator[Problem]:
     option = f"data.sources.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        rule = "must consist of letters, digits, _ and -"
-        yield Problem(option, None, rule, "use another name", loaded.where(option))
+        yield Problem(
+            option,
+            None,
+            rule="must consist of letters, digits, _ and -",
+            fix="use another name",
+            where=loaded.where(option),
+        )
     yield from _check_weight(loaded, f"{option}.weight", source.weight)
+    # Epochs end a source, so they need a number of repetitions and must not be overridden by "repeat".
     if source.epochs is not None and source.epochs < 1:
-        yield problem(loaded, f"{option}.epochs", "must be at least 1", "use 1 or more, or remove it")
+        yield problem(
+            loaded,
+            f"{option}.epochs",
+            rule="must be at least 1",
+            fix="use 1 or more, or remove it",
+        )
     if source.epochs is not None and loaded.config.training.on_data_end == "repeat":
-        rule = f"repeats the data, which end with the epochs of {option}"
-        yield problem(loaded, "training.on_data_end", rule, f'use "stop" or "error", or remove {option}.epochs')
+        yield problem(
+            loaded,
+            "training.on_data_end",
+            rule=f"repeats the data, which end with the epochs of {option}",
+            fix=f'use "stop" or "error", or remove {option}.epochs',
+        )
+    # Only the format "text" reads text_field. The other formats have their own columns.
     source_format = source.format or loaded.config.data.format
     if source.text_field and source_format != "text":
-        rule = f"has no effect on the format {source_format}"
-        yield problem(loaded, f"{option}.text_field", rule, "remove it")
+        yield problem(
+            loaded,
+            f"{option}.text_field",
+            rule=f"has no effect on the format {source_format}",
+            fix="remove it",
+        )
     if source.text_field == "":
-        yield problem(loaded, f"{option}.text_field", "must not be empty", "name a column, or remove it")
+        yield problem(
+            loaded,
+            f"{option}.text_field",
+            rule="must not be empty",
+            fix="name a column, or remove it",
+        )
 
 
 def check_stages(loaded: Loaded) -> Iterator[Problem]:
@@ -179,33 +261,55 @@ def check_stages(loaded: Loaded) -> Iterator[Problem]:
     stages = loaded.config.data.stages
     names = list(loaded.config.data.sources)
     if stages and len(names) < 2:
-        where = loaded.where("data.stages")
-        rule = f"requires at least two sources, and there {'is one' if names else 'is no source'}"
-        yield Problem("data.stages", None, rule, "write [data.sources.NAME] for each, or remove it", where)
+        yield Problem(
+            "data.stages",
+            None,
+            rule=f"requires at least two sources, and there {'is one' if names else 'is no source'}",
+            fix="write [data.sources.NAME] for each, or remove it",
+            where=loaded.where("data.stages"),
+        )
         return
     previous_end = 0
     for number, stage in enumerate(stages):
         option = f"data.stages.{number}"
         is_last = number == len(stages) - 1
         if stage.until_tokens < 0 or (stage.until_tokens == 0 and not is_last):
-            where = loaded.where(f"{option}.until_tokens") or loaded.where(option)
-            rule = "must be above 0 because only the last stage may be open"
-            fix = "write the tokens of the run at which the stage ends"
-            yield Problem(f"{option}.until_tokens", stage.until_tokens, rule, fix, where)
+            yield Problem(
+                f"{option}.until_tokens",
+                stage.until_tokens,
+                rule="must be above 0 because only the last stage may be open",
+                fix="write the tokens of the run at which the stage ends",
+                where=loaded.where(f"{option}.until_tokens") or loaded.where(option),
+            )
         elif 0 < stage.until_tokens <= previous_end:
-            rule = f"must exceed the end of the previous stage, {previous_end} tokens"
-            yield problem(loaded, f"{option}.until_tokens", rule, "count from the start of the run, in rising order")
+            yield problem(
+                loaded,
+                f"{option}.until_tokens",
+                rule=f"must exceed the end of the previous stage, {previous_end} tokens",
+                fix="count from the start of the run, in rising order",
+            )
         previous_end = max(previous_end, stage.until_tokens)
         for name, weight in stage.weights.items():
             if name not in names:
                 near = nearest(name, names)
-                fix = f"did you mean {near}?" if near else f"sources are {', '.join(names)}"
-                yield problem(loaded, f"{option}.weights.{name}", "does not name a source", fix)
+                fix = f"did you mean {near}?"
+                if near is None:
+                    fix = f"sources are {', '.join(names)}"
+                yield problem(
+                    loaded,
+                    f"{option}.weights.{name}",
+                    rule="does not name a source",
+                    fix=fix,
+                )
             yield from _check_weight(loaded, f"{option}.weights.{name}", weight)
         if not any(weight > 0 for weight in stage.weights.values()):
-            where = loaded.where(f"{option}.weights") or loaded.where(option)
-            fix = "set a positive weight for a source"
-            yield Problem(f"{option}.weights", None, "has no weight above 0", fix, where)
+            yield Problem(
+                f"{option}.weights",
+                None,
+                rule="has no weight above 0",
+                fix="set a positive weight for a source",
+                where=loaded.where(f"{option}.weights") or loaded.where(option),
+            )
 
 
 def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Problem]:
@@ -214,7 +318,9 @@ def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Proble
 
 
 def check_kinds(loaded: Loaded) -> Iterator[Problem]:
-    """Yield options of [data] that have no effect because of other options, or that streaming does not support."""
+    """Yield options of [data] that have no effect because of other options, or
+    that streaming does not support.
+    """
     # A user's task file may read any column.
     used_formats = formats(loaded)
     task = loaded.config.task.name
@@ -232,26 +338,42 @@ def chat_ends(loaded: Loaded) -> Iterator[Problem]:
         # add_bos also applies to the prompt of samples
         is_read = field == "add_bos" and loaded.config.metrics.sample_prompt
         if is_changed(loaded, f"data.{field}") and not is_read:
-            rule = "has no effect on data.format chat, which uses the chat template"
-            yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
+            yield problem(
+                loaded,
+                f"data.{field}",
+                rule="has no effect on data.format chat, which uses the chat template",
+                fix="change the template (data.chat_template), or remove it",
+            )
 
 
 def unused_data_options(loaded: Loaded, used_formats: set[str]) -> Iterator[Problem]:
     """Options that the packing, ``bad_rows`` or ``mode`` ignores."""
     data = loaded.config.data
+    # Prepared shards store their packing, so "auto" is unknown here.
     has_shards = any(source.dataset == "tokens" for source in datasets(loaded).values())
     is_packing_known = not (has_shards and data.packing == "auto")
     is_concat = is_packing_known and packing_kind(data, used_formats) == "concat"
     if is_concat and is_changed(loaded, "data.long_documents"):
-        fix = 'set data.packing = "first_fit" or "padded", or remove it'
-        yield problem(loaded, "data.long_documents", "has no effect on packing = concat, which cuts documents", fix)
+        yield problem(
+            loaded,
+            "data.long_documents",
+            rule="has no effect on packing = concat, which cuts documents",
+            fix='set data.packing = "first_fit" or "padded", or remove it',
+        )
     if data.bad_rows != "skip" and is_changed(loaded, "data.bad_rows_max_fraction"):
-        rule = "has no effect while bad_rows stops the run"
-        fix = 'set data.bad_rows = "skip", or remove it'
-        yield problem(loaded, "data.bad_rows_max_fraction", rule, fix)
+        yield problem(
+            loaded,
+            "data.bad_rows_max_fraction",
+            rule="has no effect while bad_rows stops the run",
+            fix='set data.bad_rows = "skip", or remove it',
+        )
     if data.mode == "memory" and is_changed(loaded, "data.readers"):
-        rule = "has no effect on data in memory, which have an index"
-        yield problem(loaded, "data.readers", rule, "remove it, or set another data.mode")
+        yield problem(
+            loaded,
+            "data.readers",
+            rule="has no effect on data in memory, which have an index",
+            fix="remove it, or set another data.mode",
+        )
 
 
 def stream_options(loaded: Loaded) -> Iterator[Problem]:
@@ -259,14 +381,20 @@ def stream_options(loaded: Loaded) -> Iterator[Problem]:
     data = loaded.config.data
     training = loaded.config.training
     trained = [source for name, source in datasets(loaded).items() if name != "validation"]
-    if data.mode != "stream" or all(source.dataset == "tokens" for source in trained):
+    is_prepared = all(source.dataset == "tokens" for source in trained)
+    if data.mode != "stream" or is_prepared:
         return
     fix = 'prepare the data first ("shardtrain data prepare"), or set data.mode = "memory"'
     rule = "requires the number of rows, which is unknown for a stream"
     if training.epochs is not None:
         yield problem(loaded, "training.epochs", rule, f'{fix}; or training.on_data_end = "stop"')
     if data.bad_rows == "skip":
-        yield problem(loaded, "data.bad_rows", "cannot count the bad rows of a stream in advance", fix)
+        yield problem(
+            loaded,
+            "data.bad_rows",
+            rule="cannot count the bad rows of a stream in advance",
+            fix=fix,
+        )
     for name, source in data.sources.items():
         if source.epochs is not None and len(data.sources) > 1 and source.dataset != "tokens":
             yield problem(loaded, f"data.sources.{name}.epochs", rule, fix)
@@ -277,7 +405,9 @@ def unread_fields(loaded: Loaded, used_formats: set[str]) -> Iterator[Problem]:
     task = loaded.config.task.name
     if task in OF_NEXT_TOKENS:
         reader = f"data.format {' or '.join(sorted(used_formats))}"
-        fields_read = {field for name in used_formats for field in _FIELDS[name]}
+        fields_read: set[str] = set()
+        for name in used_formats:
+            fields_read.update(_FIELDS[name])
     else:
         reader = f"task.name = {task}"
         fields_read = set(_FIELDS_OF_TASKS[task])
@@ -317,20 +447,44 @@ def _check_template(
     if row_format == "chat":
         unknown = [name for name in entries if name not in ROLES]
         if unknown:
-            rule = f"has the entry {unknown[0]!r}, which is not a role of a conversation"
-            yield Problem(option, None, rule, f"use {', '.join(ROLES)}", where)
+            yield Problem(
+                option,
+                None,
+                rule=f"has the entry {unknown[0]!r}, which is not a role of a conversation",
+                fix=f"use {', '.join(ROLES)}",
+                where=where,
+            )
         elif "user" not in entries or "assistant" not in entries:
-            yield Problem(option, None, "must have both user and assistant", "add the missing one", where)
+            yield Problem(
+                option,
+                None,
+                rule="must have both user and assistant",
+                fix="add the missing one",
+                where=where,
+            )
         return
-    columns = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}[row_format]
+    columns = [data.prompt_field, data.completion_field]
+    if row_format == "text":
+        columns = [text_field]
     if not set(columns) & set(entries):
-        rule = f"creates {', '.join(entries)}, and data.format {row_format} reads {' and '.join(columns)}"
-        yield Problem(option, None, rule, "name its entries like the columns that are read", where)
+        yield Problem(
+            option,
+            None,
+            rule=f"creates {', '.join(entries)}, and data.format {row_format} reads {' and '.join(columns)}",
+            fix="name its entries like the columns that are read",
+            where=where,
+        )
 
 
 def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[Problem]:
     if importlib.util.find_spec("jinja2") is None:
-        yield Problem(option, None, "requires the jinja2 library", 'pip install "shardtrain[hf]"', where)
+        yield Problem(
+            option,
+            None,
+            rule="requires the jinja2 library",
+            fix='pip install "shardtrain[hf]"',
+            where=where,
+        )
         return
     import jinja2
 
@@ -338,10 +492,16 @@ def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[P
         try:
             jinja2.Environment().parse(text)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
-            message = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
-            rule = f"is not a Jinja template ({message})"
-            fix = "write columns like {{ question }}"
-            yield Problem(f"{option}.{name}", text, rule, fix, where)
+            message = "it nests too deeply"
+            if isinstance(error, jinja2.TemplateSyntaxError):
+                message = str(error.message)
+            yield Problem(
+                f"{option}.{name}",
+                text,
+                rule=f"is not a Jinja template ({message})",
+                fix="write columns like {{ question }}",
+                where=where,
+            )
 
 
 def check_validation(loaded: Loaded) -> Iterator[Problem]:
@@ -349,23 +509,40 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     if not c.validation.enable:
         return
+    # A pipeline is built for one sequence length.
     is_pipeline = c.parallelism.pipeline_parallel_degree > 1
     if is_pipeline and c.validation.seq_len != c.training.seq_len:
-        rule = f"must be training.seq_len {c.training.seq_len}, for which the pipeline is built"
-        yield problem(loaded, "validation.seq_len", rule, f"use {c.training.seq_len}")
+        yield problem(
+            loaded,
+            "validation.seq_len",
+            rule=f"must be training.seq_len {c.training.seq_len}, for which the pipeline is built",
+            fix=f"use {c.training.seq_len}",
+        )
     if not c.validation.per_epoch:
         return
 
     # Validations per epoch
     if is_changed(loaded, "validation.freq"):
-        rule = "has no effect with validation.per_epoch"
-        yield problem(loaded, "validation.freq", rule, "remove one of the two")
+        yield problem(
+            loaded,
+            "validation.freq",
+            rule="has no effect with validation.per_epoch",
+            fix="remove one of the two",
+        )
     if c.data.sources:
-        rule = "requires a single dataset, and each of [data.sources] has its own epochs"
-        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq")
+        yield problem(
+            loaded,
+            "validation.per_epoch",
+            rule="requires a single dataset, and each of [data.sources] has its own epochs",
+            fix="use validation.freq",
+        )
     elif c.data.mode == "stream" and c.training.dataset != "tokens":
-        rule = "requires the number of rows, which is unknown for a stream"
-        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq, or prepare the data first")
+        yield problem(
+            loaded,
+            "validation.per_epoch",
+            rule="requires the number of rows, which is unknown for a stream",
+            fix="use validation.freq, or prepare the data first",
+        )
 
 
 def data_notes(loaded: Loaded) -> list[str]:
@@ -373,9 +550,11 @@ def data_notes(loaded: Loaded) -> list[str]:
     c = loaded.config
     sources = datasets(loaded)
     notes = []
+    # Rows of prompts and answers lose something if they are cut or see each other.
     if c.data.packing == "concat" and formats(loaded) != {"text"}:
         notes.append(
-            'data.packing="concat": a question and its answer may be in different sequences; "first_fit" keeps them '
+            'data.packing="concat": a question and its answer may be in different sequences; '
+            '"first_fit" keeps them '
             "together"
         )
     if c.data.document_mask == "off" and formats(loaded) != {"text"} and c.data.packing != "padded":
@@ -384,14 +563,20 @@ def data_notes(loaded: Loaded) -> list[str]:
         )
     notes += _shard_notes(loaded, sources)
     notes += _split_notes(loaded, sources)
-    weights = [f"data.sources.{name}.weight" for name, source in c.data.sources.items() if source.weight != 1.0]
+    weights = []
+    for name, source in c.data.sources.items():
+        if source.weight != 1.0:
+            weights.append(f"data.sources.{name}.weight")
     if c.data.stages and weights:
-        notes.append(f"{', '.join(weights)}: without effect with [[data.stages]], which have their own weights")
+        notes.append(
+            f"{', '.join(weights)}: without effect with [[data.stages]], which have their own weights",
+        )
     return notes + _validation_notes(loaded, sources)
 
 
 def _shard_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[str]:
     """Return a note about options of reading and tokenizing if all data are prepared shards."""
+    # Other datasets still read and tokenize rows with these options.
     if any(source.dataset != "tokens" for source in sources.values()):
         return []
     keys = (*_TO_READ_ROWS, *END_OPTIONS, "template", *_ALL_FIELDS)
@@ -412,12 +597,20 @@ def _split_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[str]:
         unused = [option for option in options_of_splits if is_changed(loaded, option)]
         if unused:
             names = ", ".join(sorted({source.dataset for source in sources.values()}))
-            notes.append(f"{', '.join(unused)}: without effect on {names}, which has neither splits nor subsets")
+            notes.append(
+                f"{', '.join(unused)}: without effect on {names}, which has neither splits nor subsets",
+            )
     for name, source in c.data.sources.items():
-        unused = [f"data.sources.{name}.{key}" for key in ("split", "subset") if getattr(source, key) is not None]
+        unused = []
+        if source.split is not None:
+            unused.append(f"data.sources.{name}.split")
+        if source.subset is not None:
+            unused.append(f"data.sources.{name}.subset")
         if unused and source.dataset in _WITHOUT_SPLITS:
             dataset = source.dataset
-            notes.append(f"{', '.join(unused)}: without effect on {dataset}, which has neither splits nor subsets")
+            notes.append(
+                f"{', '.join(unused)}: without effect on {dataset}, which has neither splits nor subsets",
+            )
     return notes
 
 
@@ -428,6 +621,7 @@ def _validation_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[st
     if validation is None:
         return []
     notes = []
+    # The data are the same only if dataset, path and split are. Some datasets have a single split.
     has_one_split = validation.dataset in (*_WITHOUT_SPLITS, "c4_mini", "c4_validation")
     for option, source in sources.items():
         if option == "validation":
@@ -435,7 +629,11 @@ def _validation_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[st
         is_same_path = (validation.dataset, validation.dataset_path) == (source.dataset, source.dataset_path)
         is_same_split = has_one_split or validation.split == (source.split or c.data.split)
         if is_same_path and is_same_split:
-            notes.append(f"validation.dataset: also the data of {option}, so the loss is not on held-out data")
+            notes.append(
+                f"validation.dataset: also the data of {option}, so the loss is not on held-out data",
+            )
     if c.parallelism.pipeline_parallel_degree > 1 and is_changed(loaded, "validation.local_batch_size"):
-        notes.append("validation.local_batch_size: without effect, a pipeline uses the batch size of training")
+        notes.append(
+            "validation.local_batch_size: without effect, a pipeline uses the batch size of training",
+        )
     return notes

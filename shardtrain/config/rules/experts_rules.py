@@ -8,7 +8,7 @@ from typing import Any
 from shardtrain.config import derived
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.model_rules import dense_layers, model_shape
-from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.rules.values import any_of, divisors, problem
 from shardtrain.utils.errors import Problem
 
 _DEGREE = "parallelism.expert_parallel_degree"
@@ -22,9 +22,12 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     sizes = model_shape(loaded)
     p = config.parallelism
     if p.expert_tensor_parallel_degree not in (1, p.tensor_parallel_degree):
-        rule = "must be 1 or tensor_parallel_degree, as in torchtitan"
-        fix = f"set it to 1, and spread the experts with {_DEGREE}"
-        yield problem(loaded, "parallelism.expert_tensor_parallel_degree", rule, fix)
+        yield problem(
+            loaded,
+            "parallelism.expert_tensor_parallel_degree",
+            rule="must be 1 or tensor_parallel_degree, as in torchtitan",
+            fix=f"set it to 1, and spread the experts with {_DEGREE}",
+        )
     if sizes is None:
         return
     experts = sizes.get("num_experts")
@@ -36,13 +39,19 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     degree = p.expert_parallel_degree
     if degree > 1 and experts % degree:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
-        legal = [n for n in range(1, experts + 1) if experts % n == 0]
+        legal = divisors(experts)
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
     layers = _count(sizes, "num_layers")
     if degree > 1 and 0 < layers <= dense_layers(sizes):
-        name = "interleave_moe_layer_step" if "interleave_moe_layer_step" in sizes else "num_dense_layers"
-        rule = f"requires layers with experts, and all {layers} layers are dense ({name} {sizes[name]})"
-        yield problem(loaded, _DEGREE, rule, f"set it to 1, or lower model.overrides.{name}")
+        name = "num_dense_layers"
+        if "interleave_moe_layer_step" in sizes:
+            name = "interleave_moe_layer_step"
+        yield problem(
+            loaded,
+            _DEGREE,
+            rule=f"requires layers with experts, and all {layers} layers are dense ({name} {sizes[name]})",
+            fix=f"set it to 1, or lower model.overrides.{name}",
+        )
     if p.data_parallel_shard_degree != -1:
         yield from _check_ranks(loaded, p.data_parallel_shard_degree)
 
@@ -53,8 +62,8 @@ def experts_notes(loaded: Loaded) -> list[str]:
     if degree == 1:
         return []
     return [
-        f"parallelism.expert_tensor_parallel_degree={degree}: without effect, experts are not split and results are "
-        f"the same; {_DEGREE} divides experts over ranks"
+        f"parallelism.expert_tensor_parallel_degree={degree}: without effect, "
+        f"experts are not split and results are the same; {_DEGREE} divides experts over ranks"
     ]
 
 
@@ -74,7 +83,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
         return
     if ranks % degree:
         rule = f"does not divide the {ranks} ranks of data_parallel_shard, context and tensor parallelism together"
-        legal = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        legal = divisors(ranks)
         yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
         return
     experts = _count(sizes, "num_experts")
@@ -88,20 +97,35 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
     uneven = {rows for rows in row_counts if rows % ranks_per_expert}
     if not uneven:
         return
+    # Suggest degrees with which the matrices can be split, or else no split at all.
     legal = []
-    for n in range(1, experts + 1):
-        if experts % n == 0 and ranks % n == 0 and all(rows % (ranks // n) == 0 for rows in row_counts):
+    for n in divisors(experts):
+        if ranks % n == 0 and all(rows % (ranks // n) == 0 for rows in row_counts):
             legal.append(n)
-    rule = f"leaves {ranks_per_expert} ranks to share experts, which does not divide their sizes "
-    rule += f"({any_of(sorted(uneven))})"
-    yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}" if legal else f"use {experts} ranks or fewer")
+    fix = f"use {experts} ranks or fewer"
+    if legal:
+        fix = f"use {any_of(legal)}"
+    yield problem(
+        loaded,
+        _DEGREE,
+        rule=(
+            f"leaves {ranks_per_expert} ranks to share experts, "
+            f"which does not divide their sizes ({any_of(sorted(uneven))})"
+        ),
+        fix=fix,
+    )
 
 
 def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     rule = f"requires a model with experts, and {model} has none"
     if loaded.config.parallelism.expert_parallel_degree > 1:
-        yield problem(loaded, _DEGREE, rule, "set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3")
+        yield problem(
+            loaded,
+            _DEGREE,
+            rule=rule,
+            fix="set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3",
+        )
     if loaded.config.debug.moe_force_load_balance:
         yield problem(loaded, "debug.moe_force_load_balance", rule, "set it to false")
 
@@ -113,25 +137,56 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
     group_top_k = _count(sizes, "group_top_k")
     option = "model.overrides.top_k"
     if not 1 <= top_k <= experts:
-        yield problem_of(loaded, option, top_k, f"is not between 1 and the {experts} experts", f"use 1 to {experts}")
+        yield problem_of(
+            loaded,
+            option,
+            top_k,
+            rule=f"is not between 1 and the {experts} experts",
+            fix=f"use 1 to {experts}",
+        )
     elif groups < 1 or experts % groups:
-        legal = [n for n in range(1, experts + 1) if experts % n == 0]
-        rule = f"does not divide the {experts} experts"
-        yield problem_of(loaded, "model.overrides.num_groups", groups, rule, f"use {any_of(legal)}")
+        legal = divisors(experts)
+        yield problem_of(
+            loaded,
+            "model.overrides.num_groups",
+            groups,
+            rule=f"does not divide the {experts} experts",
+            fix=f"use {any_of(legal)}",
+        )
     elif not 1 <= top_groups <= groups:
-        rule = f"is not between 1 and the {groups} groups"
-        yield problem_of(loaded, "model.overrides.top_groups", top_groups, rule, f"use 1 to {groups}")
+        yield problem_of(
+            loaded,
+            "model.overrides.top_groups",
+            top_groups,
+            rule=f"is not between 1 and the {groups} groups",
+            fix=f"use 1 to {groups}",
+        )
     elif top_k > top_groups * (experts // groups):
         available = top_groups * (experts // groups)
-        rule = f"exceeds the {available} experts of {top_groups} groups"
-        yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
+        yield problem_of(
+            loaded,
+            option,
+            top_k,
+            rule=f"exceeds the {available} experts of {top_groups} groups",
+            fix=f"use at most {available}, or more groups",
+        )
     elif groups > 1 and not 1 <= group_top_k <= experts // groups:
-        rule = f"is not between 1 and the {experts // groups} experts of a group"
-        yield problem_of(loaded, "model.overrides.group_top_k", group_top_k, rule, f"use 1 to {experts // groups}")
+        yield problem_of(
+            loaded,
+            "model.overrides.group_top_k",
+            group_top_k,
+            rule=f"is not between 1 and the {experts // groups} experts of a group",
+            fix=f"use 1 to {experts // groups}",
+        )
     score = sizes.get("score_func", "softmax")
     if score not in ("softmax", "sigmoid"):
-        rule = "is not a score function"
-        yield problem_of(loaded, "model.overrides.score_func", score, rule, 'use "softmax" or "sigmoid"')
+        yield problem_of(
+            loaded,
+            "model.overrides.score_func",
+            score,
+            rule="is not a score function",
+            fix='use "softmax" or "sigmoid"',
+        )
 
 
 def problem_of(loaded: Loaded, option: str, value: Any, rule: str, fix: str) -> Problem:

@@ -19,25 +19,45 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
     for name in converters:
         if name not in CONVERTERS:
             near = nearest(name, CONVERTERS)
-            fix = f"did you mean {near}?" if near else f"use {any_of(CONVERTERS)}"
-            yield problem(loaded, OPTION, f"names {name}, which is not a converter", fix)
+            yield problem(
+                loaded,
+                OPTION,
+                rule=f"names {name}, which is not a converter",
+                fix=f"did you mean {near}?" if near else f"use {any_of(CONVERTERS)}",
+            )
     for kind in ("linear", "grouped_mm"):
         if {f"quantize.{kind}.float8", f"quantize.{kind}.mx"} <= set(converters):
-            rule = f"names two dtypes for the same products ({kind})"
-            yield problem(loaded, OPTION, rule, "keep one of the two")
+            yield problem(
+                loaded,
+                OPTION,
+                rule=f"names two dtypes for the same products ({kind})",
+                fix="keep one of the two",
+            )
     if config.model.print_after_conversion and not converters:
-        rule = "prints the changes of model.converters, which is empty"
-        yield problem(loaded, "model.print_after_conversion", rule, "remove it")
+        yield problem(
+            loaded,
+            "model.print_after_conversion",
+            rule="prints the changes of model.converters, which is empty",
+            fix="remove it",
+        )
     if not {LINEAR, MX, GROUPED} & set(converters):
         return
 
     # Float8 and MX are supported neither with adapters nor with float16.
     if config.lora.enable:
-        rule = "is not supported with adapters, whose frozen weights stay in high precision"
-        yield problem(loaded, OPTION, rule, "set model.converters = [], or lora.enable = false")
+        yield problem(
+            loaded,
+            OPTION,
+            rule="is not supported with adapters, whose frozen weights stay in high precision",
+            fix="set model.converters = [], or lora.enable = false",
+        )
     if config.training.mixed_precision_param == "float16":
-        rule = "is float16, which cannot represent the range of float8 gradients"
-        yield problem(loaded, "training.mixed_precision_param", rule, 'use "bfloat16"')
+        yield problem(
+            loaded,
+            "training.mixed_precision_param",
+            rule="is float16, which cannot represent the range of float8 gradients",
+            fix='use "bfloat16"',
+        )
 
     if LINEAR in converters:
         yield from float8_all_gather(loaded)
@@ -52,11 +72,19 @@ def float8_all_gather(loaded: Loaded) -> Iterator[Problem]:
     if not options.enable_fsdp_float8_all_gather:
         return
     if options.recipe_name not in (None, "tensorwise"):
-        rule = f"requires one scale per weight, and recipe_name = {options.recipe_name} has one per row and column"
-        yield problem(loaded, option, rule, 'set it to false, or recipe_name = "tensorwise"')
+        yield problem(
+            loaded,
+            option,
+            rule=f"requires one scale per weight, and recipe_name = {options.recipe_name} has one per row and column",
+            fix='set it to false, or recipe_name = "tensorwise"',
+        )
     if loaded.config.training.enable_cpu_offload:
-        rule = "rounds weights on the device, and training.enable_cpu_offload keeps them in host memory"
-        yield problem(loaded, option, rule, "set one of the two to false")
+        yield problem(
+            loaded,
+            option,
+            rule="rounds weights on the device, and training.enable_cpu_offload keeps them in host memory",
+            fix="set one of the two to false",
+        )
 
 
 def float8_experts(loaded: Loaded) -> Iterator[Problem]:
@@ -65,21 +93,33 @@ def float8_experts(loaded: Loaded) -> Iterator[Problem]:
     """
     option = f"{GROUPED}.fqns"
     if not loaded.config.quantize.grouped_mm.float8.fqns:
-        fix = f'set it to ["experts"], or remove "{GROUPED}" from {OPTION}'
-        yield problem(loaded, option, "names no experts", fix)
+        yield problem(
+            loaded,
+            option,
+            rule="names no experts",
+            fix=f'set it to ["experts"], or remove "{GROUPED}" from {OPTION}',
+        )
         return
     sizes = model_shape(loaded)
     if sizes is None or loaded.config.model.name.endswith(".py"):
         return
     if "num_experts" not in sizes:
-        rule = f"names experts, and {loaded.config.model.name} has none"
-        yield problem(loaded, option, rule, f'remove "{GROUPED}" from {OPTION}')
+        yield problem(
+            loaded,
+            option,
+            rule=f"names experts, and {loaded.config.model.name} has none",
+            fix=f'remove "{GROUPED}" from {OPTION}',
+        )
         return
     for name in ("dim", "moe_ffn_dim"):
         size = sizes.get(name)
         if isinstance(size, int) and size % FLOAT8_MULTIPLE:
-            rule = f"names experts whose {name} is {size}, which is not a multiple of {FLOAT8_MULTIPLE}"
-            yield problem(loaded, option, rule, f'remove "{GROUPED}" from {OPTION}, or change model.overrides.{name}')
+            yield problem(
+                loaded,
+                option,
+                rule=f"names experts whose {name} is {size}, which is not a multiple of {FLOAT8_MULTIPLE}",
+                fix=f'remove "{GROUPED}" from {OPTION}, or change model.overrides.{name}',
+            )
 
 
 def needs_products(loaded: Loaded) -> bool:
@@ -122,7 +162,9 @@ def _mx_notes(loaded: Loaded) -> list[str]:
     degree = config.parallelism.context_parallel_degree
     pieces = 2 * degree if degree > 1 else 1
     if length % (MX_BLOCK * pieces):
-        row = f"{length} tokens" if pieces == 1 else f"{length} tokens in {pieces} pieces"
+        row = f"{length} tokens in {pieces} pieces"
+        if pieces == 1:
+            row = f"{length} tokens"
         lines.append(
             f"training.seq_len={length}: a row is {row}, which does not fill blocks of {MX_BLOCK}; "
             "rounding of weight gradients in MX differs on another mesh"

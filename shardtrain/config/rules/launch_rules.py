@@ -28,13 +28,22 @@ FORMS: dict[str, tuple[str, str]] = {
     "launch.forward_env": (VARIABLE, "names of variables"),
     "launch.mounts": (r"[A-Za-z0-9./_][^:,]*:/[^:,]*(:ro)?", 'like "SOURCE:/PATH", without commas'),
     "launch.ssh.hosts": (HOST, 'like "node1" or "user@node1:2222"'),
-    "launch.ssh.rendezvous_host": (r"[A-Za-z0-9][A-Za-z0-9._-]*|\[?[0-9A-Fa-f:.]+\]?", "a name or an address"),
+    "launch.ssh.rendezvous_host": (
+        r"[A-Za-z0-9][A-Za-z0-9._-]*|\[?[0-9A-Fa-f:.]+\]?",
+        "a name or an address",
+    ),
     "launch.slurm.partition": (_WORD, "one word"),
     "launch.slurm.account": (_WORD, "one word"),
     "launch.slurm.qos": (_WORD, "one word"),
     "launch.slurm.host_suffix": (r"[A-Za-z0-9.-]*", "letters, digits, dots and dashes"),
-    "launch.slurm.directives": (r"--[a-z][a-z-]*(=[A-Za-z0-9._,:/@+*&|\[\]-]+)?", 'like "--exclusive" or "--mem=64G"'),
-    "launch.kubernetes.namespace": (r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "small letters, digits and dashes"),
+    "launch.slurm.directives": (
+        r"--[a-z][a-z-]*(=[A-Za-z0-9._,:/@+*&|\[\]-]+)?",
+        'like "--exclusive" or "--mem=64G"',
+    ),
+    "launch.kubernetes.namespace": (
+        r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?",
+        "small letters, digits and dashes",
+    ),
     "launch.kubernetes.queue": (_DNS, "a name of Kubernetes"),
     "launch.kubernetes.service_account": (_DNS, "a name of Kubernetes"),
     "launch.kubernetes.image_pull_secret": (_DNS, "a name of Kubernetes"),
@@ -50,23 +59,43 @@ SECRET = rf"{_DNS}/[-._A-Za-z0-9]+"
 
 def check_launch(loaded: Loaded) -> Iterator[Problem]:
     """Yield problems for [launch] values that no platform accepts or that are unsafe in a script."""
-    for name in (name for name in options() if name.startswith("launch.") and loaded.is_set(name)):
+    for name in options():
+        if not name.startswith("launch.") or not loaded.is_set(name):
+            continue
+        # Compare each item of a list, and each key and value of a table.
         value = loaded.value(name)
-        texts = list(value) if isinstance(value, list) else [value]
-        texts += [text for pair in value.items() for text in pair] if isinstance(value, dict) else []
-        odd = [text for text in texts if isinstance(text, str) and not text.isprintable()]
+        items = [value]
+        if isinstance(value, list):
+            items = value
+        elif isinstance(value, dict):
+            for pair in value.items():
+                items.extend(pair)
+        texts = [item for item in items if isinstance(item, str)]
+        odd = [text for text in texts if not text.isprintable()]
         form, words = FORMS.get(name, (".*", ""))
         if odd:
             shown = "".join(c if c.isprintable() else "?" for c in odd[0])
-            fix = "use printable ones, on one line"
-            yield Problem(name, shown, "has a character that cannot be printed", fix, loaded.where(name))
-        elif any(isinstance(text, str) and not re.fullmatch(form, text) for text in texts):
+            yield Problem(
+                name,
+                shown,
+                rule="has a character that cannot be printed",
+                fix="use printable ones, on one line",
+                where=loaded.where(name),
+            )
+        elif not all(re.fullmatch(form, text) for text in texts):
             yield problem(loaded, name, "is not allowed there", f"write {words}")
 
     launch = loaded.config.launch
     if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
-        yield problem(loaded, "launch.min_nodes", f"is above launch.nodes={launch.nodes}", "raise launch.nodes")
-    yield from _check_twice(loaded, "launch.mounts", [text.split(":")[1] for text in launch.mounts if ":" in text])
+        yield problem(
+            loaded,
+            "launch.min_nodes",
+            rule=f"is above launch.nodes={launch.nodes}",
+            fix="raise launch.nodes",
+        )
+    # Two entries with the same target overwrite each other.
+    targets = [text.split(":")[1] for text in launch.mounts if ":" in text]
+    yield from _check_twice(loaded, "launch.mounts", targets)
     keys = [text.partition("=")[0] for text in launch.kubernetes.node_selector]
     yield from _check_twice(loaded, "launch.kubernetes.node_selector", keys)
 
@@ -74,32 +103,66 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
     for table in ("launch.env", "launch.secrets"):
         for name in loaded.value(table):
             if not re.fullmatch(VARIABLE, name):
-                yield problem(loaded, table, f"names {name!r}, which is not a variable", "use letters, digits and _")
+                yield problem(
+                    loaded,
+                    table,
+                    rule=f"names {name!r}, which is not a variable",
+                    fix="use letters, digits and _",
+                )
     for name in filter(names_a_secret, launch.env):
-        fix = f'take it from there: launch.forward_env = ["{name}"] (ssh, slurm) or launch.secrets (kubernetes, runai)'
-        yield Problem("launch.env", MASK, f"contains {name}, but secrets must stay in the environment", fix)
+        yield Problem(
+            "launch.env",
+            MASK,
+            rule=f"contains {name}, but secrets must stay in the environment",
+            fix=(
+                f'take it from there: launch.forward_env = ["{name}"] (ssh, '
+                "slurm) or launch.secrets (kubernetes, runai)"
+            ),
+        )
     for name, text in launch.secrets.items():
         if not re.fullmatch(SECRET, text):
             yield problem(
-                loaded, "launch.secrets", f"must contain the location of {name}", f'write {name} = "SECRET/KEY"'
+                loaded,
+                "launch.secrets",
+                rule=f"must contain the location of {name}",
+                fix=f'write {name} = "SECRET/KEY"',
             )
 
     # Options of a platform that exclude or require each other.
     if launch.ssh.hosts and launch.ssh.hostfile:
-        yield problem(loaded, "launch.ssh.hostfile", "is not supported together with launch.ssh.hosts", "keep one")
+        yield problem(
+            loaded,
+            "launch.ssh.hostfile",
+            rule="is not supported together with launch.ssh.hosts",
+            fix="keep one",
+        )
     for name in ("include", "exclude"):
         if loaded.value(f"launch.ssh.{name}") and not launch.ssh.hostfile:
-            yield problem(loaded, f"launch.ssh.{name}", "requires launch.ssh.hostfile", "set hostfile")
+            yield problem(
+                loaded,
+                f"launch.ssh.{name}",
+                rule="requires launch.ssh.hostfile",
+                fix="set hostfile",
+            )
     if launch.slurm.sweep_at_once is not None and not launch.slurm.sweep:
-        yield problem(loaded, "launch.slurm.sweep_at_once", "requires launch.slurm.sweep", "set sweep")
+        yield problem(
+            loaded,
+            "launch.slurm.sweep_at_once",
+            rule="requires launch.slurm.sweep",
+            fix="set sweep",
+        )
     for entry in launch.slurm.sweep:
         try:
             override = shlex.split(entry)
         except ValueError:
             override = []
         if not override or not override[0].startswith("--"):
-            fix = 'write each like "--optimizer.lr 1e-4"'
-            yield problem(loaded, "launch.slurm.sweep", f"has {entry!r}, which is not an override", fix)
+            yield problem(
+                loaded,
+                "launch.slurm.sweep",
+                rule=f"has {entry!r}, which is not an override",
+                fix='write each like "--optimizer.lr 1e-4"',
+            )
 
 
 def _check_twice(loaded: Loaded, name: str, keys: list[str]) -> Iterator[Problem]:

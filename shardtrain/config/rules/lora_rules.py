@@ -26,7 +26,12 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
     if lora.rank < 1:
         yield problem(loaded, "lora.rank", "must be at least 1", "use 8 to 64")
     if not 0 < lora.alpha < math.inf:
-        yield problem(loaded, "lora.alpha", "must be a number above 0", "use once or twice lora.rank")
+        yield problem(
+            loaded,
+            "lora.alpha",
+            rule="must be a number above 0",
+            fix="use once or twice lora.rank",
+        )
     if not 0 <= lora.dropout < 1:
         yield problem(loaded, "lora.dropout", "must be at least 0 and below 1", "use 0 to 0.1")
     if not lora.enable:
@@ -45,18 +50,33 @@ def frozen_weights(loaded: Loaded) -> Iterator[Problem]:
     checkpoint = loaded.config.checkpoint
     initial = derived.initial_weights(loaded.config)
     if initial is None and not lora.random_base:
-        rule = "requires initial weights to freeze, and no option names them"
-        fix = "set checkpoint.initial_load_path and checkpoint.enable = true, or lora.random_base = true to try it"
-        yield problem(loaded, "lora.enable", rule, fix)
+        yield problem(
+            loaded,
+            "lora.enable",
+            rule="requires initial weights to freeze, and no option names them",
+            fix="set checkpoint.initial_load_path and checkpoint.enable = true, or lora.random_base = true to try it",
+        )
     if initial is not None and lora.random_base:
-        rule = f"freezes random weights, and the checkpoint options name others: {initial}"
-        yield problem(loaded, "lora.random_base", rule, "remove one of them")
+        yield problem(
+            loaded,
+            "lora.random_base",
+            rule=f"freezes random weights, and the checkpoint options name others: {initial}",
+            fix="remove one of them",
+        )
     if lora.initial_load_path is not None and not checkpoint.enable:
-        rule = "loads nothing while checkpoints are off"
-        yield problem(loaded, "lora.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
+        yield problem(
+            loaded,
+            "lora.initial_load_path",
+            rule="loads nothing while checkpoints are off",
+            fix="set checkpoint.enable = true, or remove it",
+        )
     if not checkpoint.initial_load_model_only and lora.initial_load_path is None:
-        rule = "would load the optimizer state of weights that are frozen"
-        yield problem(loaded, "checkpoint.initial_load_model_only", rule, "remove it")
+        yield problem(
+            loaded,
+            "checkpoint.initial_load_model_only",
+            rule="would load the optimizer state of weights that are frozen",
+            fix="remove it",
+        )
 
 
 def frozen_reference(loaded: Loaded) -> Iterator[Problem]:
@@ -68,11 +88,19 @@ def frozen_reference(loaded: Loaded) -> Iterator[Problem]:
     if task.name not in WITH_REFERENCE:
         return
     if lora.initial_load_path is not None:
-        rule = f'loads adapters, which the frozen reference of task.name="{task.name}" would not have'
-        yield problem(loaded, "lora.initial_load_path", rule, "merge them first (shardtrain merge)")
+        yield problem(
+            loaded,
+            "lora.initial_load_path",
+            rule=f'loads adapters, which the frozen reference of task.name="{task.name}" would not have',
+            fix="merge them first (shardtrain merge)",
+        )
     if lora.base_dtype != "training":
-        rule = f'rounds the weights, and the frozen reference of task.name="{task.name}" is not rounded'
-        yield problem(loaded, "lora.base_dtype", rule, 'use "training"')
+        yield problem(
+            loaded,
+            "lora.base_dtype",
+            rule=f'rounds the weights, and the frozen reference of task.name="{task.name}" is not rounded',
+            fix='use "training"',
+        )
 
 
 def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
@@ -81,23 +109,35 @@ def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
     shape = model_shape(loaded) or {}
     width = shape.get("dim")
     if isinstance(width, int) and c.lora.rank > width > 0:
-        rule = f"is above the model's width of {width}: no weight of it has a higher rank"
-        yield problem(loaded, "lora.rank", rule, f"use at most {width}")
+        yield problem(
+            loaded,
+            "lora.rank",
+            rule=f"is above the model's width of {width}: no weight of it has a higher rank",
+            fix=f"use at most {width}",
+        )
 
     head = next((name for name in c.lora.target_modules if name in _HEADS), None)
     if head is None:
         return
     if shape.get("tied_embeddings"):
-        rule = f"names {head}, whose weight is the embedding's: merging would change both"
-        yield problem(loaded, "lora.target_modules", rule, "leave it out")
+        yield problem(
+            loaded,
+            "lora.target_modules",
+            rule=f"names {head}, whose weight is the embedding's: merging would change both",
+            fix="leave it out",
+        )
     trained_by = ""
     if c.task.name in NEW_HEAD:
         trained_by = f"task.name={c.task.name}"
     elif {*_HEADS} & {*c.lora.modules_to_save}:
         trained_by = "lora.modules_to_save"
     if trained_by:
-        rule = f"names {head}, whose full weight {trained_by} trains"
-        yield problem(loaded, "lora.target_modules", rule, "leave it out")
+        yield problem(
+            loaded,
+            "lora.target_modules",
+            rule=f"names {head}, whose full weight {trained_by} trains",
+            fix="leave it out",
+        )
 
 
 def dropout(loaded: Loaded) -> Iterator[Problem]:
@@ -105,8 +145,12 @@ def dropout(loaded: Loaded) -> Iterator[Problem]:
     elements.
     """
     if loaded.config.lora.dropout > 0 and loaded.config.parallelism.tensor_parallel_degree > 1:
-        rule = "would drop different elements of the same input on each tensor-parallel rank"
-        yield problem(loaded, "lora.dropout", rule, "use 0, or set parallelism.tensor_parallel_degree = 1")
+        yield problem(
+            loaded,
+            "lora.dropout",
+            rule="would drop different elements of the same input on each tensor-parallel rank",
+            fix="use 0, or set parallelism.tensor_parallel_degree = 1",
+        )
 
 
 def expert_stacks(loaded: Loaded) -> Iterator[Problem]:
@@ -115,11 +159,19 @@ def expert_stacks(loaded: Loaded) -> Iterator[Problem]:
     if not lora.target_parameters:
         return
     if lora.dropout > 0:
-        rule = "is not supported for stacks of expert weights (lora.target_parameters)"
-        yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
+        yield problem(
+            loaded,
+            "lora.dropout",
+            rule="is not supported for stacks of expert weights (lora.target_parameters)",
+            fix="use 0, or leave lora.target_parameters out",
+        )
     if lora.use_dora:
-        rule = "is only supported for linear modules, and lora.target_parameters names stacks of expert weights"
-        yield problem(loaded, "lora.use_dora", rule, "use one of them")
+        yield problem(
+            loaded,
+            "lora.use_dora",
+            rule="is only supported for linear modules, and lora.target_parameters names stacks of expert weights",
+            fix="use one of them",
+        )
 
 
 def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
@@ -129,18 +181,39 @@ def quantized_weights(loaded: Loaded) -> Iterator[Problem]:
     if c.lora.base_dtype == "training":
         return
     if c.parallelism.tensor_parallel_degree > 1:
-        rule = "is not supported with tensor parallelism: blocks are not split"
-        yield problem(loaded, option, rule, 'set tensor_parallel_degree = 1, or use "training"')
+        yield problem(
+            loaded,
+            option,
+            rule="is not supported with tensor parallelism: blocks are not split",
+            fix='set tensor_parallel_degree = 1, or use "training"',
+        )
     if c.compile.enable and "model" in c.compile.components:
-        yield problem(loaded, option, "is not supported with compile.enable", "set compile.enable = false")
+        yield problem(
+            loaded,
+            option,
+            rule="is not supported with compile.enable",
+            fix="set compile.enable = false",
+        )
     if c.comm.mode == "local_tensor":
         yield problem(loaded, option, "is not simulated", 'set comm.mode = "default"')
     if c.training.enable_cpu_offload:
-        rule = "is not supported with training.enable_cpu_offload"
-        yield problem(loaded, option, rule, "set training.enable_cpu_offload = false")
+        yield problem(
+            loaded,
+            option,
+            rule="is not supported with training.enable_cpu_offload",
+            fix="set training.enable_cpu_offload = false",
+        )
     if c.checkpoint.storage == "first_node":
-        rule = 'is not supported with checkpoint.storage = "first_node"'
-        yield problem(loaded, option, rule, "use a shared folder")
+        yield problem(
+            loaded,
+            option,
+            rule='is not supported with checkpoint.storage = "first_node"',
+            fix="use a shared folder",
+        )
     if "://" in (c.checkpoint.initial_load_path or ""):
-        rule = "requires weights in a folder, and checkpoint.initial_load_path is an object store"
-        yield problem(loaded, option, rule, "download them first")
+        yield problem(
+            loaded,
+            option,
+            rule="requires weights in a folder, and checkpoint.initial_load_path is an object store",
+            fix="download them first",
+        )

@@ -12,7 +12,7 @@ from shardtrain.config.coerce import Unfit, coerce
 from shardtrain.config.load import Loaded
 from shardtrain.config.model_file import ModelFacts, read_model_file, shape
 from shardtrain.config.options import nearest
-from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.rules.values import any_of, divisors, problem
 from shardtrain.config.settings import Value
 from shardtrain.hub_formats.config_json import MAX_PARTS
 from shardtrain.utils.errors import ConfigError, Problem
@@ -58,8 +58,13 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
     where = loaded.origins.get(option, "")
     if key not in facts.fields:
         near = nearest(key, facts.fields)
-        fix = f"did you mean {near}?" if near else f"fields are {', '.join(facts.fields)}"
-        yield Problem(option, value, f"is not a field of {loaded.config.model.name}", fix, where)
+        yield Problem(
+            option,
+            value,
+            rule=f"is not a field of {loaded.config.model.name}",
+            fix=f"did you mean {near}?" if near else f"fields are {', '.join(facts.fields)}",
+            where=where,
+        )
         return
     kind = _KINDS.get(facts.fields[key][0].removesuffix(" | None"))
     if kind is None:
@@ -79,7 +84,13 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
     elif loaded.config.model.name.endswith(".py"):
         maximum = 2**63
     if kind is int and value > maximum:
-        yield Problem(option, value, f"is above {maximum}, which no model has", "use a smaller number", where)
+        yield Problem(
+            option,
+            value,
+            rule=f"is above {maximum}, which no model has",
+            fix="use a smaller number",
+            where=where,
+        )
 
 
 _AT_LEAST_ONE = (
@@ -108,7 +119,13 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
     yield from rotary_options(loaded, sizes)
     dropout = _number(sizes, "dropout")
     if dropout is not None and not 0 <= dropout < 1:
-        yield _size_problem(loaded, sizes, "dropout", "must be at least 0 and below 1", "use 0 to 0.5")
+        yield _size_problem(
+            loaded,
+            sizes,
+            "dropout",
+            rule="must be at least 0 and below 1",
+            fix="use 0 to 0.5",
+        )
 
 
 def nonempty_sizes(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
@@ -122,7 +139,13 @@ def nonempty_sizes(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
         if value is not None and 0 <= value < 1:
             # Rotary positions rotate pairs of features.
             lowest = 2 if name in ("head_dim", "qk_rope_head_dim") else 1
-            yield _size_problem(loaded, sizes, name, "leaves nothing to compute", f"use {lowest} or more")
+            yield _size_problem(
+                loaded,
+                sizes,
+                name,
+                rule="leaves nothing to compute",
+                fix=f"use {lowest} or more",
+            )
 
 
 def positive_numbers(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
@@ -140,21 +163,36 @@ def head_sizes(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
     heads = _size(sizes, "num_heads")
     kv_heads = _size(sizes, "num_kv_heads")
     if heads and kv_heads and heads % kv_heads:
-        legal = [n for n in range(1, heads + 1) if heads % n == 0]
-        rule = f"does not divide the {heads} attention heads"
-        yield _size_problem(loaded, sizes, "num_kv_heads", rule, f"use {any_of(legal)}")
+        legal = divisors(heads)
+        yield _size_problem(
+            loaded,
+            sizes,
+            "num_kv_heads",
+            rule=f"does not divide the {heads} attention heads",
+            fix=f"use {any_of(legal)}",
+        )
 
     # GPT-NeoX checks its rotary fraction itself.
     name = "qk_rope_head_dim" if "qk_rope_head_dim" in sizes else "head_dim"
     value = _number(sizes, name)
     if value is not None and "rotary_pct" not in sizes and (value < 2 or value % 2):
-        rule = "must be even because rotary positions rotate pairs of features"
-        yield _size_problem(loaded, sizes, name, rule, "use an even number above 0")
+        yield _size_problem(
+            loaded,
+            sizes,
+            name,
+            rule="must be even because rotary positions rotate pairs of features",
+            fix="use an even number above 0",
+        )
 
     key_width = _size(sizes, "qk_nope_head_dim") + _size(sizes, "qk_rope_head_dim")
     if "v_head_dim" in sizes and _size(sizes, "v_head_dim") > key_width:
-        rule = f"exceeds the {key_width} features of a key, to which values are padded"
-        yield _size_problem(loaded, sizes, "v_head_dim", rule, f"use at most {key_width}")
+        yield _size_problem(
+            loaded,
+            sizes,
+            "v_head_dim",
+            rule=f"exceeds the {key_width} features of a key, to which values are padded",
+            fix=f"use at most {key_width}",
+        )
 
 
 def rotary_options(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
@@ -164,17 +202,32 @@ def rotary_options(loaded: Loaded, sizes: dict[str, Any]) -> Iterator[Problem]:
     """
     scaling = sizes.get("rope_scaling")
     if scaling not in (None, "none", "linear", "llama3"):
-        fix = 'use "none", "linear" or "llama3"'
-        yield _size_problem(loaded, sizes, "rope_scaling", "is not a scaling of rotary angles", fix)
+        yield _size_problem(
+            loaded,
+            sizes,
+            "rope_scaling",
+            rule="is not a scaling of rotary angles",
+            fix='use "none", "linear" or "llama3"',
+        )
     low = _number(sizes, "rope_low_freq_factor")
     high = _number(sizes, "rope_high_freq_factor")
     if scaling == "llama3" and low is not None and high is not None and low > high:
-        rule = f"is above rope_high_freq_factor {high}"
-        yield _size_problem(loaded, sizes, "rope_low_freq_factor", rule, "use a smaller one")
+        yield _size_problem(
+            loaded,
+            sizes,
+            "rope_low_freq_factor",
+            rule=f"is above rope_high_freq_factor {high}",
+            fix="use a smaller one",
+        )
     theta = _number(sizes, "rope_theta")
     if "rope_beta_fast" in sizes and theta is not None and 0 < theta <= 1:
-        rule = "leaves no wavelengths for YaRN to choose from"
-        yield _size_problem(loaded, sizes, "rope_theta", rule, "use a number above 1")
+        yield _size_problem(
+            loaded,
+            sizes,
+            "rope_theta",
+            rule="leaves no wavelengths for YaRN to choose from",
+            fix="use a number above 1",
+        )
 
 
 def _size_problem(loaded: Loaded, sizes: dict[str, Any], name: str, rule: str, fix: str) -> Problem:
@@ -184,7 +237,9 @@ def _size_problem(loaded: Loaded, sizes: dict[str, Any], name: str, rule: str, f
 
 def _number(sizes: dict[str, Any], name: str) -> float | None:
     value = sizes.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    return None
 
 
 def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
@@ -193,25 +248,33 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
     tp = loaded.config.parallelism.tensor_parallel_degree
     if sizes is None or tp < 2:
         return
+    # Collect the sizes that tensor parallelism divides. 0 is unknown, or the model does not have it.
     heads = _size(sizes, "num_heads")
+    ffn_dim = 0
+    if _has_dense_layers(sizes):
+        ffn_dim = _size(sizes, "ffn_dim")
     divided = {
         "{} attention heads": heads,
         "{} KV heads": _size(sizes, "num_kv_heads") or heads,
-        "feed-forward dimension {}": _size(sizes, "ffn_dim") if _has_dense_layers(sizes) else 0,
-        "shared experts' feed-forward dimension {}": _size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim"),
+        "feed-forward dimension {}": ffn_dim,
+        "shared experts' feed-forward dimension {}": (_size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim")),
         "shared expert's feed-forward dimension {}": _size(sizes, "shared_ffn_dim"),
         "{} key heads of linear attention": _size(sizes, "linear_key_heads"),
         "vocabulary of {}": _size(sizes, "vocab_size"),
     }
-    # A size of 0 is unknown, or the model does not have it.
     divided = {text: count for text, count in divided.items() if count}
     uneven = [text.format(count) for text, count in divided.items() if count % tp]
     if uneven:
+        # Any degree that divides all of them is legal.
         common = math.gcd(*divided.values())
-        legal = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
+        legal = divisors(common, limit=4096)
         model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
-        rule = f"does not divide the {' nor the '.join(uneven)} of model {model}"
-        yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")
+        yield problem(
+            loaded,
+            "parallelism.tensor_parallel_degree",
+            rule=f"does not divide the {' nor the '.join(uneven)} of model {model}",
+            fix=f"use {any_of(legal)}",
+        )
 
 
 def _has_dense_layers(sizes: dict[str, Any]) -> bool:
@@ -249,19 +312,23 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     factor = sizes.get("rope_factor", 1.0)
     if config.model.name == "llama3" and scaling == "none":
         return [
-            "rotary angles: not scaled, but torchtitan v0.2 scales those of every Llama 3, including its debugmodel; "
-            'to continue a run of v0.2, set model.overrides rope_scaling = "llama3", rope_scaling_factor = 8.0'
+            "rotary angles: not scaled, but torchtitan v0.2 scales those of every Llama 3, "
+            "including its debugmodel; "
+            'to continue a run of v0.2, set model.overrides rope_scaling = "llama3", '
+            "rope_scaling_factor = 8.0"
         ]
     if config.model.name == "llama3" and scaling == "llama3" and loaded.renames:
         return [
-            "rotary angles: scaled like those of Llama 3.1, as in torchtitan since v0.2; to continue a run of an older "
+            "rotary angles: scaled like those of Llama 3.1, as in torchtitan since v0.2; "
+            "to continue a run of an older "
             'version, set model.overrides rope_scaling = "none"'
         ]
     length = sizes.get("rope_original_seq_len", math.inf)
     if config.model.name == "deepseek_v3" and factor != 1.0 and config.training.seq_len <= length:
         return [
-            f"rotary angles: stretched like DeepSeek's, but torchtitan only does so if training.seq_len exceeds "
-            f"{length}; to continue a run of torchtitan, set model.overrides.rope_factor = 1.0"
+            "rotary angles: stretched like DeepSeek's, but torchtitan only does so if "
+            f"training.seq_len exceeds {length}; to continue a run of torchtitan, "
+            "set model.overrides.rope_factor = 1.0"
         ]
     return []
 
@@ -298,8 +365,12 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     for option in lengths:
         seq_len = loaded.value(option)
         if seq_len >= 1 and seq_len % divisor:
-            rule = f"is not a multiple of {divisor} ({', '.join(reasons)})"
-            yield problem(loaded, option, rule, f"use {any_of(_nearest_multiples(seq_len, divisor))}")
+            yield problem(
+                loaded,
+                option,
+                rule=f"is not a multiple of {divisor} ({', '.join(reasons)})",
+                fix=f"use {any_of(nearest_multiples(seq_len, divisor))}",
+            )
 
 
 def check_layers(loaded: Loaded) -> Iterator[Problem]:
@@ -310,8 +381,12 @@ def check_layers(loaded: Loaded) -> Iterator[Problem]:
     pp = loaded.config.parallelism.pipeline_parallel_degree
     layers = _size(sizes or {}, "num_layers")
     if layers and pp > layers and loaded.config.parallelism.module_fqns_per_model_part is None:
-        rule = f"exceeds the {layers} layers of the model"
-        yield problem(loaded, "parallelism.pipeline_parallel_degree", rule, f"use at most {layers}")
+        yield problem(
+            loaded,
+            "parallelism.pipeline_parallel_degree",
+            rule=f"exceeds the {layers} layers of the model",
+            fix=f"use at most {layers}",
+        )
 
 
 def check_batch(loaded: Loaded) -> Iterator[Problem]:
@@ -322,12 +397,16 @@ def check_batch(loaded: Loaded) -> Iterator[Problem]:
     per_pass = t.local_batch_size * ranks
     if t.global_batch_size < 1 or per_pass < 1 or t.global_batch_size % per_pass == 0:
         return
-    nearby = _nearest_multiples(t.global_batch_size, per_pass)
-    rule = f"is not a multiple of local_batch_size {t.local_batch_size} times {ranks} data-parallel ranks"
-    yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
+    nearby = nearest_multiples(t.global_batch_size, per_pass)
+    yield problem(
+        loaded,
+        "training.global_batch_size",
+        rule=f"is not a multiple of local_batch_size {t.local_batch_size} times {ranks} data-parallel ranks",
+        fix=f"use {any_of(nearby)}, or -1",
+    )
 
 
-def _nearest_multiples(value: int, divisor: int) -> list[int]:
+def nearest_multiples(value: int, divisor: int) -> list[int]:
     """Return the multiples of ``divisor`` below and above a value that is not one, without 0."""
     below = value // divisor * divisor
     return [multiple for multiple in (below, below + divisor) if multiple]
@@ -336,4 +415,6 @@ def _nearest_multiples(value: int, divisor: int) -> list[int]:
 def _size(sizes: dict[str, Any], name: str) -> int:
     """Return a size of the model, or 0 if it is unknown or not an integer."""
     value = sizes.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    return 0

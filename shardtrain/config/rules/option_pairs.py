@@ -67,13 +67,20 @@ def early_step(loaded: Loaded) -> Iterator[Problem]:
         return
 
     def conflict(user_of_gradients: str, fix: str) -> Problem:
-        rule = f"updates before all gradients are known, which {user_of_gradients}"
-        return problem(loaded, "optimizer.early_step_in_backward", rule, f"{fix}, or remove it")
+        return problem(
+            loaded,
+            "optimizer.early_step_in_backward",
+            rule=f"updates before all gradients are known, which {user_of_gradients}",
+            fix=f"{fix}, or remove it",
+        )
 
     if not math.isinf(c.training.max_norm):
         yield conflict("training.max_norm requires", "set training.max_norm = inf")
     if c.training.nonfinite_policy == "skip":
-        yield conflict('training.nonfinite_policy = "skip" requires', 'set training.nonfinite_policy = "stop"')
+        yield conflict(
+            'training.nonfinite_policy = "skip" requires',
+            'set training.nonfinite_policy = "stop"',
+        )
     if c.training.spike_policy == "skip":
         yield conflict('training.spike_policy = "skip" requires', 'set training.spike_policy = "log"')
     if c.training.mixed_precision_param == "float16":
@@ -81,7 +88,10 @@ def early_step(loaded: Loaded) -> Iterator[Problem]:
     if c.parallelism.pipeline_parallel_degree > 1:
         yield conflict("a pipeline sums over micro-batches", "set pipeline_parallel_degree = 1")
     if c.parallelism.shard_optimizer_states:
-        yield conflict("shard_optimizer_states distributes to other ranks", "set shard_optimizer_states = false")
+        yield conflict(
+            "shard_optimizer_states distributes to other ranks",
+            "set shard_optimizer_states = false",
+        )
     # A user's optimizer file is not in the table. An unknown name has its own problem.
     facts = OPTIMIZERS.get(c.optimizer.name)
     is_own_file = c.optimizer.name.endswith(".py")
@@ -96,8 +106,12 @@ def adam_only_options(loaded: Loaded) -> Iterator[Problem]:
         return
     for name, default in ADAM_ONLY.items():
         if getattr(optimizer, name) != default:
-            rule = "is only supported by Adam and AdamW"
-            yield problem(loaded, f"optimizer.{name}", rule, 'set optimizer.name = "AdamW", or remove it')
+            yield problem(
+                loaded,
+                f"optimizer.{name}",
+                rule="is only supported by Adam and AdamW",
+                fix='set optimizer.name = "AdamW", or remove it',
+            )
 
 
 def stochastic_rounding(loaded: Loaded) -> Iterator[Problem]:
@@ -106,35 +120,48 @@ def stochastic_rounding(loaded: Loaded) -> Iterator[Problem]:
     if not c.optimizer.bf16_stochastic_round:
         return
     if c.training.dtype != "bfloat16" and c.optimizer.state_dtype != "bfloat16":
-        rule = "requires parameters or optimizer states in bfloat16"
-        fix = 'set optimizer.state_dtype = "bfloat16" or training.dtype = "bfloat16", or remove it'
-        yield problem(loaded, "optimizer.bf16_stochastic_round", rule, fix)
+        yield problem(
+            loaded,
+            "optimizer.bf16_stochastic_round",
+            rule="requires parameters or optimizer states in bfloat16",
+            fix='set optimizer.state_dtype = "bfloat16" or training.dtype = "bfloat16", or remove it',
+        )
 
 
 def shard_states_without_replicas(loaded: Loaded) -> Iterator[Problem]:
     """``shard_optimizer_states`` divides the states between replicas."""
     p = loaded.config.parallelism
     if p.shard_optimizer_states and p.data_parallel_replicate_degree == 1:
-        rule = "requires replicas of the model to divide the state between"
-        fix = "set data_parallel_replicate_degree above 1, or remove it: FSDP shards the state anyway"
-        yield problem(loaded, "parallelism.shard_optimizer_states", rule, fix)
+        yield problem(
+            loaded,
+            "parallelism.shard_optimizer_states",
+            rule="requires replicas of the model to divide the state between",
+            fix="set data_parallel_replicate_degree above 1, or remove it: FSDP shards the state anyway",
+        )
 
 
 def shard_states_with_offload(loaded: Loaded) -> Iterator[Problem]:
     """``shard_optimizer_states`` is not implemented for parameters in host memory."""
     c = loaded.config
     if c.parallelism.shard_optimizer_states and c.training.enable_cpu_offload:
-        rule = "is not supported with training.enable_cpu_offload"
-        yield problem(loaded, "parallelism.shard_optimizer_states", rule, "set one of the two to false")
+        yield problem(
+            loaded,
+            "parallelism.shard_optimizer_states",
+            rule="is not supported with training.enable_cpu_offload",
+            fix="set one of the two to false",
+        )
 
 
 def float16_from_bfloat16(loaded: Loaded) -> Iterator[Problem]:
     """Parameters stored in bfloat16 have too few digits for computing in float16."""
     t = loaded.config.training
     if t.mixed_precision_param == "float16" and t.dtype == "bfloat16":
-        rule = 'cannot compute in float16 with parameters in training.dtype = "bfloat16"'
-        fix = 'set training.dtype = "float32", or mixed_precision_param = "bfloat16"'
-        yield problem(loaded, "training.mixed_precision_param", rule, fix)
+        yield problem(
+            loaded,
+            "training.mixed_precision_param",
+            rule='cannot compute in float16 with parameters in training.dtype = "bfloat16"',
+            fix='set training.dtype = "float32", or mixed_precision_param = "bfloat16"',
+        )
 
 
 # Activation checkpointing and the compiler.
@@ -143,18 +170,24 @@ def float16_from_bfloat16(loaded: Loaded) -> Iterator[Problem]:
 def memory_budget_without_compiler(loaded: Loaded) -> Iterator[Problem]:
     """The compiler implements the mode ``memory_budget``."""
     if loaded.config.activation_checkpoint.mode == "memory_budget" and not _compiles_model(loaded.config):
-        rule = "requires the compiler"
-        fix = 'set compile.enable = true with "model" in compile.components, or use another mode'
-        yield problem(loaded, "activation_checkpoint.mode", rule, fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.mode",
+            rule="requires the compiler",
+            fix='set compile.enable = true with "model" in compile.components, or use another mode',
+        )
 
 
 def pareto_without_memory_budget(loaded: Loaded) -> Iterator[Problem]:
     """Only the mode ``memory_budget`` computes the trade-off that this option plots."""
     activation = loaded.config.activation_checkpoint
     if activation.visualize_memory_budget_pareto and activation.mode != "memory_budget":
-        rule = "plots the trade-off of the mode memory_budget, which is not selected"
-        fix = 'set activation_checkpoint.mode = "memory_budget", or remove it'
-        yield problem(loaded, "activation_checkpoint.visualize_memory_budget_pareto", rule, fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.visualize_memory_budget_pareto",
+            rule="plots the trade-off of the mode memory_budget, which is not selected",
+            fix='set activation_checkpoint.mode = "memory_budget", or remove it',
+        )
 
 
 def checkpoint_debug_per_operation(loaded: Loaded) -> Iterator[Problem]:
@@ -162,9 +195,12 @@ def checkpoint_debug_per_operation(loaded: Loaded) -> Iterator[Problem]:
     activation = loaded.config.activation_checkpoint
     is_per_operation = activation.mode == "selective" and activation.selective_ac_option == "op"
     if activation.debug and is_per_operation:
-        rule = "only supports recomputation of entire layers"
-        fix = 'set selective_ac_option to a number of layers or mode = "full" while you debug, or remove it'
-        yield problem(loaded, "activation_checkpoint.debug", rule, fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.debug",
+            rule="only supports recomputation of entire layers",
+            fix='set selective_ac_option to a number of layers or mode = "full" while you debug, or remove it',
+        )
 
 
 def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
@@ -173,9 +209,12 @@ def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
     if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in ("full", "selective"):
         return
     if stages.splits_backward(c.parallelism):
-        rule = "expects one recomputation per layer, and this schedule, which splits the backward, makes several"
-        fix = "use 1F1B, GPipe, Interleaved1F1B or LoopedBFS while you debug, or remove it"
-        yield problem(loaded, "activation_checkpoint.debug", rule, fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.debug",
+            rule="expects one recomputation per layer, and this schedule, which splits the backward, makes several",
+            fix="use 1F1B, GPipe, Interleaved1F1B or LoopedBFS while you debug, or remove it",
+        )
 
 
 def checkpoint_debug_with_compiler(loaded: Loaded) -> Iterator[Problem]:
@@ -184,33 +223,47 @@ def checkpoint_debug_with_compiler(loaded: Loaded) -> Iterator[Problem]:
     if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in ("full", "selective"):
         return
     if _compiles_model(c):
-        rule = "records the operations of eager layers, and the layers are compiled"
-        fix = "set compile.enable = false while you debug, or remove it"
-        yield problem(loaded, "activation_checkpoint.debug", rule, fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.debug",
+            rule="records the operations of eager layers, and the layers are compiled",
+            fix="set compile.enable = false while you debug, or remove it",
+        )
 
 
 def offload_without_recomputation(loaded: Loaded) -> Iterator[Problem]:
     """``cpu_offload`` moves the saved inputs of recomputed layers to host memory."""
     activation = loaded.config.activation_checkpoint
     if activation.cpu_offload and activation.mode in ("none", "memory_budget"):
-        rule = "moves the inputs of recomputed layers to host memory, and this mode saves none"
-        fix = 'set activation_checkpoint.mode = "full" or "selective"'
-        yield problem(loaded, "activation_checkpoint.cpu_offload", rule, fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.cpu_offload",
+            rule="moves the inputs of recomputed layers to host memory, and this mode saves none",
+            fix='set activation_checkpoint.mode = "full" or "selective"',
+        )
 
 
 def async_tensor_parallel_without_compiler(loaded: Loaded) -> Iterator[Problem]:
     """The compiler implements async tensor parallelism."""
     p = loaded.config.parallelism
     if p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1 and not _compiles_model(loaded.config):
-        fix = 'set compile.enable = true with "model" in compile.components, or remove it'
-        yield problem(loaded, "parallelism.enable_async_tensor_parallel", "requires the compiler", fix)
+        yield problem(
+            loaded,
+            "parallelism.enable_async_tensor_parallel",
+            rule="requires the compiler",
+            fix='set compile.enable = true with "model" in compile.components, or remove it',
+        )
 
 
 def compile_nothing(loaded: Loaded) -> Iterator[Problem]:
     """``compile.enable`` requires at least one component."""
     if loaded.config.compile.enable and not loaded.config.compile.components:
-        fix = 'name "model", "loss" or both, or set compile.enable = false'
-        yield problem(loaded, "compile.components", "must not be empty with compile.enable = true", fix)
+        yield problem(
+            loaded,
+            "compile.components",
+            rule="must not be empty with compile.enable = true",
+            fix='name "model", "loss" or both, or set compile.enable = false',
+        )
 
 
 # Pipelines, checkpoints, diagnostics and workers.
@@ -222,17 +275,24 @@ def microbatch_size(loaded: Loaded) -> Iterator[Problem]:
     if p.pipeline_parallel_degree <= 1 or p.pipeline_parallel_microbatch_size <= 0:
         return
     if loaded.config.training.local_batch_size % p.pipeline_parallel_microbatch_size:
-        rule = "does not divide training.local_batch_size"
-        fix = "use a divisor of the local batch size"
-        yield problem(loaded, "parallelism.pipeline_parallel_microbatch_size", rule, fix)
+        yield problem(
+            loaded,
+            "parallelism.pipeline_parallel_microbatch_size",
+            rule="does not divide training.local_batch_size",
+            fix="use a divisor of the local batch size",
+        )
 
 
 def seed_checkpoint_without_checkpoints(loaded: Loaded) -> Iterator[Problem]:
     """A seed checkpoint is a checkpoint."""
     checkpoint = loaded.config.checkpoint
     if checkpoint.create_seed_checkpoint and not checkpoint.enable:
-        fix = "set checkpoint.enable = true, or remove it"
-        yield problem(loaded, "checkpoint.create_seed_checkpoint", "requires checkpoint.enable = true", fix)
+        yield problem(
+            loaded,
+            "checkpoint.create_seed_checkpoint",
+            rule="requires checkpoint.enable = true",
+            fix="set checkpoint.enable = true, or remove it",
+        )
 
 
 def load_without_checkpoints(loaded: Loaded) -> Iterator[Problem]:
@@ -252,8 +312,12 @@ def warn_only_without_deterministic(loaded: Loaded) -> Iterator[Problem]:
     """``deterministic_warn_only`` turns the errors of ``deterministic`` into warnings."""
     debug = loaded.config.debug
     if debug.deterministic_warn_only and not debug.deterministic:
-        fix = "set debug.deterministic = true, or remove it"
-        yield problem(loaded, "debug.deterministic_warn_only", "requires debug.deterministic = true", fix)
+        yield problem(
+            loaded,
+            "debug.deterministic_warn_only",
+            rule="requires debug.deterministic = true",
+            fix="set debug.deterministic = true, or remove it",
+        )
 
 
 def profile_interval(loaded: Loaded) -> Iterator[Problem]:
@@ -261,8 +325,12 @@ def profile_interval(loaded: Loaded) -> Iterator[Problem]:
     profiling = loaded.config.profiling
     num_profiled_steps = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and 0 < profiling.profile_freq < num_profiled_steps:
-        rule = "is less than profiler_warmup plus profiler_active"
-        yield problem(loaded, "profiling.profile_freq", rule, "raise it, or lower those")
+        yield problem(
+            loaded,
+            "profiling.profile_freq",
+            rule="is less than profiler_warmup plus profiler_active",
+            fix="raise it, or lower those",
+        )
 
 
 def data_workers(loaded: Loaded) -> Iterator[Problem]:
@@ -312,16 +380,24 @@ def sample_frequency(loaded: Loaded) -> Iterator[Problem]:
     """Samples continue a prompt."""
     metrics = loaded.config.metrics
     if metrics.sample_freq and not metrics.sample_prompt:
-        fix = 'set metrics.sample_prompt = "Once upon a time", or remove it'
-        yield problem(loaded, "metrics.sample_freq", "requires metrics.sample_prompt", fix)
+        yield problem(
+            loaded,
+            "metrics.sample_freq",
+            rule="requires metrics.sample_prompt",
+            fix='set metrics.sample_prompt = "Once upon a time", or remove it',
+        )
 
 
 def automatic_interval(loaded: Loaded) -> Iterator[Problem]:
     """An automatic interval of checkpoints is computed during the run."""
     checkpoint = loaded.config.checkpoint
     if checkpoint.enable and checkpoint.interval_type == "automatic":
-        rule = 'has no effect with checkpoint.interval_type = "automatic"'
-        yield problem(loaded, "checkpoint.interval", rule, "remove it")
+        yield problem(
+            loaded,
+            "checkpoint.interval",
+            rule='has no effect with checkpoint.interval_type = "automatic"',
+            fix="remove it",
+        )
 
 
 def float8_scales(loaded: Loaded) -> Iterator[Problem]:
@@ -329,27 +405,42 @@ def float8_scales(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     section = "quantize.linear.float8"
     if section in c.model.converters and not c.quantize.linear.float8.enable_fsdp_float8_all_gather:
-        rule = "has no effect without enable_fsdp_float8_all_gather"
-        fix = f"set {section}.enable_fsdp_float8_all_gather = true, or remove it"
-        yield problem(loaded, f"{section}.precompute_float8_dynamic_scale_for_fsdp", rule, fix)
+        yield problem(
+            loaded,
+            f"{section}.precompute_float8_dynamic_scale_for_fsdp",
+            rule="has no effect without enable_fsdp_float8_all_gather",
+            fix=f"set {section}.enable_fsdp_float8_all_gather = true, or remove it",
+        )
 
 
 def steps_and_epochs(loaded: Loaded) -> Iterator[Problem]:
     """``training.epochs`` determines the number of steps and ends the run with the data."""
     if loaded.config.training.epochs is None:
         return
-    rule = "has no effect with training.epochs, which determines the number of steps"
-    yield problem(loaded, "training.steps", rule, "keep one of the two")
-    rule = "has no effect with training.epochs, which ends the run with the data"
-    yield problem(loaded, "training.on_data_end", rule, "keep one of the two")
+    yield problem(
+        loaded,
+        "training.steps",
+        rule="has no effect with training.epochs, which determines the number of steps",
+        fix="keep one of the two",
+    )
+    yield problem(
+        loaded,
+        "training.on_data_end",
+        rule="has no effect with training.epochs, which ends the run with the data",
+        fix="keep one of the two",
+    )
 
 
 def float32_compute(loaded: Loaded) -> Iterator[Problem]:
     """With parameters stored in bfloat16, forward and backward compute in bfloat16."""
     t = loaded.config.training
     if t.dtype == "bfloat16" and t.mixed_precision_param == "float32":
-        rule = 'has no effect with training.dtype = "bfloat16", which computes in bfloat16'
-        yield problem(loaded, "training.mixed_precision_param", rule, 'set training.dtype = "float32", or remove it')
+        yield problem(
+            loaded,
+            "training.mixed_precision_param",
+            rule='has no effect with training.dtype = "bfloat16", which computes in bfloat16',
+            fix='set training.dtype = "float32", or remove it',
+        )
 
 
 def assets_and_tokenizer(loaded: Loaded) -> Iterator[Problem]:
@@ -361,8 +452,12 @@ def assets_and_tokenizer(loaded: Loaded) -> Iterator[Problem]:
     if model.tokenizer_path in (None, model.hf_assets_path):
         return
     if not (Path(model.hf_assets_path) / "config.json").is_file():
-        rule = "has no effect with model.tokenizer_path"
-        yield problem(loaded, "model.hf_assets_path", rule, "keep one of the two")
+        yield problem(
+            loaded,
+            "model.hf_assets_path",
+            rule="has no effect with model.tokenizer_path",
+            fix="keep one of the two",
+        )
 
 
 def float16_only_options(loaded: Loaded) -> Iterator[Problem]:
@@ -381,23 +476,34 @@ def muon_only_options(loaded: Loaded) -> Iterator[Problem]:
     if optimizer.name == "Muon" or optimizer.name.endswith(".py"):
         return
     for name in MUON_ONLY:
-        fix = 'set optimizer.name = "Muon", or remove it'
-        yield problem(loaded, f"optimizer.muon_{name}", "is only supported by Muon", fix)
+        yield problem(
+            loaded,
+            f"optimizer.muon_{name}",
+            rule="is only supported by Muon",
+            fix='set optimizer.name = "Muon", or remove it',
+        )
 
 
 def max_skips(loaded: Loaded) -> Iterator[Problem]:
     """Only the policy "skip" counts skipped steps."""
     if loaded.config.training.nonfinite_policy != "skip":
-        rule = "has no effect while nonfinite_policy stops the run"
-        fix = 'set training.nonfinite_policy = "skip", or remove it'
-        yield problem(loaded, "training.nonfinite_max_skips", rule, fix)
+        yield problem(
+            loaded,
+            "training.nonfinite_max_skips",
+            rule="has no effect while nonfinite_policy stops the run",
+            fix='set training.nonfinite_policy = "skip", or remove it',
+        )
 
 
 def memory_budget(loaded: Loaded) -> Iterator[Problem]:
     """Only the mode ``memory_budget`` reads the budget."""
     if loaded.config.activation_checkpoint.mode != "memory_budget":
-        fix = 'set activation_checkpoint.mode = "memory_budget", or remove it'
-        yield problem(loaded, "activation_checkpoint.memory_budget", "has no effect in this mode", fix)
+        yield problem(
+            loaded,
+            "activation_checkpoint.memory_budget",
+            rule="has no effect in this mode",
+            fix='set activation_checkpoint.mode = "memory_budget", or remove it',
+        )
 
 
 NO_EFFECT_RULES: tuple[Rule, ...] = (
@@ -426,8 +532,12 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
         if key in options_read or not loaded.is_set(option) or _is_default(loaded, option):
             continue
         users = [other for other in SCHEDULES if key in (schedule_options(other) or ())]
-        fix = f'set lr_scheduler.name = "{users[0]}", or remove it'
-        yield problem(loaded, option, f"has no effect with lr_scheduler.name = {name}", fix)
+        yield problem(
+            loaded,
+            option,
+            rule=f"has no effect with lr_scheduler.name = {name}",
+            fix=f'set lr_scheduler.name = "{users[0]}", or remove it',
+        )
 
 
 def check_spikes(loaded: Loaded) -> Iterator[Problem]:
@@ -437,21 +547,32 @@ def check_spikes(loaded: Loaded) -> Iterator[Problem]:
     training = loaded.config.training
     checkpoint = loaded.config.checkpoint
     if training.spike_window < 2:
-        rule = "must be at least 2 to have a standard deviation"
-        yield problem(loaded, "training.spike_window", rule, "use 2 steps or more, such as 128")
+        yield problem(
+            loaded,
+            "training.spike_window",
+            rule="must be at least 2 to have a standard deviation",
+            fix="use 2 steps or more, such as 128",
+        )
     if training.spike_policy != "rewind":
         return
     if not checkpoint.enable or checkpoint.load_only:
-        rule = "requires checkpoints that this run saves"
-        yield problem(loaded, "training.spike_policy", rule, "set checkpoint.enable=true")
+        yield problem(
+            loaded,
+            "training.spike_policy",
+            rule="requires checkpoints that this run saves",
+            fix="set checkpoint.enable=true",
+        )
 
     # The oldest kept checkpoint must be old enough.
     kept_steps = (checkpoint.keep_latest_k - 1) * checkpoint.interval
     is_bounded = checkpoint.interval_type == "steps" and checkpoint.keep_latest_k
     if is_bounded and kept_steps < training.spike_rewind_steps:
-        rule = f"exceeds the {kept_steps} steps that checkpoint.keep_latest_k and checkpoint.interval keep"
-        fix = "keep more checkpoints, or rewind fewer steps"
-        yield problem(loaded, "training.spike_rewind_steps", rule, fix)
+        yield problem(
+            loaded,
+            "training.spike_rewind_steps",
+            rule=f"exceeds the {kept_steps} steps that checkpoint.keep_latest_k and checkpoint.interval keep",
+            fix="keep more checkpoints, or rewind fewer steps",
+        )
 
 
 def spike_notes(loaded: Loaded) -> list[str]:

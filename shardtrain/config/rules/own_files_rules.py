@@ -52,18 +52,26 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
         yield problem(
             loaded,
             "metrics.token_metrics",
-            "must not contain two files with the same name, which is used in logs",
-            "rename one",
+            rule="must not contain two files with the same name, which is used in logs",
+            fix="rename one",
         )
     if metrics and config.task.name != "language_model":
-        rule = f'is not supported with task.name="{config.task.name}", which has its own metrics'
-        yield problem(loaded, "metrics.token_metrics", rule, 'remove it, or set task.name = "language_model"')
+        yield problem(
+            loaded,
+            "metrics.token_metrics",
+            rule=f'is not supported with task.name="{config.task.name}", which has its own metrics',
+            fix='remove it, or set task.name = "language_model"',
+        )
     yield from _check_named(loaded, "optimizer.name", tuple(OPTIMIZERS), own_file.OPTIMIZER)
     yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), own_file.SCHEDULE)
     unknown = set(schedule_options(config.lr_scheduler.name) or ()) - set(SCHEDULE_OPTIONS)
     if unknown:
-        rule = f"has factor with the parameter {min(unknown)}, which is not an option of [lr_scheduler]"
-        yield problem(loaded, "lr_scheduler.name", rule, f"use step, total_steps and {', '.join(SCHEDULE_OPTIONS)}")
+        yield problem(
+            loaded,
+            "lr_scheduler.name",
+            rule=f"has factor with the parameter {min(unknown)}, which is not an option of [lr_scheduler]",
+            fix=f"use step, total_steps and {', '.join(SCHEDULE_OPTIONS)}",
+        )
 
 
 def schedule_options(name: str) -> tuple[str, ...] | None:
@@ -91,8 +99,12 @@ def _check_named(loaded: Loaded, option: str, known: tuple[str, ...], kind: File
     elif value not in known:
         near = nearest(value, known)
         suggestion = f'did you mean "{near}"? ' if near else f'use "{known[0]}", '
-        rule = f"must be one of {', '.join(known)}"
-        yield problem(loaded, option, rule, f"{suggestion}or a path that ends in .py")
+        yield problem(
+            loaded,
+            option,
+            rule=f"must be one of {', '.join(known)}",
+            fix=f"{suggestion}or a path that ends in .py",
+        )
 
 
 def _check(loaded: Loaded, option: str, path: str, kind: FileKind) -> Iterator[Problem]:

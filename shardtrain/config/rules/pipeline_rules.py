@@ -26,8 +26,12 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     if schedule is None:
         near = nearest(p.pipeline_parallel_schedule, stages.SCHEDULES)
         suggestion = f"did you mean {near}? " if near else ""
-        fix = f"{suggestion}schedules are {', '.join(stages.SCHEDULES)}"
-        yield problem(loaded, _SCHEDULE, "is not a schedule", fix)
+        yield problem(
+            loaded,
+            _SCHEDULE,
+            rule="is not a schedule",
+            fix=f"{suggestion}schedules are {', '.join(stages.SCHEDULES)}",
+        )
     if p.pipeline_parallel_degree < 2 or schedule is None:
         return
     yield from _check_combinations(loaded, schedule)
@@ -60,17 +64,29 @@ def _check_combinations(loaded: Loaded, schedule: str) -> Iterator[Problem]:
     """
     config = loaded.config
     if schedule in stages.SPLIT_BACKWARD and config.compile.enable and "model" in config.compile.components:
-        rule = "computes gradients of inputs and weights separately, for which torch.compile returns wrong gradients"
-        fix = "set compile.enable = false, or use 1F1B, GPipe, Interleaved1F1B or LoopedBFS"
-        yield problem(loaded, _SCHEDULE, rule, fix)
+        yield problem(
+            loaded,
+            _SCHEDULE,
+            rule=(
+                "computes gradients of inputs and weights separately, for which torch.compile returns wrong gradients"
+            ),
+            fix="set compile.enable = false, or use 1F1B, GPipe, Interleaved1F1B or LoopedBFS",
+        )
     csv = config.parallelism.pipeline_parallel_schedule_csv
     if schedule in stages.FROM_CSV and not csv:
-        fix = "name the file in parallelism.pipeline_parallel_schedule_csv, or use a named schedule"
-        yield problem(loaded, _SCHEDULE, "requires a CSV file with the schedule", fix)
+        yield problem(
+            loaded,
+            _SCHEDULE,
+            rule="requires a CSV file with the schedule",
+            fix="name the file in parallelism.pipeline_parallel_schedule_csv, or use a named schedule",
+        )
     if csv and schedule != "PipelineScheduleMulti":
-        rule = "is only read by the schedule PipelineScheduleMulti"
-        fix = f'set pipeline_parallel_schedule = "PipelineScheduleMulti" instead of "{schedule}"'
-        yield problem(loaded, "parallelism.pipeline_parallel_schedule_csv", rule, fix)
+        yield problem(
+            loaded,
+            "parallelism.pipeline_parallel_schedule_csv",
+            rule="is only read by the schedule PipelineScheduleMulti",
+            fix=f'set pipeline_parallel_schedule = "PipelineScheduleMulti" instead of "{schedule}"',
+        )
     if config.parallelism.module_fqns_per_model_part is not None and loaded.is_set(_PER_STAGE):
         yield problem(loaded, _PER_STAGE, f"has no effect with {_MODULES}", "keep one of the two")
 
@@ -80,21 +96,39 @@ def _check_stages(loaded: Loaded, schedule: str, count: int) -> Iterator[Problem
     p = loaded.config.parallelism
     degree = p.pipeline_parallel_degree
     # Name the option that determines the number of stages.
-    option = _MODULES if p.module_fqns_per_model_part is not None else _PER_STAGE
+    option = _PER_STAGE
+    if p.module_fqns_per_model_part is not None:
+        option = _MODULES
     if not loaded.is_set(option):
         option = _SCHEDULE
     if count % degree:
-        rule = f"makes {count} stages, which {degree} pipeline ranks cannot divide equally"
-        yield problem(loaded, option, rule, f"make {any_of([n * degree for n in (1, 2, 3)])} stages")
+        yield problem(
+            loaded,
+            option,
+            rule=f"makes {count} stages, which {degree} pipeline ranks cannot divide equally",
+            fix=f"make {any_of([n * degree for n in (1, 2, 3)])} stages",
+        )
     elif schedule in stages.SINGLE and count != degree:
-        rule = f"makes {count} stages, and {schedule} requires one per rank ({degree})"
-        yield problem(loaded, option, rule, f"make {degree} stages, or use Interleaved1F1B")
+        yield problem(
+            loaded,
+            option,
+            rule=f"makes {count} stages, and {schedule} requires one per rank ({degree})",
+            fix=f"make {degree} stages, or use Interleaved1F1B",
+        )
     elif schedule in stages.V_SHAPED and count != 2 * degree:
-        rule = f"makes {count} stages, and {schedule} requires two per rank ({2 * degree})"
-        yield problem(loaded, option, rule, f"make {2 * degree} stages, or use Interleaved1F1B")
+        yield problem(
+            loaded,
+            option,
+            rule=f"makes {count} stages, and {schedule} requires two per rank ({2 * degree})",
+            fix=f"make {2 * degree} stages, or use Interleaved1F1B",
+        )
     elif schedule in stages.LOOPED and count < 2 * degree and not p.pipeline_parallel_schedule_csv:
-        rule = f"makes {count} stages, and {schedule} requires at least two per rank ({2 * degree})"
-        yield problem(loaded, option, rule, f"make {2 * degree} stages or more, or use 1F1B")
+        yield problem(
+            loaded,
+            option,
+            rule=f"makes {count} stages, and {schedule} requires at least two per rank ({2 * degree})",
+            fix=f"make {2 * degree} stages or more, or use 1F1B",
+        )
 
 
 def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
@@ -157,7 +191,12 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
             rule = f"makes {batches} micro-batches, which do not fill rounds of {degree}"
             fewer = batches // degree * degree
             nearby = [fewer * size, (fewer + degree) * size]
-            yield problem(loaded, option, rule, f"make the sequences of a step {any_of(nearby)} per data rank")
+            yield problem(
+                loaded,
+                option,
+                rule=rule,
+                fix=f"make the sequences of a step {any_of(nearby)} per data rank",
+            )
 
 
 def pipeline_notes(loaded: Loaded) -> list[str]:
@@ -186,8 +225,12 @@ def check_context(loaded: Loaded) -> Iterator[Problem]:
     if cp < 2 or tp < 1:
         return
     if p.context_parallel_load_balancer == "ptrr":
-        rule = "is for FlexAttention's block masks, which the models do not use"
-        yield problem(loaded, "parallelism.context_parallel_load_balancer", rule, 'use "headtail" or "none"')
+        yield problem(
+            loaded,
+            "parallelism.context_parallel_load_balancer",
+            rule="is for FlexAttention's block masks, which the models do not use",
+            fix='use "headtail" or "none"',
+        )
     heads = sizes.get("num_kv_heads") or sizes.get("num_heads")
     if p.context_parallel_method != "ulysses" or not isinstance(heads, int):
         return
@@ -198,5 +241,9 @@ def check_context(loaded: Loaded) -> Iterator[Problem]:
             divided += f", split {tp} ways by tensor_parallel_degree,"
         rule = f'does not divide {divided} as context_parallel_method="ulysses" requires'
         degrees = f"{any_of(legal)}, or " if legal else ""
-        fix = f'use {degrees}context_parallel_method = "ring"'
-        yield problem(loaded, "parallelism.context_parallel_degree", rule, fix)
+        yield problem(
+            loaded,
+            "parallelism.context_parallel_degree",
+            rule=rule,
+            fix=f'use {degrees}context_parallel_method = "ring"',
+        )

@@ -21,7 +21,9 @@ BELOW_DUMP_FOLDER = (
     "profiling.save_memory_snapshot_folder",
     "profiling.save_traces_folder",
 )
-"""Options with paths that a run writes to. They must be below ``job.dump_folder``, which may be any folder."""
+"""Options with paths that a run writes to. They must be below ``job.dump_folder``,
+which may be any folder.
+"""
 
 ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
 """Folders below ``job.dump_folder`` that no option sets: output of ranks, and files of metrics libraries."""
@@ -50,16 +52,32 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, rule, fix)
     folder = loaded.config.job.dump_folder
     if not folder.strip():
-        yield problem(loaded, "job.dump_folder", "is empty", "name a folder; . is the one that you are in")
+        yield problem(
+            loaded,
+            "job.dump_folder",
+            rule="is empty",
+            fix="name a folder; . is the one that you are in",
+        )
     elif "://" in folder:
-        rule = "must be a folder on a disk, not an address"
-        yield problem(loaded, "job.dump_folder", rule, "use a folder, and set checkpoint.folder to the address")
+        yield problem(
+            loaded,
+            "job.dump_folder",
+            rule="must be a folder on a disk, not an address",
+            fix="use a folder, and set checkpoint.folder to the address",
+        )
     if not folder.isprintable():
-        yield problem(loaded, "job.dump_folder", "must contain only printable characters", "remove the others")
+        yield problem(
+            loaded,
+            "job.dump_folder",
+            rule="must contain only printable characters",
+            fix="remove the others",
+        )
 
 
 def _path_rule(text: str, one_name: bool) -> str | None:
-    """Return the rule that a path violates, or None. With ``one_name`` it must be the beginning of a file name."""
+    """Return the rule that a path violates, or None. With ``one_name`` it must
+    be the beginning of a file name.
+    """
     path = PurePath(text)
     if not text.isprintable() or "\\" in text:
         return "has a character that no name should have"
@@ -83,15 +101,28 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
     problems = []
     for option, value in named_files(loaded.config):
         if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE:
-            fix = f"if you trust that file, add --{option} {value}"
-            problems.append(Problem(option, value, rule, fix, loaded.where(option)))
+            problems.append(
+                Problem(
+                    option,
+                    value,
+                    rule=rule,
+                    fix=f"if you trust that file, add --{option} {value}",
+                    where=loaded.where(option),
+                )
+            )
     return problems
 
 
 def check_secrets(loaded: Loaded) -> Iterator[Problem]:
-    """Yield options that contain a secret of the environment, because options are written to files, logs and W&B."""
+    """Yield options that contain a secret of the environment, because options are written to files,
+    logs and W&B.
+    """
     for name in options():
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
-            rule = "holds a secret, and options are written to files and logs"
-            fix = "take it out: libraries read their tokens from the environment themselves"
-            yield Problem(name, redact_all(loaded.value(name)), rule, fix, redact(loaded.where(name)))
+            yield Problem(
+                name,
+                redact_all(loaded.value(name)),
+                rule="holds a secret, and options are written to files and logs",
+                fix="take it out: libraries read their tokens from the environment themselves",
+                where=redact(loaded.where(name)),
+            )

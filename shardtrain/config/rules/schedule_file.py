@@ -6,6 +6,7 @@ PyTorch checks the same after ranks have started, with messages that name neithe
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,14 +36,22 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
     path = Path(p.pipeline_parallel_schedule_csv).expanduser()
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file)]
+            rows = []
+            for row in csv.reader(file):
+                cells = [cell.strip() for cell in row]
+                rows.append([cell for cell in cells if cell])
     except (OSError, UnicodeDecodeError):
         return
     if len(rows) != p.pipeline_parallel_degree:
-        rule = f"has {len(rows)} rows, and there are {p.pipeline_parallel_degree} pipeline ranks"
-        yield problem(loaded, _OPTION, rule, "write a row for each rank")
+        yield problem(
+            loaded,
+            _OPTION,
+            rule=f"has {len(rows)} rows, and there are {p.pipeline_parallel_degree} pipeline ranks",
+            fix="write a row for each rank",
+        )
         return
 
+    # Parse each action, and collect those of each rank and of each stage.
     actions: list[list[Action]] = [[] for _ in rows]
     done: Done = defaultdict(set)
     for rank, row in enumerate(rows):
@@ -56,13 +65,19 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
             actions[rank].append(action)
 
     c = loaded.config.compile
-    if c.enable and "model" in c.components and any(kind in "IW" for _, kind in done):
-        rule = (
-            "computes gradients of inputs and weights separately (I, W), "
-            "for which torch.compile returns wrong gradients"
+    has_split_backward = any(kind in "IW" for _, kind in done)
+    if c.enable and "model" in c.components and has_split_backward:
+        yield problem(
+            loaded,
+            _OPTION,
+            rule=(
+                "computes gradients of inputs and weights separately (I, W), "
+                "for which torch.compile returns wrong gradients"
+            ),
+            fix="set compile.enable = false, or write B instead of I and W",
         )
-        yield problem(loaded, _OPTION, rule, "set compile.enable = false, or write B instead of I and W")
 
+    # The order is only worth checking if every stage has all of its actions.
     incomplete = _incomplete_stage(loaded, done, num_stages, num_microbatches)
     if incomplete is not None:
         yield incomplete
@@ -84,8 +99,12 @@ def _parse_action(loaded: Loaded, text: str, rank: int, num_stages: int, done: D
     """Return an action, or a problem if it is malformed, of another rank's stage, or a duplicate."""
     match = _ACTION.fullmatch(text.strip())
     if match is None:
-        fix = "write stage, F, B, I or W, and micro-batch: 0F1"
-        return problem(loaded, _OPTION, f"contains {text!r}, which is not an action", fix)
+        return problem(
+            loaded,
+            _OPTION,
+            rule=f"contains {text!r}, which is not an action",
+            fix="write stage, F, B, I or W, and micro-batch: 0F1",
+        )
     stage = int(match[1])
     kind = match[2]
     microbatch = int(match[3])
@@ -94,20 +113,36 @@ def _parse_action(loaded: Loaded, text: str, rank: int, num_stages: int, done: D
     degree = loaded.config.parallelism.pipeline_parallel_degree
     if stage >= num_stages or stage % degree != rank:
         stages_of_rank = ", ".join(str(n) for n in range(rank, num_stages, degree))
-        rule = f"has {text.strip()} in the row of rank {rank}, which holds the stages {stages_of_rank}"
-        return problem(loaded, _OPTION, rule, "assign stages to ranks in turn: 0, 1, ..., 0, 1, ...")
+        return problem(
+            loaded,
+            _OPTION,
+            rule=f"has {text.strip()} in the row of rank {rank}, which holds the stages {stages_of_rank}",
+            fix="assign stages to ranks in turn: 0, 1, ..., 0, 1, ...",
+        )
     for other in _DUPLICATES[kind]:
         if microbatch in done.get((stage, other), ()):
-            rule = f"has {text.strip()} as well as {stage}{other}{microbatch}, which would count it twice"
-            return problem(loaded, _OPTION, rule, "write each action once, and B or both I and W")
+            return problem(
+                loaded,
+                _OPTION,
+                rule=f"has {text.strip()} as well as {stage}{other}{microbatch}, which would count it twice",
+                fix="write each action once, and B or both I and W",
+            )
     return stage, kind, microbatch
 
 
-def _incomplete_stage(loaded: Loaded, done: Done, num_stages: int, num_microbatches: int | None) -> Problem | None:
+def _incomplete_stage(
+    loaded: Loaded,
+    done: Done,
+    num_stages: int,
+    num_microbatches: int | None,
+) -> Problem | None:
     """Return a problem if a stage lacks forward or backward of a micro-batch, or has too many."""
     # If the number of micro-batches is unknown, stage 0 determines it.
-    expected = done[0, "F"] if num_microbatches is None else set(range(num_microbatches))
+    expected = done[0, "F"]
+    if num_microbatches is not None:
+        expected = set(range(num_microbatches))
     for stage in range(num_stages):
+        # A backward pass is done if both of its halves are.
         backward = done[stage, "B"] | (done[stage, "I"] & done[stage, "W"])
         for direction, microbatches in (("forward", done[stage, "F"]), ("backward", backward)):
             if microbatches == expected:
@@ -116,8 +151,12 @@ def _incomplete_stage(loaded: Loaded, done: Done, num_stages: int, num_microbatc
             rule = f"lacks {direction} of micro-batch {number} of stage {stage}"
             if number in microbatches:
                 rule = f"has {direction} of micro-batch {number}, and a step has {len(expected)}"
-            fix = f"write the micro-batches 0 to {len(expected) - 1} of each stage"
-            return problem(loaded, _OPTION, rule, fix)
+            return problem(
+                loaded,
+                _OPTION,
+                rule=rule,
+                fix=f"write the micro-batches 0 to {len(expected) - 1} of each stage",
+            )
     return None
 
 
@@ -129,12 +168,15 @@ def _check_loss_order(loaded: Loaded, actions: list[list[Action]], last: int) ->
     """
     row_of_last = actions[last % len(actions)]
     order = [microbatch for stage, kind, microbatch in row_of_last if (stage, kind) == (last, "F")]
-    late = next((number for number, before in zip(order[1:], order, strict=False) if number < before), None)
-    if late is not None:
-        rule = f"has forward of micro-batch {late} of the last stage ({last}) after that of a later one"
-        fix = f"write {last}F0, {last}F1, ... in this order: PyTorch requires it"
-        yield problem(loaded, _OPTION, rule, fix)
-        return
+    for before, number in itertools.pairwise(order):
+        if number < before:
+            yield problem(
+                loaded,
+                _OPTION,
+                rule=f"has forward of micro-batch {number} of the last stage ({last}) after that of a later one",
+                fix=f"write {last}F0, {last}F1, ... in this order: PyTorch requires it",
+            )
+            return
     yield from _check_deadlock(loaded, actions, last)
 
 
@@ -153,14 +195,22 @@ def _check_deadlock(loaded: Loaded, actions: list[list[Action]], last: int) -> I
                 position[rank] += 1
                 has_progress = True
 
+    # No rank can proceed. Report the first one that has actions left.
     for rank, row in enumerate(actions):
         if position[rank] == len(row):
             continue
         action = row[position[rank]]
         missing = _missing(action, last, done) or set()
         names = " or ".join(sorted(_name(other) for other in missing))
-        rule = f"has rank {rank} wait indefinitely: {_name(action)} requires {names}, which comes later or waits itself"
-        yield problem(loaded, _OPTION, rule, f"write {_name(action)} after the actions that it requires")
+        yield problem(
+            loaded,
+            _OPTION,
+            rule=(
+                f"has rank {rank} wait indefinitely: {_name(action)} requires {names}, "
+                "which comes later or waits itself"
+            ),
+            fix=f"write {_name(action)} after the actions that it requires",
+        )
         return
 
 

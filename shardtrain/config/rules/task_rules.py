@@ -67,20 +67,35 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "task.name", reason.rule, reason.fix)
         return
     if not has_task(c.task.name):
-        fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
-        yield problem(loaded, "task.name", "has no class Task", fix)
+        yield problem(
+            loaded,
+            "task.name",
+            rule="has no class Task",
+            fix="define a class Task(RowTask), as shardtrain/tasks/classification.py does",
+        )
         return
     if c.training.last_batch != "rollover" and c.task.name in (LANGUAGE_MODEL, DISTILLATION, KTO):
-        reason = "groups rows across epochs" if c.task.name == KTO else "packs documents across epochs"
-        rule = f"is only supported for tasks of rows, and {c.task.name} {reason}"
-        yield problem(loaded, "training.last_batch", rule, "remove it")
+        reason = "packs documents across epochs"
+        if c.task.name == KTO:
+            reason = "groups rows across epochs"
+        yield problem(
+            loaded,
+            "training.last_batch",
+            rule=f"is only supported for tasks of rows, and {c.task.name} {reason}",
+            fix="remove it",
+        )
     if c.task.name == LANGUAGE_MODEL:
         yield from _check_language_model(loaded)
         return
     yield from _check_mesh(loaded, facts.degrees)
     if c.task.name != DISTILLATION and c.data.sources:
-        rule = "mixes documents, and a task of rows reads one dataset"
-        yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
+        yield Problem(
+            "data.sources",
+            None,
+            rule="mixes documents, and a task of rows reads one dataset",
+            fix="use training.dataset and dataset_path",
+            where=loaded.where("data.sources"),
+        )
     yield from _check_options_of_other_tasks(loaded)
     if c.task.name == CLASSIFICATION:
         yield from _check_classification(loaded)
@@ -92,8 +107,12 @@ def _check_language_model(loaded: Loaded) -> Iterator[Problem]:
     """A language model reads no option of [task]."""
     for option in options():
         if option.startswith("task.") and is_changed(loaded, option):
-            rule = 'has no effect with task.name = "language_model"'
-            yield problem(loaded, option, rule, "name the task that reads it, or remove it")
+            yield problem(
+                loaded,
+                option,
+                rule='has no effect with task.name = "language_model"',
+                fix="name the task that reads it, or remove it",
+            )
 
 
 def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[Problem]:
@@ -101,20 +120,32 @@ def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[
     c = loaded.config
     for degree, rule in _DEGREES.items():
         if degree not in supported_degrees and getattr(c.parallelism, degree) > 1:
-            fix = "set it to 1: data-parallel axes shard any model"
-            yield problem(loaded, f"parallelism.{degree}", f"{rule} ({c.task.name})", fix)
+            yield problem(
+                loaded,
+                f"parallelism.{degree}",
+                rule=f"{rule} ({c.task.name})",
+                fix="set it to 1: data-parallel axes shard any model",
+            )
 
     # Tasks of rows with tensor parallelism. Distillation is a task of documents.
     is_tensor_parallel = c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees
     if c.task.name == DISTILLATION or not is_tensor_parallel:
         return
     if not c.parallelism.disable_loss_parallel:
-        rule = "leaves each rank a part of the outputs, and a task of rows requires full outputs"
-        yield problem(loaded, "parallelism.disable_loss_parallel", rule, "set it to true")
+        yield problem(
+            loaded,
+            "parallelism.disable_loss_parallel",
+            rule="leaves each rank a part of the outputs, and a task of rows requires full outputs",
+            fix="set it to true",
+        )
     if c.compile.enable and "model" in c.compile.components:
         # DTensor with dynamic shapes: the compiler of torch 2.13 recurses in backward until Python's limit.
-        rule = "cannot compile tensor-parallel layers for rows of different lengths, which this task has"
-        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
+        yield problem(
+            loaded,
+            "compile.enable",
+            rule="cannot compile tensor-parallel layers for rows of different lengths, which this task has",
+            fix="set it to false, or tensor_parallel_degree to 1",
+        )
 
 
 def _check_options_of_other_tasks(loaded: Loaded) -> Iterator[Problem]:
@@ -128,15 +159,24 @@ def _check_options_of_other_tasks(loaded: Loaded) -> Iterator[Problem]:
     for option in sorted(all_options - set(task_options)):
         if is_changed(loaded, f"task.{option}"):
             readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
-            yield problem(loaded, f"task.{option}", f"is only read by task.name = {readers}", "remove it")
+            yield problem(
+                loaded,
+                f"task.{option}",
+                rule=f"is only read by task.name = {readers}",
+                fix="remove it",
+            )
 
 
 def _check_rows(loaded: Loaded, *more: str) -> Iterator[Problem]:
     """A task of rows reads no options of documents, and none of a user's task file."""
     for option in (*OF_DOCUMENTS, *more):
         if is_changed(loaded, option):
-            rule = "is for documents, and this task reads rows"
-            yield problem(loaded, option, rule, "remove it")
+            yield problem(
+                loaded,
+                option,
+                rule="is for documents, and this task reads rows",
+                fix="remove it",
+            )
     if loaded.config.task.options:
         yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
 
@@ -155,8 +195,12 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
             if not 0 < loaded.value(option) < math.inf:
                 yield problem(loaded, option, "must be above 0", "use 1.0")
         if task.group_size < 2:
-            rule = "must be at least 2: KL is estimated with the completions of other rows"
-            yield problem(loaded, "task.group_size", rule, "use 8")
+            yield problem(
+                loaded,
+                "task.group_size",
+                rule="must be at least 2: KL is estimated with the completions of other rows",
+                fix="use 8",
+            )
     else:
         fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
     if not 0 <= task.gamma < math.inf:
@@ -168,8 +212,12 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, "must not be empty", "name the column")
     if len(set(fields.values())) < 3:
         *others, last = (option.rpartition(".")[2].removesuffix("_field") for option in fields)
-        rule = f"names the column of another of {', '.join(others)} and {last}"
-        yield problem(loaded, list(fields)[-1], rule, "name three columns")
+        yield problem(
+            loaded,
+            list(fields)[-1],
+            rule=f"names the column of another of {', '.join(others)} and {last}",
+            fix="name three columns",
+        )
 
 
 def _check_classification(loaded: Loaded) -> Iterator[Problem]:
@@ -177,17 +225,35 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
     task = loaded.config.task
     yield from _check_rows(loaded, "data.separator")
     if not task.label_field:
-        yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
+        yield problem(
+            loaded,
+            "task.label_field",
+            rule="must not be empty",
+            fix="name the column of the label",
+        )
     if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
-        yield problem(loaded, "task.labels", "must contain at least two different names", "name each label once")
+        yield problem(
+            loaded,
+            "task.labels",
+            rule="must contain at least two different names",
+            fix="name each label once",
+        )
     if task.labels and is_changed(loaded, "task.num_labels") and task.num_labels != len(task.labels):
-        yield problem(loaded, "task.num_labels", f"is not the number of task.labels, {len(task.labels)}", "remove it")
+        yield problem(
+            loaded,
+            "task.num_labels",
+            rule=f"is not the number of task.labels, {len(task.labels)}",
+            fix="remove it",
+        )
     if (len(task.labels) or task.num_labels) < 2:
         yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
     if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
-        rule = f'and data.text_field="{loaded.config.data.text_field}" must both be numbers or both be names'
-        fix = "use numbers for files without a header, and names otherwise"
-        yield problem(loaded, "task.label_field", rule, fix)
+        yield problem(
+            loaded,
+            "task.label_field",
+            rule=f'and data.text_field="{loaded.config.data.text_field}" must both be numbers or both be names',
+            fix="use numbers for files without a header, and names otherwise",
+        )
 
 
 def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
@@ -205,9 +271,26 @@ def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
     for name, value in task.options.items():
         where = loaded.origins.get(f"task.options.{name}", loaded.where("task.options"))
         if name not in known:
-            fix = f"use {' or '.join(known)}" if known else "remove it"
-            yield Problem(f"task.options.{name}", value, f"is not an option of {task.name}", fix, where)
+            yield Problem(
+                f"task.options.{name}",
+                value,
+                rule=f"is not an option of {task.name}",
+                fix=f"use {' or '.join(known)}" if known else "remove it",
+                where=where,
+            )
         elif name == "mask_fraction" and not (type(value) in (int, float) and 0 < float(value) < 1):
-            yield Problem(f"task.options.{name}", value, "must be between 0 and 1", "use 0.15", where)
+            yield Problem(
+                f"task.options.{name}",
+                value,
+                rule="must be between 0 and 1",
+                fix="use 0.15",
+                where=where,
+            )
         elif name == "mask_token_id" and not (type(value) is int and value >= 0):
-            yield Problem(f"task.options.{name}", value, "must be the id of a token", "use 0 or more", where)
+            yield Problem(
+                f"task.options.{name}",
+                value,
+                rule="must be the id of a token",
+                fix="use 0 or more",
+                where=where,
+            )

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardtrain.config.folder_model import NAME
 from shardtrain.config.load import Loaded
-from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.rules.values import any_of, divisors, problem
 from shardtrain.config.schema import Config
 from shardtrain.hub_formats.config_json import in_transformers
 from shardtrain.hub_formats.format import CODE
@@ -32,25 +32,46 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
     if c.model.name != NAME:
         return
     if importlib.util.find_spec(NAME) is None:
-        yield problem(loaded, "model.name", "needs transformers, which is not installed", "install shardtrain[hf]")
+        yield problem(
+            loaded,
+            "model.name",
+            rule="needs transformers, which is not installed",
+            fix="install shardtrain[hf]",
+        )
     overrides = c.model.overrides
     attention = overrides.get("attention", "auto")
     if attention not in ATTENTION:
-        where = loaded.origins.get("model.overrides.attention", "")
-        yield Problem("model.overrides.attention", attention, "is unknown", f"use {', '.join(ATTENTION)}", where)
+        yield Problem(
+            "model.overrides.attention",
+            attention,
+            rule="is unknown",
+            fix=f"use {', '.join(ATTENTION)}",
+            where=loaded.origins.get("model.overrides.attention", ""),
+        )
     yield from _check_mesh(loaded)
     yield from _check_options(loaded)
     option, folder = _folder(c)
     where = loaded.origins.get(option, "")
     found = _read(folder)
     if isinstance(found, str):
-        yield Problem(option, folder, found, "name a folder with config.json, weights and tokenizer", where)
+        yield Problem(
+            option,
+            folder,
+            rule=found,
+            fix="name a folder with config.json, weights and tokenizer",
+            where=where,
+        )
         return
     kind = found.get("model_type")
     code = sorted(key for key in found if CODE.search(key))
     if code and not in_transformers(kind):
-        rule = f"is of model_type {kind!r}, which transformers does not have, and its own code is never run here"
-        yield Problem(option, folder, rule, "write a model file, or install a version that has it", where)
+        yield Problem(
+            option,
+            folder,
+            rule=f"is of model_type {kind!r}, which transformers does not have, and its own code is never run here",
+            fix="write a model file, or install a version that has it",
+            where=where,
+        )
     yield from _check_split(loaded, found)
 
 
@@ -72,7 +93,9 @@ def _read(folder: str) -> Mapping[str, Any] | str:
         return f"has a config.json that cannot be read ({error.strerror or error})"
     except (ValueError, RecursionError) as error:
         return f"has a config.json that cannot be read ({type(error).__name__})"
-    return found if isinstance(found, dict) else "has a config.json that is not a JSON object"
+    if isinstance(found, dict):
+        return found
+    return "has a config.json that is not a JSON object"
 
 
 def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
@@ -82,38 +105,65 @@ def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
     for name, reason in reasons.items():
         degree = getattr(loaded.config.parallelism, name)
         if degree > 1:
-            rule = f"cannot be used with model.name={NAME}: {reason}"
-            fix = "set it to 1 and use data_parallel_shard_degree, or a model file of this package"
-            yield problem(loaded, f"parallelism.{name}", rule, fix)
+            yield problem(
+                loaded,
+                f"parallelism.{name}",
+                rule=f"cannot be used with model.name={NAME}: {reason}",
+                fix="set it to 1 and use data_parallel_shard_degree, or a model file of this package",
+            )
 
 
 def _check_options(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     tp = c.parallelism.tensor_parallel_degree
     if tp > 1 and c.model.overrides.get("dropout"):
-        rule = "cannot be used with tensor parallelism: ranks would drop other numbers than one process"
-        where = loaded.origins.get("model.overrides.dropout", "")
-        yield Problem("model.overrides.dropout", True, rule, "leave it out, or set the degree to 1", where)
+        yield Problem(
+            "model.overrides.dropout",
+            True,
+            rule="cannot be used with tensor parallelism: ranks would drop other numbers than one process",
+            fix="leave it out, or set the degree to 1",
+            where=loaded.origins.get("model.overrides.dropout", ""),
+        )
     if c.parallelism.context_parallel_degree > 1 and c.model.overrides.get("dropout"):
-        rule = "cannot be used with context parallelism: attention over split sequences has no dropout"
-        where = loaded.origins.get("model.overrides.dropout", "")
-        yield Problem("model.overrides.dropout", True, rule, "leave it out, or set the degree to 1", where)
+        yield Problem(
+            "model.overrides.dropout",
+            True,
+            rule="cannot be used with context parallelism: attention over split sequences has no dropout",
+            fix="leave it out, or set the degree to 1",
+            where=loaded.origins.get("model.overrides.dropout", ""),
+        )
     if tp > 1 and c.compile.enable and "model" in c.compile.components:
-        rule = f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}"
-        yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
+        yield problem(
+            loaded,
+            "compile.enable",
+            rule=f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}",
+            fix="set it to false, or tensor_parallel_degree to 1",
+        )
     patterns = c.optimizer.muon_adamw_patterns
     if c.optimizer.name == "Muon" and patterns == Config().optimizer.muon_adamw_patterns:
-        rule = f"names no parameter of model.name={NAME}, whose names are those of transformers"
-        fix = 'name its ends, e.g. ["*embed*", "*lm_head*", "*norm*", "*.bias"]'
-        yield problem(loaded, "optimizer.muon_adamw_patterns", rule, fix)
+        yield problem(
+            loaded,
+            "optimizer.muon_adamw_patterns",
+            rule=f"names no parameter of model.name={NAME}, whose names are those of transformers",
+            fix='name its ends, e.g. ["*embed*", "*lm_head*", "*norm*", "*.bias"]',
+        )
 
 
 def _check_split(loaded: Loaded, found: Mapping[str, Any]) -> Iterator[Problem]:
     tp = loaded.config.parallelism.tensor_parallel_degree
-    counts = {key: found[key] for key in (*_HEADS, *_FEATURES) if isinstance(found.get(key), int) and found[key] > 0}
+    # Sizes that config.json lacks are unknown and not checked.
+    counts = {}
+    for key in (*_HEADS, *_FEATURES):
+        size = found.get(key)
+        if isinstance(size, int) and size > 0:
+            counts[key] = size
     broken = [f"{key}={count}" for key, count in counts.items() if tp > 1 and count % tp]
     if broken:
         common = math.gcd(*counts.values())
-        legal = [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
-        rule = f"does not divide {' nor '.join(broken)} of config.json"
-        yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")
+        legal = divisors(common, limit=4096)
+        yield problem(
+            loaded,
+            "parallelism.tensor_parallel_degree",
+            rule=f"does not divide {' nor '.join(broken)} of config.json",
+            fix=f"use {any_of(legal)}",
+        )

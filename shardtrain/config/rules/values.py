@@ -23,6 +23,16 @@ def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
     return Problem(option, loaded.value(option), rule, fix, loaded.where(option))
 
 
+def divisors(number: int, limit: int | None = None) -> list[int]:
+    """Return the divisors of a positive number in rising order, up to ``limit``.
+
+    >>> divisors(12), divisors(12, limit=4)
+    ([1, 2, 3, 4, 6, 12], [1, 2, 3, 4])
+    """
+    largest = min(number, limit or number)
+    return [divisor for divisor in range(1, largest + 1) if number % divisor == 0]
+
+
 def any_of(names: Value) -> str:
     """Join values as prose: ``1, 2 or 4``."""
     texts = [str(name) for name in names]
@@ -159,14 +169,26 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
     for option in MINUS_1_OR_AT_LEAST_1:
         value = loaded.value(option)
         is_valid = value == -1 or value >= 1
-        yield from _check_number(loaded, option, is_valid, "must be at least 1, or -1", "use 1 or more, or -1")
+        yield from _check_number(
+            loaded,
+            option,
+            is_valid,
+            "must be at least 1, or -1",
+            "use 1 or more, or -1",
+        )
     for option in ABOVE_0:
         value = loaded.value(option)
         if value is not None:
             yield from _check_number(loaded, option, value > 0, "must be above 0", "use a positive number")
     exit_code = loaded.config.checkpoint.stop_exit_code
     rule = "must be from 0 to 255"
-    yield from _check_number(loaded, "checkpoint.stop_exit_code", 0 <= exit_code <= 255, rule, "use for example 75")
+    yield from _check_number(
+        loaded,
+        "checkpoint.stop_exit_code",
+        0 <= exit_code <= 255,
+        rule,
+        "use for example 75",
+    )
     for option in FROM_0_BELOW_1:
         value = loaded.value(option)
         yield from _check_number(
@@ -200,12 +222,21 @@ def check_steps(loaded: Loaded) -> Iterator[Problem]:
     """Yield wrong numbers of steps, with an explanation for -1."""
     steps = loaded.config.training.steps
     if steps == -1:
-        rule = "meant a run without end in torchtrain, which has no learning-rate schedule"
-        yield problem(loaded, "training.steps", rule, "set the number of steps, or training.epochs")
+        yield problem(
+            loaded,
+            "training.steps",
+            rule="meant a run without end in torchtrain, which has no learning-rate schedule",
+            fix="set the number of steps, or training.epochs",
+        )
     elif steps < 1:
         yield problem(loaded, "training.steps", "must be at least 1", "use 1 or more")
     if loaded.config.checkpoint.load_step < -1:
-        yield problem(loaded, "checkpoint.load_step", "must be a step, or -1 for the newest", "use -1 or a step")
+        yield problem(
+            loaded,
+            "checkpoint.load_step",
+            rule="must be a step, or -1 for the newest",
+            fix="use -1 or a step",
+        )
 
 
 def check_choices(loaded: Loaded) -> Iterator[Problem]:
@@ -218,8 +249,12 @@ def check_choices(loaded: Loaded) -> Iterator[Problem]:
                 continue
             near = nearest(item, choices)
             rule = f'contains "{item}", which is not' if is_list else "must be"
-            fix = f'did you mean "{near}"?' if near else f'use "{choices[0]}"'
-            yield problem(loaded, option, f"{rule} {any_of(choices)}", fix)
+            yield problem(
+                loaded,
+                option,
+                rule=f"{rule} {any_of(choices)}",
+                fix=f'did you mean "{near}"?' if near else f'use "{choices[0]}"',
+            )
 
 
 def check_forms(loaded: Loaded) -> Iterator[Problem]:
@@ -228,12 +263,30 @@ def check_forms(loaded: Loaded) -> Iterator[Problem]:
     value = loaded.value(option)
     is_layer_count = value.isdecimal() and int(value) >= 1
     if value != "op" and not is_layer_count:
-        yield problem(loaded, option, 'must be a number of layers in quotes, or "op"', 'use "1", "2", … or "op"')
+        yield problem(
+            loaded,
+            option,
+            rule='must be a number of layers in quotes, or "op"',
+            fix='use "1", "2", … or "op"',
+        )
     if "{rank}" not in loaded.config.metrics.save_log_file:
-        rule = "would be one file for all ranks"
-        yield problem(loaded, "metrics.save_log_file", rule, 'put {rank} into it, as in "logs/rank-{rank}.log"')
+        yield problem(
+            loaded,
+            "metrics.save_log_file",
+            rule="would be one file for all ranks",
+            fix='put {rank} into it, as in "logs/rank-{rank}.log"',
+        )
     if not 0 <= loaded.config.metrics.prometheus_port < 65536:
-        yield problem(loaded, "metrics.prometheus_port", "is not a port", "use 1024 to 65535, or 0 for none")
+        yield problem(
+            loaded,
+            "metrics.prometheus_port",
+            rule="is not a port",
+            fix="use 1024 to 65535, or 0 for none",
+        )
     if loaded.config.checkpoint.keep_latest_k == 1:
-        rule = "would delete the only valid checkpoint before the next one is known to be complete"
-        yield problem(loaded, "checkpoint.keep_latest_k", rule, "keep 2 or more, or 0 for all")
+        yield problem(
+            loaded,
+            "checkpoint.keep_latest_k",
+            rule="would delete the only valid checkpoint before the next one is known to be complete",
+            fix="keep 2 or more, or 0 for all",
+        )

@@ -1,7 +1,8 @@
 """Every option of a run: one frozen dataclass per TOML section, a docstring under each field as its help text.
 
-Sections, keys and defaults are torchtitan v0.2's, so its files run unmodified. The help text of a key that torchtitan
-does not have ends with "(shardtrain)". Derived values are in ``derived.py``; nothing mutates a config.
+Sections, keys and defaults are torchtitan v0.2's, so its files run unmodified. The help text of
+a key that torchtitan does not have ends with "(shardtrain)". Derived values are in
+``derived.py``; nothing mutates a config.
 """
 
 from __future__ import annotations
@@ -50,22 +51,30 @@ class Model:
     name: str = "llama3"
     """A file of shardtrain/models without ".py", or the path of a model file of yours (``my_model.py``)."""
     flavor: str = "debugmodel"
-    """Size of the model: a key of its FLAVORS, or "from_folder" for the size in hf_assets_path. from_folder is the
-    default if no flavor is set and the folder has a config.json; model.name may then be omitted too."""
+    """Size of the model: a key of its FLAVORS, or "from_folder" for the size in
+    hf_assets_path. from_folder is the default if no flavor is set and the folder has a
+    config.json; model.name may then be omitted too.
+    """
     hf_assets_path: str = "bytes"
-    """Folder with a tokenizer.json and optionally a model's config.json; or a tokenizer of this package: "bytes", or
-    "python_bpe" (2,048 ids, for Python source)."""
+    """Folder with a tokenizer.json and optionally a model's config.json; or a tokenizer of this
+    package: "bytes", or "python_bpe" (2,048 ids, for Python source).
+    """
     tokenizer_path: str | None = None
-    """Older name of hf_assets_path: a tokenizer file or folder. It can also be your own file with a class Tokenizer,
-    such as "my_tokenizer.py": docs/extend.md (shardtrain)."""
+    """Older name of hf_assets_path: a tokenizer file or folder. It can also be your own file with a
+    class Tokenizer, such as "my_tokenizer.py": docs/extend.md (shardtrain).
+    """
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
     """Normalization; rmsnorm and fused_rmsnorm are the same fused kernel, np_layernorm has no parameters
     (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Fields of the flavor to replace, such as ``num_layers = 4``; any field of the model's Config (shardtrain)."""
+    """Fields of the flavor to replace, such as ``num_layers = 4``; any field of
+    the model's Config (shardtrain).
+    """
     check: bool = True
-    """Before training your own model file with tensor, context, pipeline or expert parallelism, compare a small copy on
-    such ranks with one process. It takes about ten seconds, and a difference stops the run (shardtrain)."""
+    """Before training your own model file with tensor, context, pipeline or expert parallelism,
+    compare a small copy on such ranks with one process. It takes about ten seconds, and a
+    difference stops the run (shardtrain).
+    """
     converters: list[str] = field(default_factory=list)
     """Modules that compute in 8 bits: "quantize.linear.float8" or "quantize.linear.mx" for linear layers,
     "quantize.grouped_mm.float8" for experts. Each has a section of the same name."""
@@ -78,9 +87,11 @@ class Optimizer:
     """The optimizer and its constants."""
 
     name: str = "AdamW"
-    """AdamW: decoupled weight decay; Adam: weight decay is added to the gradient; AdamW8bit: AdamW with states in 8
-    bits; Muon: orthogonalized updates of hidden matrices, and AdamW for the other parameters (AdamW8bit, Muon:
-    shardtrain). Or the path of your own file, which receives this section: docs/extend.md (shardtrain)."""
+    """AdamW: decoupled weight decay; Adam: weight decay is added to the gradient; AdamW8bit: AdamW
+    with states in 8 bits; Muon: orthogonalized updates of hidden matrices, and AdamW for the other
+    parameters (AdamW8bit, Muon: shardtrain). Or the path of your own file, which receives this
+    section: docs/extend.md (shardtrain).
+    """
     lr: float = 8e-4
     """Peak learning rate, scaled by [lr_scheduler]."""
     beta1: float = 0.9
@@ -92,21 +103,28 @@ class Optimizer:
     weight_decay: float = 0.1
     """Weight decay, times the learning rate."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Kernels of the update; fused is the fastest on CPU and CUDA. States in 8 bits or bfloat16 have their own."""
+    """Kernels of the update; fused is the fastest on CPU and CUDA. States in 8
+    bits or bfloat16 have their own.
+    """
     state_dtype: Literal["default", "bfloat16"] = "default"
     """dtype of the states of Adam and AdamW; default is training.dtype (shardtrain)."""
     bf16_stochastic_round: bool = False
-    """Round bfloat16 parameters and states of Adam and AdamW stochastically, which preserves small updates on average
-    (torchao's option of this name). Results do not depend on the mesh (shardtrain)."""
+    """Round bfloat16 parameters and states of Adam and AdamW stochastically, which
+    preserves small updates on average (torchao's option of this name). Results do not
+    depend on the mesh (shardtrain).
+    """
     early_step_in_backward: bool = False
-    """Update each parameter during backward and free its gradient, which saves the memory of gradients. Requires
-    training.max_norm = inf, because clipping needs all gradients."""
+    """Update each parameter during backward and free its gradient, which saves the memory of
+    gradients. Requires training.max_norm = inf, because clipping needs all gradients.
+    """
     no_weight_decay: list[str] = field(default_factory=list)
-    """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses dots. A pattern that
-    matches nothing is a notice (shardtrain)."""
+    """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses
+    dots. A pattern that matches nothing is a notice (shardtrain).
+    """
     muon_adamw_patterns: list[str] = field(default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"])
-    """Name patterns of parameters for which Muon uses AdamW (lr, beta1, beta2, eps). It also does so for all parameters
-    that are neither matrices nor stacks of matrices (shardtrain)."""
+    """Name patterns of parameters for which Muon uses AdamW (lr, beta1, beta2, eps). It also does
+    so for all parameters that are neither matrices nor stacks of matrices (shardtrain).
+    """
     muon_momentum: float = 0.95
     """Decay of Muon's mean of gradients (shardtrain)."""
     muon_nesterov: bool = True
@@ -114,7 +132,9 @@ class Optimizer:
     muon_steps: int = 5
     """Newton-Schulz iterations of Muon (shardtrain)."""
     muon_update_rms: float = 0.2
-    """Root mean square of Muon's update at a rate of 1; 0.2 is about AdamW's, so both can use one lr (shardtrain)."""
+    """Root mean square of Muon's update at a rate of 1; 0.2 is about AdamW's, so
+    both can use one lr (shardtrain).
+    """
     muon_dtype: Literal["default", "float32", "bfloat16"] = "default"
     """dtype of Muon's iterations; default is float32 on CPU and bfloat16 elsewhere (shardtrain)."""
 
@@ -124,8 +144,10 @@ class LRScheduler:
     """The learning rate as a pure function of the step."""
 
     name: str = "warmup_stable_decay"
-    """Name of a schedule listed in docs/options.md; the default is torchtitan's. Or the path of your own file, whose
-    function factor returns the fraction of the peak rate: docs/extend.md (shardtrain)."""
+    """Name of a schedule listed in docs/options.md; the default is torchtitan's. Or the path
+    of your own file, whose function factor returns the fraction of the peak rate:
+    docs/extend.md (shardtrain).
+    """
     warmup_steps: int = 200
     """Steps from the first to the peak rate; with transformers, 0 means warmup_proportion."""
     total_steps: int | None = None
@@ -135,11 +157,13 @@ class LRScheduler:
     decay_type: DecayType = "linear"
     """Shape of the decay."""
     min_lr_factor: float = 0.0
-    """Rate at the end of the decay, as a fraction of the peak, 0..1; for deepspeed_warmup and deepspeed_warmup_decay
-    the first rate."""
+    """Rate at the end of the decay, as a fraction of the peak, 0..1; for deepspeed_warmup and
+    deepspeed_warmup_decay the first rate.
+    """
     warmup_proportion: float = 0.01
-    """Fraction of the steps that warm up, for linear_by_proportion, and for transformers without warmup_steps, 0..1
-    (shardtrain)."""
+    """Fraction of the steps that warm up, for linear_by_proportion, and for transformers
+    without warmup_steps, 0..1 (shardtrain).
+    """
     warmup_type: WarmupType = "log"
     """Shape of the warmup of DeepSpeed's schedules (shardtrain)."""
 
@@ -153,14 +177,17 @@ class Training(Numbers):
     dataset_path: str | None = None
     """File or folder that the dataset reads; some datasets need none."""
     on_data_end: Literal["error", "stop", "repeat"] = "error"
-    """If the data end before the last step. error: exit with 3, before the first step if the number of rows is known,
-    otherwise after a save; stop: save and exit with 0; repeat: warn, and repeat the data in another order, as
-    torchtitan does (shardtrain)."""
+    """If the data end before the last step. error: exit with 3, before the first step if the number
+    of rows is known, otherwise after a save; stop: save and exit with 0; repeat: warn, and repeat
+    the data in another order, as torchtitan does (shardtrain).
+    """
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
     global_batch_size: int = -1
-    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the data-parallel ranks, or the value
-    of the checkpoint when a run resumes. A larger multiple accumulates gradients."""
+    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the
+    data-parallel ranks, or the value of the checkpoint when a run resumes. A larger
+    multiple accumulates gradients.
+    """
     seq_len: int = 2048
     """Tokens per sequence."""
     max_norm: float = 1.0
@@ -170,9 +197,11 @@ class Training(Numbers):
     epochs: int | None = None
     """Passes over the dataset, instead of training.steps (shardtrain)."""
     last_batch: Literal["rollover", "keep", "discard"] = "rollover"
-    """If the rows of an epoch do not fill its last step: add rows of the next epoch (rollover), run a smaller step
-    (keep, as a PyTorch DataLoader does), or skip the rows (discard, its drop_last). With keep and discard all epochs
-    have the same number of steps. Only for tasks of rows (shardtrain)."""
+    """If the rows of an epoch do not fill its last step: add rows of the next epoch
+    (rollover), run a smaller step (keep, as a PyTorch DataLoader does), or skip the rows
+    (discard, its drop_last). With keep and discard all epochs have the same number of steps.
+    Only for tasks of rows (shardtrain).
+    """
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -189,15 +218,19 @@ class Training(Numbers):
     """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu
     (shardtrain)."""
     flash_attention: Literal["FA2", "FA3", "FA4"] = "FA2"
-    """On CUDA: PyTorch's flash attention (FA2), FlashAttention 3 for Hopper (package flash_attn_interface), or
-    FlashAttention 4 for Blackwell (package flash_attn.cute) (shardtrain)."""
+    """On CUDA: PyTorch's flash attention (FA2), FlashAttention 3 for Hopper (package
+    flash_attn_interface), or FlashAttention 4 for Blackwell (package
+    flash_attn.cute) (shardtrain).
+    """
     cpu_kernels: Literal["auto", "pytorch"] = "auto"
-    """On a CPU. auto: for float32 linear layers, bfloat16 attention and RMSNorm, use the kernels that measurements on
-    this machine found to be the fastest, and keep freed memory. pytorch: use PyTorch's kernels, as debug.deterministic
-    does (shardtrain)."""
+    """On a CPU. auto: for float32 linear layers, bfloat16 attention and RMSNorm, use the kernels
+    that measurements on this machine found to be the fastest, and keep freed memory. pytorch: use
+    PyTorch's kernels, as debug.deterministic does (shardtrain).
+    """
     gc_freq: int = 50
-    """Steps between two runs of Python's garbage collector. It is disabled in between, so all ranks collect at the same
-    time."""
+    """Steps between two runs of Python's garbage collector. It is disabled in between,
+    so all ranks collect at the same time.
+    """
     gc_debug: bool = False
     """Run the garbage collector every step, and log objects that could not be freed."""
     dataloader: DataLoaderOptions = field(default_factory=DataLoaderOptions)
@@ -210,7 +243,9 @@ class Parallelism:
     data_parallel_replicate_degree: int = 1
     """Replicas of the model (DDP); with a shard degree above 1 it is HSDP."""
     data_parallel_shard_degree: int = -1
-    """Ranks over which parameters are sharded (FSDP); -1 is the number of ranks divided by the other degrees."""
+    """Ranks over which parameters are sharded (FSDP); -1 is the number of
+    ranks divided by the other degrees.
+    """
     fsdp_reshard_after_forward: ReshardPolicy = "default"
     """Free gathered parameters after forward: always, never, or (default) all but the last layer's."""
     shard_optimizer_states: bool = False
@@ -244,15 +279,19 @@ class Parallelism:
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
     """Assignment of the sequence's chunks to ranks. headtail balances the cost of causal attention."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """For ring: gather all keys and values in one collective (allgather), or pass them from rank to rank with less
-    memory (alltoall)."""
+    """For ring: gather all keys and values in one collective (allgather), or pass them from
+    rank to rank with less memory (alltoall).
+    """
     context_parallel_method: Literal["ring", "ulysses"] = "ring"
-    """ring exchanges keys and values; ulysses exchanges heads for tokens, and requires that the degree divides the
-    key-value heads of a rank (shardtrain)."""
+    """ring exchanges keys and values; ulysses exchanges heads for tokens, and requires that the
+    degree divides the key-value heads of a rank (shardtrain).
+    """
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1
-    """Accepted for torchtitan: must be 1 or tensor_parallel_degree. No effect here, because experts are not split."""
+    """Accepted for torchtitan: must be 1 or tensor_parallel_degree. No effect here,
+    because experts are not split.
+    """
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """Backend of the exchange of tokens between experts."""
 
@@ -262,8 +301,9 @@ class ActivationCheckpoint:
     """Recompute activations in backward to save memory."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
-    """none keeps all activations; full recomputes every layer; selective: see selective_ac_option; memory_budget: the
-    compiler chooses."""
+    """none keeps all activations; full recomputes every layer; selective: see selective_ac_option;
+    memory_budget: the compiler chooses.
+    """
     selective_ac_option: str = "2"
     """A number k recomputes every k-th layer; "op" keeps the expensive operations of every layer."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
@@ -277,7 +317,9 @@ class ActivationCheckpoint:
     preserve_rng_state: bool = True
     """Use the random numbers of forward again in recomputation."""
     determinism_check: str = "default"
-    """Comparison of recomputed tensors with the original ones: "default" compares metadata, "none" does not compare."""
+    """Comparison of recomputed tensors with the original ones: "default" compares metadata,
+    "none" does not compare.
+    """
     debug: bool = False
     """Report the operations of forward and recomputation when they differ (slow)."""
     cpu_offload: bool = False
@@ -321,10 +363,14 @@ class MXLinear:
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     """torchtitan's kernel of the transposed cast; no effect here, where casts are PyTorch's operations."""
     recipe_name: MXRecipe = "mxfp8_cublas"
-    """mxfp8_cublas: the scale is the exponent of the largest element, rounded down; mxfp8_cublas_rceil: the smallest
-    scale that saturates no element; mxfp8_emulated: mxfp8_cublas with products in the compute dtype, on any device."""
+    """mxfp8_cublas: the scale is the exponent of the largest element, rounded down;
+    mxfp8_cublas_rceil: the smallest scale that saturates no element; mxfp8_emulated: mxfp8_cublas
+    with products in the compute dtype, on any device.
+    """
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    """Linear layers to skip, by parts of their paths, with names of this package or of torchtitan ("output")."""
+    """Linear layers to skip, by parts of their paths, with names of this
+    package or of torchtitan ("output").
+    """
 
 
 @dataclass(frozen=True)
@@ -378,25 +424,31 @@ class Validation:
     enable: bool = False
     """Validate every freq steps, and after the last step."""
     dataset: str = ""
-    """A file of shardtrain/data/sources without ".py". Required, because no data are held out automatically. [data]
-    applies to its rows too."""
+    """A file of shardtrain/data/sources without ".py". Required, because no data are held out
+    automatically. [data] applies to its rows too.
+    """
     dataset_path: str | None = None
     """File or folder that the dataset reads."""
     split: str = "validation"
     """Split of a Hugging Face dataset (shardtrain)."""
     local_batch_size: int = 8
-    """Sequences per data-parallel rank in one forward pass. A pipeline uses the number of a training step instead."""
+    """Sequences per data-parallel rank in one forward pass. A pipeline uses the
+    number of a training step instead.
+    """
     seq_len: int = -1
     """Tokens per sequence; -1 is training.seq_len."""
     freq: int = 10
     """Steps between two validations."""
     per_epoch: int = 0
-    """Validations per pass over the training data, evenly spaced, the last one at its end; 0: use freq (shardtrain)."""
+    """Validations per pass over the training data, evenly spaced, the last one at its end; 0:
+    use freq (shardtrain).
+    """
     steps: int = -1
     """Batches per validation; -1 is the entire dataset once, for any number of ranks."""
     patience: int = 0
-    """Save and end the run after this many consecutive validations without improvement of checkpoint.keep_best (or of
-    the loss); 0: never (shardtrain)."""
+    """Save and end the run after this many consecutive validations without improvement of
+    checkpoint.keep_best (or of the loss); 0: never (shardtrain).
+    """
     dataloader: DataLoaderOptions = field(default_factory=DataLoaderOptions)
 
 

@@ -37,8 +37,9 @@ class DataSource:
     weight: float = 1.0
     """Share of the training tokens, relative to the other sources' weights (shardtrain)."""
     epochs: int | None = None
-    """Passes over this source, after which the data end; unset: the source is repeated as often as its weight requires
-    (shardtrain)."""
+    """Passes over this source, after which the data end; unset: the source is repeated as
+    often as its weight requires (shardtrain).
+    """
     format: RowFormat | None = None
     """data.format of this source (shardtrain)."""
     text_field: str | None = None
@@ -56,8 +57,9 @@ class DataStage:
     """Weights of the sources up to a number of training tokens. Each stage is a table [[data.stages]]."""
 
     until_tokens: int = 0
-    """Training tokens, counted from the start of the run, at which the stage ends; 0, for the last stage only, is the
-    end of training (shardtrain)."""
+    """Training tokens, counted from the start of the run, at which the stage ends; 0, for the last
+    stage only, is the end of training (shardtrain).
+    """
     weights: dict[str, float] = field(default_factory=dict)
     """Weight of each source, by name; a source without a weight is not read (shardtrain)."""
 
@@ -67,20 +69,25 @@ class Data:
     """Conversion of rows to sequences of tokens: format of a row, packing, mixture and masking of documents."""
 
     mode: Literal["auto", "memory", "stream"] = "auto"
-    """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is memory up to 64 MiB
-    of input. Prepared shards (dataset "tokens") need neither (shardtrain)."""
+    """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is
+    memory up to 64 MiB of input. Prepared shards (dataset "tokens") need neither (shardtrain).
+    """
     cache_tokens: bool = True
-    """With mode memory, cache the tokens in the user's cache folder for the next start, up to 2 GiB for all datasets
-    (shardtrain)."""
+    """With mode memory, cache the tokens in the user's cache folder for the next start, up
+    to 2 GiB for all datasets (shardtrain).
+    """
     readers: int = 256
-    """Virtual readers that divide the documents of a stream, independent of the number of ranks. Another number is
-    another data order (shardtrain)."""
+    """Virtual readers that divide the documents of a stream, independent of the number of ranks.
+    Another number is another data order (shardtrain).
+    """
     format: RowFormat = "text"
-    """Content of a row: a text; a prompt and its completion, with loss on the completion; or a conversation, with loss
-    on the assistant's turns (shardtrain)."""
+    """Content of a row: a text; a prompt and its completion, with loss on the completion; or a
+    conversation, with loss on the assistant's turns (shardtrain).
+    """
     template: dict[str, str] = field(default_factory=dict)
-    """Jinja templates that create the columns of the format from the columns of a row: {prompt = "{{ question }}"}.
-    With chat the entries are system, user and assistant (shardtrain)."""
+    """Jinja templates that create the columns of the format from the columns of a row: {prompt =
+    "{{ question }}"}. With chat the entries are system, user and assistant (shardtrain).
+    """
     text_field: str = "text"
     """Column of the text; dots reach into nested objects (shardtrain)."""
     prompt_field: str = "prompt"
@@ -97,43 +104,56 @@ class Data:
     add_eos: bool | None = None
     """End each training document with eos; unset: true if the tokenizer has an eos (shardtrain)."""
     separator: str | None = None
-    """Text that follows each document, after eos if both are used; special tokens are allowed (shardtrain)."""
+    """Text that follows each document, after eos if both are used; special
+    tokens are allowed (shardtrain).
+    """
     chat_template: str | None = None
     """File of a Jinja chat template; the tokenizer's own by default (shardtrain)."""
     learn_turn_separator: bool = False
-    """Also compute the loss of the newline after the token that ends an assistant's turn, as TRL does with ChatML. A
-    template with {% generation %} marks ignores this option (shardtrain)."""
+    """Also compute the loss of the newline after the token that ends an assistant's turn, as TRL
+    does with ChatML. A template with {% generation %} marks ignores this option (shardtrain).
+    """
     turn_end: str | None = None
-    """Special token that ends the assistant's last turn, for chat templates without one (GLM-4-MoE). Its loss is also
-    computed after earlier turns, if the template writes it there (shardtrain)."""
+    """Special token that ends the assistant's last turn, for chat templates without
+    one (GLM-4-MoE). Its loss is also computed after earlier turns, if the template
+    writes it there (shardtrain).
+    """
     packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
-    """concat: concatenate all documents, then cut them into sequences; first_fit: several complete documents per
-    sequence; padded: one document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or
-    conversations (shardtrain)."""
+    """concat: concatenate all documents, then cut them into sequences; first_fit: several complete
+    documents per sequence; padded: one document per sequence; auto: concat if all rows are texts,
+    first_fit if some are prompts or conversations (shardtrain).
+    """
     long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
-    """With first_fit and padded, a document longer than seq_len continues in another sequence (split), is truncated
-    (cut), or is skipped (drop). The log counts truncated and skipped documents. auto: split for texts, cut for prompts
-    and conversations (shardtrain)."""
+    """With first_fit and padded, a document longer than seq_len continues in another sequence
+    (split), is truncated (cut), or is skipped (drop). The log counts truncated and skipped
+    documents. auto: split for texts, cut for prompts and conversations (shardtrain).
+    """
     document_mask: Literal["auto", "on", "off"] = "auto"
-    """Mask attention between the documents of a sequence, and restart positions in each document. auto: on for
-    prompt_completion, chat, first_fit and padded (shardtrain)."""
+    """Mask attention between the documents of a sequence, and restart positions in each document.
+    auto: on for prompt_completion, chat, first_fit and padded (shardtrain).
+    """
     split: str = "train"
     """Split of a Hugging Face dataset (shardtrain)."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset (shardtrain)."""
     streaming: bool | None = None
-    """Stream a Hugging Face dataset instead of downloading it; presets have their own default (shardtrain)."""
+    """Stream a Hugging Face dataset instead of downloading it; presets have
+    their own default (shardtrain).
+    """
     bad_rows: Literal["stop", "skip"] = "stop"
     """If a row cannot be read: stop with its file and line, or skip and count it (shardtrain)."""
     bad_rows_max_fraction: float = 0.001
     """With bad_rows skip, fraction of bad rows above which the run stops, 0..1 (shardtrain)."""
     long_rows_max_fraction: float = 0.5
-    """Rows whose prompt fills seq_len have no target token and are skipped. Fraction of such rows above which the run
-    stops, 0..1 (shardtrain)."""
+    """Rows whose prompt fills seq_len have no target token and are skipped. Fraction of such rows
+    above which the run stops, 0..1 (shardtrain).
+    """
     max_row_bytes: int = 16777216
     """Maximum size of a row. A larger one is a bad row (shardtrain)."""
     artefact_memory_bytes: int = 1073741824
-    """Memory limit of the process that first opens a tokenizer, an Arrow or a suspicious Parquet file (shardtrain)."""
+    """Memory limit of the process that first opens a tokenizer, an Arrow or a
+    suspicious Parquet file (shardtrain).
+    """
     artefact_seconds: int = 30
     """CPU time limit of that process, and of decompression until the first row (shardtrain)."""
     sources: dict[str, DataSource] = field(default_factory=dict)

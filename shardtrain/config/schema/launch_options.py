@@ -23,12 +23,15 @@ class LaunchSSH:
     config_file: str | None = None
     """A file instead of ~/.ssh/config, for keys, users, ports and jump hosts (shardtrain)."""
     via: Literal["ssh", "pdsh"] = "ssh"
-    """Program that starts the connections: this one, or pdsh, which then runs ssh for each host (shardtrain)."""
+    """Program that starts the connections: this one, or pdsh, which then runs
+    ssh for each host (shardtrain).
+    """
     connect_timeout_seconds: int = 10
     """Time limit for a host to answer; then the launch is cancelled and names it (shardtrain)."""
     rendezvous_host: str | None = None
-    """Name or address of the first host for the others, for example over InfiniBand; found automatically unless set
-    (shardtrain)."""
+    """Name or address of the first host for the others, for example over InfiniBand; found
+    automatically unless set (shardtrain).
+    """
     rendezvous_port: int = RENDEZVOUS_PORT
     """Port of the rendezvous on the first host (shardtrain)."""
 
@@ -44,15 +47,20 @@ class LaunchSlurm:
     qos: str | None = None
     """Quality of service (shardtrain)."""
     time_limit_minutes: int | None = None
-    """Time limit of the job. The run saves and stops before it; with requeue it is queued again (shardtrain)."""
+    """Time limit of the job. The run saves and stops before it; with requeue
+    it is queued again (shardtrain).
+    """
     requeue: bool = True
-    """Requeue the job after a request to stop, once it has saved (exit code 75). After failures that a retry may fix
-    (6, 8, 76, a killed task), requeue it at most launch.max_restarts times, or 6 if that is 0 (shardtrain)."""
+    """Requeue the job after a request to stop, once it has saved (exit code 75). After failures
+    that a retry may fix (6, 8, 76, a killed task), requeue it at most launch.max_restarts times, or
+    6 if that is 0 (shardtrain).
+    """
     container: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
     """Program that runs launch.image on the nodes; pyxis is enroot's plugin for srun (shardtrain)."""
     host_suffix: str = ""
-    """Added to a node's name to reach it over another network: "i" or "-ib0" on sites that name IP over InfiniBand so
-    (shardtrain)."""
+    """Added to a node's name to reach it over another network: "i" or "-ib0" on sites that
+    name IP over InfiniBand so (shardtrain).
+    """
     directives: list[str] = field(default_factory=list)
     """More options of sbatch: ["--exclusive", "--constraint=h100"] (shardtrain)."""
     setup: list[str] = field(default_factory=list)
@@ -110,8 +118,9 @@ class Launch:
     devices_per_node: int | None = None
     """Accelerators to request on each node; unset: none (shardtrain)."""
     device: str | None = None
-    """Name of the device, as in ``shardtrain plan --device``, or a file of one: "h100". If the plan does not fit, the
-    run is refused before it is submitted. Unset: no plan (shardtrain)."""
+    """Name of the device, as in ``shardtrain plan --device``, or a file of one: "h100". If the plan
+    does not fit, the run is refused before it is submitted. Unset: no plan (shardtrain).
+    """
     device_resource: str = "nvidia.com/gpu"
     """Name of the accelerator resource in Kubernetes (shardtrain)."""
     nproc_per_node: int | None = None
@@ -130,19 +139,25 @@ class Launch:
     workdir: str | None = None
     """Folder on the nodes where relative paths start (shardtrain)."""
     mounts: list[str] = field(default_factory=list)
-    """SOURCE:PATH or SOURCE:PATH:ro. SOURCE is a volume claim on kubernetes and runai, and a folder of the node for the
-    containers of slurm (shardtrain)."""
+    """SOURCE:PATH or SOURCE:PATH:ro. SOURCE is a volume claim on kubernetes and runai, and a folder
+    of the node for the containers of slurm (shardtrain).
+    """
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the run. Not for secrets: use secrets or forward_env (shardtrain)."""
     forward_env: list[str] = field(default_factory=list)
-    """Names of variables of this machine that ssh and slurm pass on; their values are written nowhere (shardtrain)."""
+    """Names of variables of this machine that ssh and slurm pass on; their values
+    are written nowhere (shardtrain).
+    """
     secrets: dict[str, str] = field(default_factory=dict)
-    """Variables that kubernetes and runai read from a secret of the cluster: NAME = "SECRET/KEY" (shardtrain)."""
+    """Variables that kubernetes and runai read from a secret of the cluster:
+    NAME = "SECRET/KEY" (shardtrain).
+    """
     fabric: Literal["none", "efa", "infiniband"] = "none"
     """Sets the variables of a network between nodes; env overrides them (shardtrain)."""
     max_restarts: int = 0
-    """Maximum number of restarts of the ranks after failures (``train --max_restarts``). On slurm also the maximum
-    number of requeues after failures (shardtrain)."""
+    """Maximum number of restarts of the ranks after failures (``train --max_restarts``). On slurm
+    also the maximum number of requeues after failures (shardtrain).
+    """
     ssh: LaunchSSH = field(default_factory=LaunchSSH)
     slurm: LaunchSlurm = field(default_factory=LaunchSlurm)
     kubernetes: LaunchKubernetes = field(default_factory=LaunchKubernetes)

@@ -16,10 +16,13 @@ class Task:
     """The task to train: format of rows, loss, metrics and predictions."""
 
     name: str = "language_model"
-    """A file of shardtrain/tasks without ".py", or the path of a task file of yours (``my_task.py``) (shardtrain)."""
+    """A file of shardtrain/tasks without ".py", or the path of a task file of
+    yours (``my_task.py``) (shardtrain).
+    """
     labels: list[str] = field(default_factory=list)
-    """Names of the labels in the rows, in the order of the model's outputs; unset: the integers 0 to num_labels - 1
-    (shardtrain)."""
+    """Names of the labels in the rows, in the order of the model's outputs; unset: the
+    integers 0 to num_labels - 1 (shardtrain).
+    """
     num_labels: int = 2
     """Number of labels, if labels is not set (shardtrain)."""
     label_field: str = "label"
@@ -28,9 +31,10 @@ class Task:
     pair_field: str = ""
     """Column of a second text that follows the first; empty: none (shardtrain)."""
     beta: float = 0.1
-    """With preference and kto: strength of the penalty on deviations from the reference. With simpo: scale of the
-    rewards (2 to 10 in the paper). With orpo: weight of the odds ratio relative to the loss of the answers
-    (shardtrain)."""
+    """With preference and kto: strength of the penalty on deviations from the reference. With
+    simpo: scale of the rewards (2 to 10 in the paper). With orpo: weight of the odds ratio relative
+    to the loss of the answers (shardtrain).
+    """
     gamma: float = 0.5
     """With simpo, the margin by which the chosen answer's reward should exceed the other's (shardtrain)."""
     desirable_weight: float = 1.0
@@ -47,13 +51,17 @@ class Task:
     teacher_path: str = ""
     """With distillation, the teacher: a Hugging Face folder with the model's vocabulary (shardtrain)."""
     kd_ratio: float = 0.5
-    """With distillation, the teacher's share of the loss, above 0 and up to 1; the rest is cross-entropy with the data
-    (torchtune's option of this name) (shardtrain)."""
+    """With distillation, the teacher's share of the loss, above 0 and up to 1; the rest is
+    cross-entropy with the data (torchtune's option of this name) (shardtrain).
+    """
     temperature: float = 1.0
-    """With distillation, divides the logits of both models; the divergence is multiplied by its square (shardtrain)."""
+    """With distillation, divides the logits of both models; the divergence is
+    multiplied by its square (shardtrain).
+    """
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """With distillation: KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence
-    (shardtrain)."""
+    """With distillation: KL(teacher || student), KL(student || teacher), or the generalised
+    Jensen-Shannon divergence (shardtrain).
+    """
     jsd_beta: float = 0.5
     """With jsd, the teacher's weight in the mixture of both distributions: beta of GKD (shardtrain)."""
     test_dataset_path: str | None = None
