@@ -93,7 +93,7 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
 def test_a_port_in_use_is_skipped(cluster, tmp_path):
     """The script tries the next port if another program listens on the job's default port."""
     script = launch(cluster, "slurm", "--name=port", "--nodes=1", "--dry-run").stdout
-    block = script[script.index("# where the nodes meet") : script.index("\ncommand=")]
+    block = script[script.index("# the rendezvous endpoint") : script.index("\ncommand=")]
     code = "import socket, time; one = socket.create_server(('127.0.0.1', 0)); print(one.getsockname()[1], flush=True)"
     taken = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)"], stdout=subprocess.PIPE, text=True)
     try:

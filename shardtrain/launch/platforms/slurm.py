@@ -31,21 +31,21 @@ from shardtrain.utils.errors import ConfigError, Problem
 WAIT_SECONDS = 60
 
 ERROR_FUNCTION = """\
-say() { # one line with the name of the node; what is wrong, and the fix
+say() { # print an error with the name of the node
     printf 'error[2]: %s: %s\\n' "${SLURMD_NODENAME:-$HOSTNAME}" "$1" >&2
 }
 """
 
 MEETING = """\
-# where the nodes meet: everything comes from Slurm
+# the rendezvous endpoint, from facts of Slurm
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 10000))
-# taken by another program: the next one
+# skip ports used by other programs
 while (: <"/dev/tcp/${hosts[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
 export SHARDTRAIN_NNODES="$SLURM_JOB_NUM_NODES"
 export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$port"
 export SHARDTRAIN_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-# the nodes sign with it what they tell each other while they meet; it is in no file and on no command line
+# the secret with which the nodes sign their messages; it is in no file and on no command line
 export SHARDTRAIN_SECRET="${SHARDTRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
 """
 
@@ -68,7 +68,7 @@ sys.exit("error[2]: " + wrong if wrong else 0)
 
 LOOK_ON_NODE = """\
 said=$("$@" 2>&1) && exit
-# the last line that says something, without its colors
+# the last line that is not empty, without colors
 last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$said" | grep -v '^ *$' | tail -n 1)
 if ! command -v "$1" >/dev/null; then
     last="error[2]: no $1 here; install it, load its module in launch.slurm.setup, or correct launch.python"
