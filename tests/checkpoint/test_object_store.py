@@ -29,6 +29,7 @@ from shardtrain.config.rules import check
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.launch import signals
 from shardtrain.tools import checkpoint_command
+from shardtrain.tools.generate import locate_checkpoint
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 FOLDER = "memory://bucket/run"
@@ -70,6 +71,17 @@ def assert_step_is_intact(step: int) -> None:
     assert facts_loaded["state"] == {"step": step}
     for tensors, expected in ((loaded, weights(step)), (loaded_optimizer, rest(step))):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_commands_find_the_checkpoints_of_a_run_by_its_folder(tmp_path: Path) -> None:
+    """The run's folder has the configuration, which names the address of the checkpoints."""
+    save(stored(), 5)
+    config = Config(checkpoint=Checkpoint(folder=FOLDER))
+    chosen = locate_checkpoint.find_checkpoint(tmp_path, config)
+    assert str(chosen.path) == f"{FOLDER}/step-5" and isinstance(chosen.path, ObjectPath)
+    empty = Config(checkpoint=Checkpoint(folder="memory://bucket/empty"))
+    with pytest.raises(CheckpointError, match="neither it nor memory://bucket/empty has a folder step-N"):
+        locate_checkpoint.find_checkpoint(tmp_path, empty)
 
 
 def test_saved_checkpoints_are_listed_and_loaded() -> None:

@@ -9,6 +9,7 @@ from shardtrain import config as configs
 from shardtrain.checkpoint import choice, manifest, retention
 from shardtrain.checkpoint.choice import ChosenCheckpoint
 from shardtrain.checkpoint.manifest import MANIFEST
+from shardtrain.checkpoint.storage import folder_of
 from shardtrain.checkpoint.verification import verify
 from shardtrain.config import Config, Loaded
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
@@ -74,10 +75,11 @@ def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Chos
         if stored is None:
             raise CheckpointError(f"{damage}; use another one")
         return ChosenCheckpoint(path, stored)
-    folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
-    if folder is None:
-        raise CheckpointError(
-            f"--from {path} has no checkpoint: neither it nor its checkpoint/ has a folder step-N; name a run that "
-            "saved checkpoints (--checkpoint.enable)"
-        )
-    return choice.choose(folder, step, verify)
+    of_run = folder_of(str(path), config.checkpoint.folder)
+    for folder in (path, of_run):
+        if retention.step_folders(folder):
+            return choice.choose(folder, step, verify)
+    raise CheckpointError(
+        f"--from {path} has no checkpoint: neither it nor {of_run} has a folder step-N; name a run that saved "
+        "checkpoints (--checkpoint.enable)"
+    )

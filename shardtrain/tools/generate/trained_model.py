@@ -22,6 +22,7 @@ from shardtrain import data, distributed, models
 from shardtrain.checkpoint import tensor_reader, tensors
 from shardtrain.checkpoint.choice import reject_step
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
+from shardtrain.checkpoint.storage import Place
 from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.rules.task_rules import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
@@ -218,7 +219,7 @@ class _StoredWeights:
         adapter: Path | None,
     ) -> None:
         """Find and verify the weights. Collective. Raises the errors of ``open_model``."""
-        self.where = path
+        self.where: Place = path
         self.name = str(path)
         self.num_ranks = 1
         self._stored = None
@@ -226,10 +227,13 @@ class _StoredWeights:
             reject_step(step, path)
         else:
             chosen = find_checkpoint(path, config, step)
-            self.where = Path(str(chosen.path))
+            # An address of an object store, or a folder, which may have other files next to the checkpoint.
+            self.where = chosen.path
+            path = Path(str(chosen.path))
             self.name = str(chosen)
             self._stored = chosen.stored
             self.num_ranks = chosen.stored.world_size
+        self._path = path
         self._config = config
         self._module = module
         self._shape = shape
@@ -248,7 +252,7 @@ class _StoredWeights:
 
         Empty if neither exists.
         """
-        origin = source.of_path(self.where)
+        origin = source.of_path(self._path)
         return {} if origin is None else read_settings(origin)
 
     def adapt(self, model: nn.Module) -> None:
@@ -265,11 +269,11 @@ class _StoredWeights:
         adapters = {name: tensor for name, tensor in named.items() if wanted is not None and wanted.holds(name)}
         whole = {name: tensor for name, tensor in named.items() if name not in adapters}
         if self._stored is None:
-            importing.fill(_prefixed(whole), self.where, self._module, self._shape)
+            importing.fill(_prefixed(whole), self._path, self._module, self._shape)
         elif self._spec is None:
             self._read(whole)
         else:
-            found = frozen.find(self._stored.facts, self.where, self._config, self._base, self._module, self._shape)
+            found = frozen.find(self._stored.facts, self._path, self._config, self._base, self._module, self._shape)
             with found as weights:
                 weights.fill(whole)
             self._read(adapters)
