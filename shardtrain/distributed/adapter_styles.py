@@ -27,6 +27,8 @@ _SPLIT_DIMS = {
     "colwise_gather_output": _BY_OUTPUTS,
     "colwise_rep": _BY_OUTPUTS,
     "rowwise": _BY_INPUTS,
+    "rowwise_split_input": _BY_INPUTS,
+    "rowwise_rep": _BY_INPUTS,
 }
 
 StyleLookup = Callable[[str], str | None]

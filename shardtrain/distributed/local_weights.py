@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+
+Reader = Callable[[DTensor], Tensor]
+"""Returns the plain tensor that a forward pass uses instead of a parameter."""
 
 
 def use_local_weights(
@@ -25,24 +29,46 @@ def use_local_weights(
         sum_over_ranks: sums the gradient over ranks in backward (a collective). The gradient then has the
             placement of the parameter, and ``gradients`` is not used.
     """
-    original_forward = module.forward
+
+    def read(weight: DTensor) -> Tensor:
+        if sum_over_ranks is None:
+            return weight.to_local(grad_placements=gradients)
+        return local_weight(weight, sum_over_ranks)
+
+    use_plain_weights(module, module, dict.fromkeys(module._parameters, read))
+
+
+def use_plain_weights(reader: nn.Module, owner: nn.Module, reads: Mapping[str, Reader]) -> None:
+    """Make ``reader.forward`` see plain tensors instead of parameters of ``owner``, in place.
+
+    Args:
+        reader: the module whose forward pass reads the parameters: the owner, or a module that contains it.
+        owner: the module that registers the parameters.
+        reads: name of a direct parameter of ``owner`` -> conversion of its DTensor.
+    """
+    original_forward = reader.forward
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
         # An instance attribute hides the registered parameter of the same name, which stays registered.
-        shadowed = [name for name, parameter in module._parameters.items() if isinstance(parameter, DTensor)]
-        for name in shadowed:
-            weight = module._parameters[name]
-            if sum_over_ranks is None:
-                module.__dict__[name] = weight.to_local(grad_placements=gradients)  # type: ignore[union-attr]
-            else:
-                module.__dict__[name] = local_weight(weight, sum_over_ranks)  # type: ignore[arg-type]
+        shadowed = []
+        for name, read in reads.items():
+            weight = owner._parameters.get(name)
+            # A module that contains this one may have converted the parameter already.
+            if isinstance(weight, DTensor) and name not in owner.__dict__:
+                owner.__dict__[name] = read(weight)
+                shadowed.append(name)
         try:
             return original_forward(*inputs, **keywords)
         finally:
             for name in shadowed:
-                del module.__dict__[name]
+                del owner.__dict__[name]
 
-    module.forward = forward  # type: ignore[method-assign]
+    reader.forward = forward  # type: ignore[method-assign]
+
+
+def read_local(gradients: tuple[Placement, ...]) -> Reader:
+    """Return a reader of local tensors whose gradients have these placements."""
+    return partial(DTensor.to_local, grad_placements=gradients)
 
 
 def local_weight(weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:

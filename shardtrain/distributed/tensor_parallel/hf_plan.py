@@ -2,30 +2,39 @@
 styles.
 
 Between the split modules, activations are replicated (Megatron-LM, Shoeybi et al. 2019, section 3),
-without sequence parallelism. Weights that the plan does not name are replicated, and all ranks compute
-the same with them.
+without sequence parallelism. Weights that the plan does not name are replicated. ``hf_gradients.py``
+finds out which of them each rank uses only for its own heads.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.distributed.tensor.placement_types import Placement
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import adapter_styles
-from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.tensor_parallel import hf_gradients
+from shardtrain.distributed.tensor_parallel.hf_styles import (
+    EXPERT_INPUTS,
+    GatheredWeights,
+    PlannedReplicatedWeights,
+    SharedRotaryKey,
+    SplitExperts,
+    SplitHeadParameters,
+    SummedOutput,
+)
 from shardtrain.layout import matches
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -33,102 +42,284 @@ from shardtrain.utils.errors import ConfigError, Problem
 AXIS = "tp"
 OPTION = "parallelism.tensor_parallel_degree"
 STYLES = {
-    "colwise": "linear, output features split",
-    "rowwise": "linear, input features split, outputs summed",
-    "colwise_gather_output": "linear, output features split; outputs gathered, unless the loss is split like them",
+    "colwise": "linear: output features split; one number per head: split like the heads",
+    "rowwise": "linear: input features split, outputs summed",
+    "colwise_gather_output": "linear: output features split; outputs gathered, unless the loss is split like them",
     "colwise_rep": "older name of colwise_gather_output",
-    "embedding_rowwise": "embedding, vocabulary rows split, outputs summed",
+    "rowwise_split_input": "linear: input features split, from a replicated input; outputs summed",
+    "rowwise_rep": "older name of rowwise_split_input",
+    "packed_colwise": "fused weight of experts, split like the experts",
+    "packed_rowwise": "fused weight of experts, split like the experts",
+    "embedding_rowwise": "embedding: vocabulary rows split, outputs summed",
+    "embedding_colwise": "embedding: features split, outputs gathered",
+    "moe_tp_experts": "stacked experts: split by expert, outputs summed",
+    "moe_identity_expert": "expert without weights: computed on all ranks",
+    "mla_kv_a_proj": "linear: replicated; gradients of its last outputs, the rotary key, are summed over ranks",
+    "local_params": "module that uses the numbers of its own heads",
+    "all_reduce": "module whose outputs are summed",
     "replicated_with_grad_allreduce": "replicated weights used on a rank's own heads: gradients are summed over ranks",
     "replicate": "replicated weights; all ranks compute the same",
 }
 """Supported style names of a plan, with their meaning. A plan with any other is refused."""
 HEADS = ("colwise_gather_output", "colwise_rep")
+_SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 _SPLIT_BY_ROWS = {"colwise", *HEADS, "embedding_rowwise"}
+_LINEAR = {"colwise", "rowwise", *HEADS, *_SPLIT_INPUT, "mla_kv_a_proj"}
+_EMBEDDING = {"embedding_rowwise", "embedding_colwise"}
+_EXPERTS = "moe_tp_experts"
+_EFFECTS = {
+    "colwise": hf_gradients.SPLIT,
+    "rowwise": hf_gradients.SUMMED,
+    "all_reduce": hf_gradients.SUMMED,
+    "mla_kv_a_proj": hf_gradients.SHARED,
+    _EXPERTS: hf_gradients.WHOLE,
+    **dict.fromkeys((*HEADS, *_SPLIT_INPUT, *_EMBEDDING), hf_gradients.WHOLE),
+}
+"""Style name -> effect on activations; see ``hf_gradients``."""
+
+
+@dataclass
+class Resolved:
+    """The plan of a network, applied to its modules.
+
+    Attributes:
+        names: module path -> style name.
+        partial: module path -> replicated parameters whose gradients are summed over ranks.
+        gathered: module path -> parameter -> split dimension, for modules that cannot compute with parts.
+        of_heads: module path -> parameters with one number per head, split like the heads.
+        experts: paths of modules that choose tokens for experts, split or not.
+    """
+
+    names: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, set[str]] = field(default_factory=dict)
+    gathered: dict[str, dict[str, int]] = field(default_factory=dict)
+    of_heads: dict[str, set[str]] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
+
+
+def resolve(model: Any, config: Config) -> Resolved:
+    """Return the style of each module of an unsplit model on the meta device.
+
+    Raises:
+        ConfigError: the plan does not exist, contains an unknown style, does not give correct gradients, or
+            does not fit the sizes, the loss or tied weights.
+    """
+    ranks = config.parallelism.tensor_parallel_degree
+    refuse = _Refusal(ranks, model.config_name)
+    plan: Mapping[str, str] = model.tensor_plan
+    if not plan:
+        raise refuse.error(f"needs the plan of {model.config_name}, which does not exist")
+    unknown = sorted(set(plan.values()) - STYLES.keys())
+    if unknown:
+        rule = f"needs the plan of {model.config_name}, which has unknown styles ({', '.join(unknown)})"
+        raise refuse.error(rule)
+
+    ties = tied_names(model)
+    resolved = _styles_by_module(model, plan, ties, ranks)
+    _check_sizes(model, resolved, refuse)
+    _complete(model, resolved, refuse)
+    has_loss_parallel = not config.parallelism.disable_loss_parallel
+    head = _path(model, model.hf.get_output_embeddings())
+    if has_loss_parallel and resolved.names.get(head) not in HEADS:
+        rule = f"splits the loss over the vocabulary, and the plan of {model.config_name} does not split its head"
+        raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
+    _check_ties(ties, resolved.names, refuse)
+    return resolved
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
     """Split a model by its ``tensor_plan``, in place. Every parameter becomes a DTensor.
 
-    Raises:
-        ConfigError: the plan does not exist, contains an unknown style, or does not cover the weights
-            next to split weights, or it does not fit the loss or tied weights.
+    Raises ConfigError as ``resolve``.
     """
-    plan: Mapping[str, str] = model.tensor_plan
-    name = model.config_name
+    resolved = resolve(model, config)
     ties = tied_names(model)
-    style_names = _style_names(model, plan, ties)
-    _check_style_names(style_names, name, mesh)
-    _check_neighbours(model, style_names, name, mesh)
-    has_loss_parallel = not config.parallelism.disable_loss_parallel
     head = _path(model, model.hf.get_output_embeddings())
-    if has_loss_parallel and style_names.get(head) not in HEADS:
-        rule = f"splits the loss over the vocabulary, and the plan of {name} does not split its head"
-        raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
-    _check_ties(ties, style_names, name, mesh)
+    keeps_logits_split = not config.parallelism.disable_loss_parallel
 
     # Every module with weights gets a style, so that every parameter becomes a DTensor on the same mesh.
     styles: dict[str, ParallelStyle] = {}
     for path, module in model.named_modules():
-        if path in style_names:
-            styles[path] = _style(style_names[path], has_loss_parallel and path == head)
-        elif any(True for _ in module.parameters(recurse=False)):
-            styles[path] = PlannedReplicatedWeights(Replicate())
+        style = _style(path, module, model, resolved, keeps_logits_split and path == head)
+        if style is not None:
+            styles[path] = style
     # Adapters are split separately, because styles would treat their factors as weights.
-    factors = adapter_styles.set_aside(model, style_names.get)
+    factors = adapter_styles.set_aside(model, resolved.names.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
-    for path, style_name in style_names.items():
-        if style_name == "embedding_rowwise":
+    for path, name in resolved.names.items():
+        if name in _EMBEDDING:
             # The output is a view. If a network changes a view in place, FSDP loses the hooks on it.
             model.get_submodule(path).register_forward_hook(_copy_output)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
-    adapter_styles.put_back(model, style_names.get, mesh.submesh(AXIS), factors)
-
-
-class PlannedReplicatedWeights(ParallelStyle):
-    """Replicated weights of a module with any arguments.
-
-    ``gradient`` is the placement of each rank's gradient.
-    """
-
-    def __init__(self, gradient: Placement) -> None:
-        self._gradient = gradient
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
-        use_local_weights(module, (self._gradient,))
-        return module
+    adapter_styles.put_back(model, resolved.names.get, mesh.submesh(AXIS), factors)
 
 
 def _copy_output(_: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _style_names(model: Any, plan: Mapping[str, str], ties: list[list[str]]) -> dict[str, str]:
-    """Return the style name of each module with weights that the plan names, directly or by one of its
-    parameters.
+@dataclass(frozen=True)
+class _Refusal:
+    """Creates the errors about a plan that cannot be used.
+
+    Attributes:
+        ranks: tensor-parallel degree.
+        class_name: class of the network.
     """
-    style_names = {}
+
+    ranks: int
+    class_name: str
+
+    def error(self, rule: str) -> ConfigError:
+        """Return an error about the degree. ``rule`` is a phrase that follows the option and its value."""
+        fix = "set it to 1 and use data_parallel_shard_degree, or a newer version of transformers"
+        return ConfigError(Problem(OPTION, self.ranks, rule, fix))
+
+    def uneven(self, size: int, things: str) -> ConfigError:
+        """Return an error about a size that the degree does not divide."""
+        return ConfigError(Problem(OPTION, self.ranks, f"does not divide the {size} {things}", "set it to a divisor"))
+
+
+def _styles_by_module(model: Any, plan: Mapping[str, str], ties: list[list[str]], ranks: int) -> Resolved:
+    """Assign the styles of a plan, which names modules or parameters, to modules."""
+    resolved = Resolved()
     for path, module in model.named_modules():
-        # A plan may name a module or one of its parameters.
-        names = [path, *(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))]
-        matching = (plan[pattern] for pattern in plan if any(matches(name, pattern) for name in names))
-        style_name = next(matching, None)
-        if style_name is not None and any(True for _ in module.parameters()):
-            style_names[path] = style_name
+        style = _planned(plan, path)
+        planned_own = {}
+        for name, _ in module.named_parameters(recurse=False):
+            style_of_parameter = _planned(plan, f"{path}.{name}")
+            if style_of_parameter:
+                planned_own[name] = style_of_parameter
+        is_stacked = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if is_stacked and not isinstance(module, nn.Conv1d):
+            resolved.experts.add(path)
+
+        if isinstance(module, nn.Linear | nn.Embedding):
+            style = style or next(iter(planned_own.values()), None)
+            fitting = _LINEAR if isinstance(module, nn.Linear) else _EMBEDDING
+            if style in fitting or style in ("replicate", "replicated_with_grad_allreduce"):
+                resolved.names[path] = style
+        elif style == _EXPERTS or planned_own:
+            _assign_parameters(path, module, planned_own, style, ranks, resolved)
+        elif style in ("all_reduce", "replicate", "replicated_with_grad_allreduce"):
+            resolved.names[path] = style
 
     # Older plans name only the head and not the embedding, even if both are the same tensor.
     embedding = _path(model, model.hf.get_input_embeddings())
-    if embedding in style_names:
-        return style_names
     for names in ties:
-        if f"{embedding}.weight" in names:
-            styles = [style_names.get(name.rpartition(".")[0]) for name in names]
+        if embedding not in resolved.names and f"{embedding}.weight" in names:
+            styles = [resolved.names.get(name.rpartition(".")[0]) for name in names]
             if any(style in HEADS for style in styles):
-                style_names[embedding] = "embedding_rowwise"
+                resolved.names[embedding] = "embedding_rowwise"
             break
-    return style_names
+    return resolved
+
+
+def _planned(plan: Mapping[str, str], name: str) -> str | None:
+    return next((style for pattern, style in plan.items() if matches(name, pattern)), None)
+
+
+def _takes_pairs(module: nn.Module) -> bool:
+    """True for an experts module that is called with tokens, and the experts and weights of each token."""
+    parameters = inspect.signature(module.forward).parameters
+    return tuple(parameters) == EXPERT_INPUTS and any(True for _ in module.parameters(recurse=False))
+
+
+def _assign_parameters(
+    path: str, module: nn.Module, planned: Mapping[str, str], style: str | None, ranks: int, resolved: Resolved
+) -> None:
+    """Choose how a module other than a linear layer or an embedding uses the parameters that the plan names."""
+    own = dict(module.named_parameters(recurse=False))
+    has_children = any(True for child in module.children() for _ in child.parameters())
+    counts = {parameter.size(0) if parameter.ndim > 1 else 0 for parameter in own.values()}
+    splits_evenly = len(counts) == 1 and min(counts) > 0 and min(counts) % ranks == 0
+    if style == _EXPERTS:
+        resolved.experts.add(path)
+        has_identity = any(isinstance(child, nn.Identity) for child in module.modules())
+        if _takes_pairs(module) and splits_evenly and not has_children and not has_identity:
+            resolved.names[path] = _EXPERTS
+            return
+    is_of_heads = style == "local_params" or all(own[name].ndim == 1 for name in planned)
+    if is_of_heads and style != _EXPERTS:
+        resolved.of_heads[path] = set(planned)
+        return
+    # All ranks compute the same with gathered weights. Each weight is stored in parts if it can be.
+    dims = {}
+    for name, parameter in own.items():
+        even = [dim for dim, size in enumerate(parameter.shape) if size % ranks == 0]
+        if even and (name in planned or style == _EXPERTS):
+            dims[name] = even[0]
+    resolved.gathered[path] = dims
+
+
+def _check_sizes(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
+    """Require that split features and heads are equally many on all ranks."""
+    ranks = refuse.ranks
+    for path, style in resolved.names.items():
+        module = model.get_submodule(path)
+        if style == "rowwise" and module.in_features % ranks:
+            raise refuse.uneven(module.in_features, f"input features of {path}")
+        if style != "colwise":
+            continue
+        heads = _num_heads(model.get_submodule(_owner_path(path)), module)
+        if heads % ranks:
+            raise refuse.uneven(heads, f"heads of {path}")
+        if module.out_features % ranks:
+            raise refuse.uneven(module.out_features, f"output features of {path}")
+    for path, names in resolved.of_heads.items():
+        for name in names:
+            size = model.get_submodule(path).get_parameter(name).size(0)
+            if size % ranks:
+                raise refuse.uneven(size, f"heads of {path}.{name}")
+
+
+def _num_heads(owner: nn.Module, linear: nn.Linear) -> int:
+    """Return the number of heads in the output of a linear layer, or 0 if it has none."""
+    head_dim = getattr(owner, "head_dim", None)
+    if isinstance(head_dim, int) and linear.out_features % head_dim == 0:
+        return linear.out_features // head_dim
+    heads = getattr(owner, "num_heads", 0)
+    return heads if isinstance(heads, int) else 0
+
+
+def _owner_path(path: str) -> str:
+    """Return the path of the module that contains a module."""
+    return path.rpartition(".")[0]
+
+
+def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
+    """Find the gradients that are partial sums. Refuse a plan with which some gradient would be wrong."""
+    effects = {path: _EFFECTS[style] for path, style in resolved.names.items() if style in _EFFECTS}
+    effects.update(dict.fromkeys(resolved.gathered, hf_gradients.WHOLE))
+    split = {f"{path}.{name}" for path, names in resolved.of_heads.items() for name in names}
+    findings = hf_gradients.follow(model, effects, split, resolved.experts)
+    if findings.problems:
+        rule = f"needs a plan with correct gradients, and with that of {refuse.class_name} {findings.problems[0]}"
+        raise refuse.error(rule)
+    if not findings.is_complete:
+        _check_neighbours(model, resolved, refuse)
+    for path, style in resolved.names.items():
+        if style == "replicated_with_grad_allreduce":
+            names = dict(model.get_submodule(path).named_parameters(recurse=False))
+            resolved.partial.setdefault(path, set()).update(names)
+    for parameter in findings.partial:
+        path, _, name = parameter.rpartition(".")
+        resolved.partial.setdefault(path, set()).add(name)
+
+
+def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
+    """Require a style for every weight inside a module with split children: a rank may use it on its own
+    heads.
+    """
+    owners = {_owner_path(path) for path, style in resolved.names.items() if style in ("colwise", "rowwise")}
+    # Not the model and its layers, which contain replicated norms next to split modules.
+    owners -= {"", *model.blocks}
+    planned = {*resolved.names, *resolved.gathered, *resolved.of_heads}
+    for path, module in model.named_modules():
+        if path in planned or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if any(path == owner or path.startswith(f"{owner}.") for owner in owners):
+            raise refuse.error(f"needs a plan that names {path}, and that of {refuse.class_name} does not")
 
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:
@@ -136,58 +327,49 @@ def _path(model: nn.Module, wanted: nn.Module | None) -> str:
     return next((path for path, module in model.named_modules() if module is wanted), "")
 
 
-def _check_style_names(style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
-    unknown = sorted(set(style_names.values()) - STYLES.keys())
-    if unknown:
-        _refuse(mesh, f"needs the plan of {name}, which has unknown styles ({', '.join(unknown)})")
-    if not style_names:
-        _refuse(mesh, f"needs the plan of {name}, which does not exist")
-
-
-def _check_neighbours(model: Any, style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
-    """Require a style for every weight inside a module with split children: a rank may use it on its own
-    heads.
-    """
-    owners = set()
-    for path, style_name in style_names.items():
-        if style_name in ("colwise", "rowwise"):
-            owners.add(path.rpartition(".")[0])
-    # Not the model and its layers, which contain replicated norms next to split modules.
-    owners -= {"", *model.blocks}
-    for path, module in model.named_modules():
-        if path in style_names or not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if any(path == owner or path.startswith(f"{owner}.") for owner in owners):
-            _refuse(mesh, f"needs a plan that names {path}, and that of {name} does not")
-
-
-def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], name: str, mesh: Mesh) -> None:
+def _check_ties(ties: list[list[str]], style_names: Mapping[str, str], refuse: _Refusal) -> None:
     """Require that all names of a tied parameter are split by rows, or that all are replicated."""
     for names in ties:
         # A tied parameter is one tensor, so it has only one placement.
-        modules = [parameter.rpartition(".")[0] for parameter in names]
+        modules = [_owner_path(parameter) for parameter in names]
         styles = [style_names.get(module, "replicate") for module in modules]
         is_by_rows = [style in _SPLIT_BY_ROWS for style in styles]
         has_both = any(is_by_rows) and not all(is_by_rows)
-        if has_both or "rowwise" in styles:
-            _refuse(mesh, f"splits {names[0]} and {names[-1]} of {name} in two ways, and they are one tensor")
+        is_by_columns = {"rowwise", "embedding_colwise", *_SPLIT_INPUT} & set(styles)
+        if has_both or is_by_columns:
+            rule = f"splits {names[0]} and {names[-1]} of {refuse.class_name} in two ways, and they are one tensor"
+            raise refuse.error(rule)
 
 
-def _refuse(mesh: Mesh, rule: str) -> None:
-    fix = "set it to 1 and use data_parallel_shard_degree, or a newer version of transformers"
-    raise ConfigError(Problem(OPTION, mesh.size(AXIS), rule, fix))
-
-
-def _style(style_name: str, keeps_output_split: bool) -> ParallelStyle:
-    if style_name == "colwise":
+def _style(
+    path: str, module: nn.Module, model: nn.Module, resolved: Resolved, keeps_output_split: bool
+) -> ParallelStyle | None:
+    """Return the parallel style of a module, or None for a module without weights of its own."""
+    name = resolved.names.get(path)
+    if name == "colwise":
         return ColwiseParallel()
-    if style_name == "rowwise":
-        return RowwiseParallel()
-    if style_name in HEADS:
+    if name in HEADS:
         output_layout = Shard(-1) if keeps_output_split else Replicate()
         return ColwiseParallel(output_layouts=output_layout)
-    if style_name == "embedding_rowwise":
+    if name == "rowwise":
+        return RowwiseParallel()
+    if name in _SPLIT_INPUT or name == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
-    if style_name == "replicated_with_grad_allreduce":
-        return PlannedReplicatedWeights(Partial())
-    return PlannedReplicatedWeights(Replicate())
+    if name == "embedding_colwise":
+        return ColwiseParallel(output_layouts=Replicate())
+    if name == _EXPERTS:
+        return SplitExperts()
+    if name == "mla_kv_a_proj":
+        return SharedRotaryKey(model.hf.config.get_text_config().qk_rope_head_dim)  # type: ignore[union-attr, operator]
+    if path in resolved.gathered:
+        return GatheredWeights(resolved.gathered[path])
+    if path in resolved.of_heads:
+        return SplitHeadParameters(resolved.of_heads[path])
+    if any(True for _ in module.parameters(recurse=False)):
+        # Networks compute causal convolutions with the weights of a child, without calling it.
+        is_convolution = isinstance(module, nn.Conv1d)
+        readers = [model.get_submodule(_owner_path(path))] if is_convolution else []
+        return PlannedReplicatedWeights(resolved.partial.get(path, ()), readers)
+    if name == "all_reduce":
+        return SummedOutput()
+    return None

@@ -86,6 +86,20 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     refuse_replicated_dropout(model, layout, mesh, config)
 
 
+def check(model: nn.Module, layout: Layout, config: Config) -> None:
+    """Check an unsplit model on the meta device, before ranks start.
+
+    Raises:
+        ConfigError: ``apply`` would refuse the model.
+    """
+    if hasattr(model, "tensor_plan"):
+        hf_plan.resolve(model, config)
+        return
+    problems = misnamed(model, layout)
+    if problems:
+        raise ConfigError(problems)
+
+
 class Splitting(NamedTuple):
     """Values that all styles share: number of ranks, split of the loss, and exchange of sequences."""
 

@@ -54,10 +54,8 @@ def _parameters(config: Config) -> list[ParameterMemory]:
             raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(backends)}"))
     task, module, shape, model = _model(config)
     layout = module.LAYOUT
-    if config.parallelism.tensor_parallel_degree > 1 and not hasattr(model, "tensor_plan"):
-        problems = tensor_parallel.misnamed(model, layout)
-        if problems:
-            raise ConfigError(problems)
+    if config.parallelism.tensor_parallel_degree > 1:
+        tensor_parallel.check(model, layout, config)
     if config.parallelism.context_parallel_degree > 1 and hasattr(model, "hf"):
         context_parallel.check_network(model, config)
     # Adapters, float8 and the optimizer check their own options.

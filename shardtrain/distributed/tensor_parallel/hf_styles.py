@@ -1,0 +1,183 @@
+"""Parallel styles for modules of ``transformers`` that PyTorch's own styles do not split.
+
+Inputs and outputs are plain tensors that are equal on all ranks, except where a style says otherwise.
+Shape suffixes: N tokens, K experts of a token, P pairs of a token and an expert, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from shardtrain.distributed.local_weights import read_local, use_plain_weights
+
+EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
+"""Arguments of an experts module that ``SplitExperts`` can split."""
+
+
+class PlannedReplicatedWeights(ParallelStyle):
+    """Replicated weights of a module with any arguments.
+
+    Args:
+        partial: names of the parameters that each rank uses for its own heads. Their gradients are summed
+            over ranks. All ranks compute equal gradients of the others.
+        readers: modules around this one that read its parameters themselves.
+    """
+
+    def __init__(self, partial: Collection[str] = (), readers: Collection[nn.Module] = ()) -> None:
+        self._partial = partial
+        self._readers = readers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        reads = {}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            replicated = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+            reads[name] = read_local((Partial() if name in self._partial else Replicate(),))
+        for reader in (module, *self._readers):
+            use_plain_weights(reader, module, reads)
+        return module
+
+
+class SplitHeadParameters(ParallelStyle):
+    """Direct parameters with one number per head, such as attention sinks. Each rank uses those of its heads.
+
+    ``split`` names them. The module's other direct parameters are replicated.
+    """
+
+    def __init__(self, split: Collection[str]) -> None:
+        self._split = split
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        reads = {}
+        for name in dict(module.named_parameters(recurse=False)):
+            placement: Placement = Shard(0) if name in self._split else Replicate()
+            _distribute(module, name, placement, device_mesh)
+            reads[name] = read_local((placement,))
+        use_plain_weights(module, module, reads)
+        return module
+
+
+class GatheredWeights(ParallelStyle):
+    """Parameters that are stored in parts and gathered in forward. All ranks compute the same.
+
+    For fused weights and modules with an unknown forward. ``dims`` maps parameter names to the split
+    dimension. The module's other direct parameters are replicated.
+    """
+
+    def __init__(self, dims: Mapping[str, int]) -> None:
+        self._dims = dims
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(weight: DTensor) -> Tensor:
+            return weight.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
+
+        names = list(dict(module.named_parameters(recurse=False)))
+        for name in names:
+            placement = Shard(self._dims[name]) if name in self._dims else Replicate()
+            _distribute(module, name, placement, device_mesh)
+        use_plain_weights(module, module, dict.fromkeys(names, gather))
+        return module
+
+
+class SplitExperts(ParallelStyle):
+    """Stacked experts, split by expert. Each rank computes all tokens of its experts, and outputs are summed.
+
+    Plans split the features of each expert instead, which gives the same sum. A fused weight split that way
+    is not contiguous, and could not be saved, drawn and resharded as one box.
+    The module's forward is called as for one expert per token, with only the pairs of tokens and experts of
+    this rank. It needs no support for experts on other ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        reads = {}
+        num_experts = 0
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            num_experts = parameter.size(0)
+            _distribute(module, name, Shard(0), device_mesh)
+            reads[name] = read_local((Shard(0),))
+        use_plain_weights(module, module, reads)
+
+        num_own = num_experts // device_mesh.size()
+        first = num_own * device_mesh.get_local_rank()
+        if hasattr(module, "num_experts"):
+            module.num_experts = num_own
+        compute_pairs = module.forward
+
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            # Each rank adds a part of the gradients of tokens and router weights.
+            tokens_ND = sum_gradients(hidden_states.flatten(0, -2), device_mesh)
+            weights_NK = sum_gradients(top_k_weights, device_mesh)
+            own_index_NK = top_k_index - first
+            is_own_NK = (own_index_NK >= 0) & (own_index_NK < num_own)
+            token_P, choice_P = is_own_NK.nonzero(as_tuple=True)
+            index_P = own_index_NK[token_P, choice_P]
+            weight_P = weights_NK[token_P, choice_P]
+            if not len(token_P):
+                # Collectives of gradients need a gradient of the experts on every rank, here zero.
+                token_P = index_P = torch.zeros(1, dtype=torch.int64, device=top_k_index.device)
+                weight_P = weights_NK[0, :1] * 0
+            out_PD = compute_pairs(tokens_ND[token_P], index_P[:, None], weight_P[:, None])
+            sum_ND = torch.zeros_like(tokens_ND, dtype=out_PD.dtype).index_add(0, token_P, out_PD)
+            return sum_over_ranks(sum_ND, device_mesh).view(hidden_states.shape)
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+class SharedRotaryKey(PlannedReplicatedWeights):
+    """Down-projection of latent attention: replicated weights, whose last outputs are the rotary key.
+
+    A split projection follows the other outputs and sums their gradient. Each rank uses the rotary key for
+    its own heads, so its gradient is summed here.
+    """
+
+    def __init__(self, rotary_dim: int) -> None:
+        super().__init__()
+        self._rotary_dim = rotary_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def sum_rotary_gradient(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            latent, rotary = output.split([output.size(-1) - self._rotary_dim, self._rotary_dim], dim=-1)
+            return torch.cat([latent, sum_gradients(rotary, device_mesh)], dim=-1)
+
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(sum_rotary_gradient)
+        return module
+
+
+class SummedOutput(ParallelStyle):
+    """A module without split parameters of its own, whose output is a partial sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def add(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            return sum_over_ranks(output, device_mesh)
+
+        module.register_forward_hook(add)
+        return module
+
+
+def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a replicated tensor whose gradient is summed over ranks in backward (a collective)."""
+    replicated = DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+    return replicated.to_local(grad_placements=(Partial(),))
+
+
+def sum_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of a tensor over ranks (a collective)."""
+    addend = DTensor.from_local(tensor, mesh, (Partial(),), run_check=False)
+    return addend.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
+
+
+def _distribute(module: nn.Module, name: str, placement: Placement, mesh: DeviceMesh) -> None:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    split = distribute_tensor(parameter.detach(), mesh, (placement,))
+    module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
