@@ -83,7 +83,7 @@ def route(network: nn.Module, name: str = ROUTED) -> None:
     ALL_ATTENTION_FUNCTIONS.register(ROUTED, _call_core)
     # Modules may have their own copies of the config
     for module in network.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             config._attn_implementation = name
 

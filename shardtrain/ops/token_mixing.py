@@ -25,6 +25,7 @@ _ALONG = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "softmax", "l
 """Functions that mix elements along a dimension. It is their second argument or ``dim``; for roll, the third or
 ``dims``."""
 _ALWAYS = ("conv1d", "scaled_dot_product_attention")
+_COUNTING = ("arange", "linspace", "range")
 _ALLOWED = "<allowed>"
 """Entry of the stack of running modules while everything is allowed."""
 
@@ -91,13 +92,13 @@ def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, 
 def watch(model: nn.Module, where: str, fix: str) -> Watch | None:
     """Return a Watch on a model of which no module may mix tokens, except within ``allowing``.
 
-    It ignores counted tokens, because models of ``transformers`` count tokens also where they do not use the number.
-    None if no test length is unique.
+    It only reports counted tokens that change activations, because models of ``transformers`` count tokens also where
+    they do not use the numbers. None if no test length is unique.
     """
     length = _unique_length(model)
     if length is None:
         return None
-    new = Watch(length, {_ALLOWED}, where, fix, finds_counts=False)
+    new = Watch(length, {_ALLOWED}, where, fix, finds_unused_counts=False)
     new.follow(model)
     return new
 
@@ -117,12 +118,14 @@ class Watch(TorchFunctionMode):
         stack: Paths of the running modules, innermost last.
     """
 
-    def __init__(self, length: int, allowed: set[str], where: str, fix: str, finds_counts: bool = True) -> None:
+    def __init__(self, length: int, allowed: set[str], where: str, fix: str, finds_unused_counts: bool = True) -> None:
         super().__init__()
         self._allowed = allowed
         self._where = where
         self._fix = fix
-        self._finds_counts = finds_counts
+        self._finds_unused_counts = finds_unused_counts
+        self._counted: dict[int, Tensor] = {}
+        """Tensors that were computed from counted tokens, by id. Keeping them keeps their ids unique."""
         self.found: Broken | None = None
         self.stack: list[str] = []
         self.length = length
@@ -159,15 +162,29 @@ class Watch(TorchFunctionMode):
         # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's own forward
         # has all tokens and may count them.
         may_count = "core" not in self._where and len(self.stack) <= 1
-        is_counted = self._finds_counts and not inputs and any(self.length in x.shape for x in outputs)
-        if is_counted and not may_count:
+        is_counted = not may_count and not inputs and any(self.length in x.shape for x in outputs)
+        if not self._finds_unused_counts:
+            is_counted = self._uses_counts(name, inputs, outputs)
+        if is_counted:
             rule = f"counts its tokens with {name} {place}, but a rank only has a part of them"
-            self.found = Broken(rule, "use the positions that forward receives")
+            fix = "use the positions that forward receives" if self._finds_unused_counts else self._fix
+            self.found = Broken(rule, fix)
 
         token_inputs = [x for x in inputs if x.is_floating_point() and self.length in x.shape]
         if token_inputs and outputs and self._mixes(name, token_inputs[0], args, kwargs, outputs):
             rule = f"mixes tokens outside of {self._where} with {name} {place}, but a rank only has a part of them"
             self.found = Broken(rule, self._fix)
+
+    def _uses_counts(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+        """True if a function applies counted tokens to activations. Otherwise follow the counts to its outputs."""
+        counted = [x for x in inputs if id(x) in self._counted]
+        if counted:
+            others = [x for x in inputs if id(x) not in self._counted]
+            if any(x.is_floating_point() and self.length in x.shape for x in others):
+                return True
+        if counted or (name in _COUNTING and not inputs):
+            self._counted |= {id(x): x for x in outputs if self.length in x.shape}
+        return False
 
     def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], outputs: list[Tensor]) -> bool:
         """True if a function of ``x`` mixes its tokens, judged by its name and the shapes of its outputs."""
