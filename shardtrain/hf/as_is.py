@@ -30,7 +30,14 @@ _IGNORED = ("*.inv_freq", "*.position_ids", "*.masked_bias", "*.token_type_ids")
 """Buffers in files of older versions. The model computes them from config.json."""
 _STACKING = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 """Supported conversions of tensors: stacking experts, or stacking experts and then concatenating."""
-_NOT_COMPARED = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_NOT_COMPARED = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 """Keys of config.json that do not define the model."""
 
 
@@ -81,6 +88,7 @@ def _conversions(model_type: str) -> list[_Rule]:
         saved = [pattern.replace("\\.", ".") for pattern in conversion.source_patterns]
         if len(conversion.target_patterns) != 1 or any(_has_regex(pattern) for pattern in saved):
             return []
+        # Either rename one tensor, or stack one tensor per expert.
         if not steps:
             is_supported = len(saved) == 1 and "*" not in saved[0]
         else:
@@ -110,7 +118,9 @@ def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
 
 
 def _without_attribute(name: str) -> str:
-    """Return a tensor's name in ``transformers``: ours without the attribute of our model that holds the network."""
+    """Return a tensor's name in ``transformers``: ours without the attribute of
+    our model that holds the network.
+    """
     return name.partition(".")[2]
 
 
@@ -153,9 +163,12 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         existing: list[str] = []
         for name in names_of_tensor:
             existing += [form for form in _forms(name, prefix) if form in in_file]
+        # Of equal copies of a tied tensor, read the first.
         if existing:
             sources[ours] = existing[0]
-            repeated += [re.escape(name) for name in existing[1:] if _same(weights, existing[0], name)]
+            for name in existing[1:]:
+                if _same(weights, existing[0], name):
+                    repeated.append(re.escape(name))
 
     # Skip the same tensors as transformers: those that match patterns of its modules, and computed buffers.
     patterns: set[str] = set()
@@ -175,8 +188,8 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     surplus = in_file - found_at.their_shapes().keys()
     if missing and any(".experts." in name for name in surplus):
         raise CheckpointError(
-            f"{weights.folder} has tensor names of {config.class_name} that only transformers can convert, such as "
-            f"{min(surplus)}; use a model file of this package, if one exists"
+            f"{weights.folder} has tensor names of {config.class_name} that only transformers can "
+            f"convert, such as {min(surplus)}; use a model file of this package, if one exists"
         )
     # A class for another task has a new head. Skip the head in the file.
     if config.class_name not in (architecture.read(config.path).architectures or []):
@@ -205,8 +218,14 @@ def own_sizes(config: Any) -> Any:
 def check_rows(wanted: int, there: int) -> None:
     """Raise ConfigError if a vocabulary has fewer rows than the folder of the initial weights."""
     if wanted < there:
-        rule = f"is below the {there} rows of the folder, and rows cannot be removed"
-        raise ConfigError(Problem("model.overrides.vocab_size", wanted, rule, f"use {there} or more"))
+        raise ConfigError(
+            Problem(
+                "model.overrides.vocab_size",
+                wanted,
+                rule=f"is below the {there} rows of the folder, and rows cannot be removed",
+                fix=f"use {there} or more",
+            )
+        )
 
 
 def check_same(config: Any, folder: Path) -> None:
@@ -230,7 +249,9 @@ def check_same(config: Any, folder: Path) -> None:
         else:
             differences.append(f"{key}={their_value!r} instead of {our_value!r}")
     if differences:
-        more = f" and {len(differences) - 10} more" if len(differences) > 10 else ""
+        more = ""
+        if len(differences) > 10:
+            more = f" and {len(differences) - 10} more"
         raise ConfigError(
             f"{folder} contains another model than {config.path}: {'; '.join(differences[:10])}{more}; "
             "name the same folder in model.hf_assets_path and checkpoint.initial_load_path"
@@ -252,7 +273,12 @@ def without_progress_bar() -> Iterator[None]:
 
 
 @torch.no_grad()
-def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+def both_logits(
+    model: Any,
+    read: Mapping[str, Tensor],
+    folder: Path,
+    tokens_BT: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return the logits of our weights and of an exported folder for the same tokens, in float32 on the CPU.
 
     Args:
@@ -267,7 +293,8 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     with without_progress_bar():
         opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     eos = getattr(model.hf.config, "eos_token_id", None)
-    # Some classifiers, such as BART, read the scores at the EOS token, so give each row exactly one, at its end.
+    # Some classifiers, such as BART, read the scores at the EOS token, so give
+    # each row exactly one, at its end.
     if model.kind == "classification" and isinstance(eos, int):
         other_token = 0 if eos else 1
         tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, other_token)
@@ -283,7 +310,9 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
 
 
 def _forms(name: str, prefix: str) -> list[str]:
-    """Return the possible names in files: as given, with or without the prefix of the base model, and an older name."""
+    """Return the possible names in files: as given, with or without the prefix of the base model,
+    and an older name.
+    """
     other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
     old = re.sub(r"LayerNorm\.bias$", "LayerNorm.beta", name)
     old = re.sub(r"LayerNorm\.weight$", "LayerNorm.gamma", old)

@@ -33,8 +33,8 @@ class BinWeights(HubWeights):
         tensors: dict[str, Stored] = {}
         if (folder / SINGLE).exists() or (folder / INDEX).exists():
             raise ConfigError(
-                f"{folder} has safetensors, which are used instead of {BIN}; remove checkpoint.initial_load_legacy_bin "
-                "or --legacy_bin"
+                f"{folder} has safetensors, which are used instead of {BIN}; "
+                "remove checkpoint.initial_load_legacy_bin or --legacy_bin"
             )
         for file in sorted(set(read_index(folder, BIN, BIN_INDEX).values())) or [BIN]:
             opened = self._files[file] = TorchFile(folder / file)
@@ -45,7 +45,9 @@ class BinWeights(HubWeights):
                 raise CheckpointError(f"{folder / file} contains no state dict; use another file")
             for name, stored in table.items():
                 if not isinstance(name, str) or not isinstance(stored, Stored):
-                    raise CheckpointError(f"{folder / file}: {str(name)[:100]} is not a tensor; use another file")
+                    raise CheckpointError(
+                        f"{folder / file}: {str(name)[:100]} is not a tensor; use another file",
+                    )
                 if name in tensors:
                     raise CheckpointError(
                         f"{name} is in both {file_of[name]} and {file} of {folder}; download the folder again"

@@ -24,7 +24,8 @@ def is_hub_folder(path: Path) -> bool:
 
 
 def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
-    """Return the configuration of a folder: its model, its dtype, and its tokenizer unless another one is named.
+    """Return the configuration of a folder: its model, its dtype, and its
+    tokenizer unless another one is named.
 
     ``model.hf_assets_path`` is empty if neither exists.
 
@@ -39,7 +40,9 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
     for notice in found.notices:
         logger.info(notice)
     if tokenizer is None:
-        tokenizer = str(folder) if source.of_folder(folder).has_tokenizer else ""
+        tokenizer = ""
+        if source.of_folder(folder).has_tokenizer:
+            tokenizer = str(folder)
     model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
     return loaded_of(model, hf_config, tokenizer)
 
@@ -52,8 +55,13 @@ def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: st
         hf_config: Content of config.json for dtype and sequence length, or {}.
         assets: ``model.hf_assets_path``.
     """
-    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    # Unusable values in the file are replaced by defaults.
+    dtype: Any = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if dtype not in COMPUTE_DTYPES:
+        dtype = "float32"
     tokens = hf_config.get("max_position_embeddings")
+    if type(tokens) is not int or tokens <= 0:
+        tokens = _TOKENS
     return Loaded(
         Config(
             model=Model(
@@ -64,8 +72,8 @@ def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: st
                 hf_assets_path=assets,
             ),
             training=Training(
-                mixed_precision_param=dtype if dtype in COMPUTE_DTYPES else "float32",
-                seq_len=tokens if type(tokens) is int and tokens > 0 else _TOKENS,
+                mixed_precision_param=dtype,
+                seq_len=tokens,
             ),
         )
     )

@@ -36,9 +36,12 @@ def read_settings(source: FolderSource) -> dict[str, Any]:
         CheckpointError: ``generation_config.json`` cannot be read.
     """
     settings: Any = {}
+    # Without the file, transformers takes the settings from config.json. Its top level takes precedence.
     if GENERATION not in source.files:
         for config in (_text_config(source.config), source.config):
-            settings |= {key: config[key] for key in config if key in GENERATION_KEYS and config[key] is not None}
+            for key, value in config.items():
+                if key in GENERATION_KEYS and value is not None:
+                    settings[key] = value
         return dict(settings)
     try:
         settings = checked_json.parse(source.read(GENERATION))
@@ -65,7 +68,9 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
 
 
 def unused_settings(settings: Mapping[str, Any]) -> str:
-    """List the settings that change the generated text but that ``shardtrain generate`` ignores, as ``key=value``."""
+    """List the settings that change the generated text but that ``shardtrain generate`` ignores,
+    as ``key=value``.
+    """
     named = []
     for key in sorted(GENERATION_KEYS.intersection(settings).difference(TOKENS)):
         value = settings[key]
@@ -76,7 +81,8 @@ def unused_settings(settings: Mapping[str, Any]) -> str:
 
 
 def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]:
-    """Return the special tokens of a run by key. ``eos_token_id`` contains all tokens that end a document or a turn.
+    """Return the special tokens of a run by key. ``eos_token_id`` contains all
+    tokens that end a document or a turn.
 
     A task that does not predict the next token has only a padding token. Transformers uses it to
     find the end of a row.
@@ -85,7 +91,9 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
         ConfigError: the chat template cannot be used.
     """
     if config.task.name not in OF_TEXT:
-        return {} if tokenizer.pad_id in (None, tokenizer.eos_id) else {"pad_token_id": [tokenizer.pad_id]}
+        if tokenizer.pad_id in (None, tokenizer.eos_id):
+            return {}
+        return {"pad_token_id": [tokenizer.pad_id]}
     try:
         formats = set(formats_of(config, config.training).values())
     except ShardtrainError:
@@ -122,8 +130,10 @@ def with_tokens(source: FolderSource, tokens: Mapping[str, list[int]]) -> tuple[
             listed = _as_list(before)
             if set(wanted) <= set(listed):
                 continue
-            keeps_listed = key == EOS and (values is settings or isinstance(before, list))
-            after = [*wanted, *(token for token in listed if keeps_listed and token not in wanted)]
+            # Put the new end tokens first, and write a single token as a number.
+            after = list(wanted)
+            if key == EOS and (values is settings or isinstance(before, list)):
+                after += [token for token in listed if token not in wanted]
             values[key] = after if len(after) > 1 else after[0]
             changes.append(f"{name}: {key} {before} -> {values[key]}")
     if not any(change.startswith(GENERATION) for change in changes):
@@ -135,10 +145,15 @@ def with_tokens(source: FolderSource, tokens: Mapping[str, list[int]]) -> tuple[
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next((config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)), {})
+    for part in _TEXT_PARTS:
+        if isinstance(config.get(part), dict):
+            return config[part]  # type: ignore[no-any-return]
+    return {}
 
 
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]

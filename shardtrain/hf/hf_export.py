@@ -51,12 +51,16 @@ class Export:
 
     Attributes:
         config: The model's Config.
-        dtype: dtype of all weights. If empty, each tensor keeps its dtype in ``source`` or in the checkpoint.
+        dtype: dtype of all weights. If empty, each tensor keeps its dtype in
+            ``source`` or in the checkpoint.
         shard_bytes: Maximum size of a weights file. A larger tensor gets a separate file.
-        source: Origin of the model. Its files are copied, and its config.json is kept except for changed fields.
+        source: Origin of the model. Its files are copied, and its config.json
+            is kept except for changed fields.
         tokenizer: Folder whose tokenizer files replace those of ``source``.
-        max_tokens: Value of ``max_position_embeddings`` in config.json without a ``source``. 0 omits the key.
-        tokens: Special tokens of the run, see ``generation_config.trained_tokens``. Empty keeps those of ``source``.
+        max_tokens: Value of ``max_position_embeddings`` in config.json without a ``source``.
+            0 omits the key.
+        tokens: Special tokens of the run, see ``generation_config.trained_tokens``.
+            Empty keeps those of ``source``.
         labels: Labels of a classification head that replaces the language model head.
     """
 
@@ -99,14 +103,20 @@ class Writer:
         """
         self.wanted = wanted
         self.stored = manifest.read(wanted.checkpoint)
-        self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint), len(wanted.labels))
+        self.translation = translation_of(
+            wanted.module,
+            wanted.config,
+            str(wanted.checkpoint),
+            len(wanted.labels),
+        )
         if as_is.is_as_is(wanted.module) and wanted.source is not None:
             self.translation = _named_as_before(self.translation, wanted)
         _check_stored(self.translation, self.stored, wanted.checkpoint)
         fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
 
-        # Map each exported tensor to the pieces of our tensors of which it consists, in the order of a forward pass.
+        # Map each exported tensor to the pieces of our tensors of which it consists,
+        # in the order of a forward pass.
         self._made_of: dict[str, list[tuple[str, Any]]] = {}
         for ours in self.translation.shapes:
             for piece in self.translation.pieces_of(ours):
@@ -121,7 +131,11 @@ class Writer:
         described = FolderSource(wanted.output, config=fields)
         if GENERATION in self._files:
             origin = self._files[GENERATION]
-            described = dataclasses.replace(origin, config=fields, files={GENERATION: origin.files[GENERATION]})
+            described = dataclasses.replace(
+                origin,
+                config=fields,
+                files={GENERATION: origin.files[GENERATION]},
+            )
         self._described, changes = with_tokens(described, wanted.tokens)
         for name in self._described.files:
             self._files[name] = self._described
@@ -133,8 +147,8 @@ class Writer:
     def _choose_dtypes(self) -> dict[str, str]:
         """Return the dtype of each exported tensor.
 
-        It is the first of these that exists: the option, the dtype in the weights of the source, in its config.json,
-        or in the checkpoint.
+        It is the first of these that exists: the option, the dtype in the weights of the source,
+        in its config.json, or in the checkpoint.
         """
         if self.wanted.dtype:
             return dict.fromkeys(self._made_of, self.wanted.dtype)
@@ -143,7 +157,8 @@ class Writer:
         config_type = ""
         if origin is not None:
             source_types = source.dtypes_of(origin.where, self.translation)
-            config_type = str(origin.config.get("dtype") or origin.config.get("torch_dtype")).removeprefix("torch.")
+            dtype_in_config = origin.config.get("dtype") or origin.config.get("torch_dtype")
+            config_type = str(dtype_in_config).removeprefix("torch.")
         types = {}
         for theirs, parts in self._made_of.items():
             ours, _ = parts[0]
@@ -199,6 +214,7 @@ class Writer:
         Raises:
             OSError: a file cannot be read or written.
         """
+        # A single file needs no index.
         if len(self.files) > 1:
             total_size = 0
             weight_map = {}
@@ -244,6 +260,7 @@ class Writer:
             end = min(rows.stop, piece_rows.stop)
             if begin >= end:
                 continue
+            # The same rows have other numbers in our tensor.
             row_dim = len(piece.ours) - len(piece.theirs)
             shift = piece.ours[row_dim].start - piece_rows.start
             our_box = list(piece.ours)
@@ -258,6 +275,7 @@ class Writer:
         return math.prod(self._shapes[name]) * ITEM_BYTES[self._types[name]]
 
     def _assign_to_files(self) -> dict[str, list[str]]:
+        # Fill files in order. A tensor that is larger than a file gets its own.
         shards: list[list[str]] = [[]]
         room = self.wanted.shard_bytes
         for name in self._made_of:
@@ -332,12 +350,16 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     Raises:
         ConfigError: the format cannot describe the model.
     """
-    source_config = dict(wanted.source.config) if wanted.source is not None else {}
+    source_config = {}
+    if wanted.source is not None:
+        source_config = dict(wanted.source.config)
     if as_is.is_as_is(wanted.module):
         config = wanted.config
         if not source_config.get("model_type"):
             source_config = dict(read_json(Path(config.path) / CONFIG))
-        new_vocab_size = config.vocab_size if config.vocab_size != config.own_vocab_size else 0
+        new_vocab_size = 0
+        if config.vocab_size != config.own_vocab_size:
+            new_vocab_size = config.vocab_size
         labels = wanted.labels or [f"LABEL_{number}" for number in range(config.num_labels)]
         fields = saved_config(source_config, config.class_name, labels, new_vocab_size)
         return _with_dtype(fields, wanted.dtype)
@@ -364,13 +386,19 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     return saved_config(fields, hub.architecture, wanted.labels)
 
 
-def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+def _changed(
+    hf_config: dict[str, Any],
+    hub: HubFormat,
+    config: Any,
+    fields: dict[str, Any],
+) -> dict[str, Any]:
     """Return the config.json of the source, updated with only the fields that the run has changed."""
     # Convert the source's Config with the same writer, so two spellings of the same value do not count as a
     # change. Use the model's value for fields that config.json lacks, or that affect neither model.
     described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
-    same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
+    without_effect = [key for key in {*FREE, *unused} if hasattr(config, key)]
+    same = {key: getattr(config, key) for key in without_effect}
     source_fields = hub.write(dataclasses.replace(described, **same))
     changes = {key: value for key, value in fields.items() if source_fields.get(key) != value}
     # Files of transformers 5 have one table of all rotary options.
@@ -421,7 +449,9 @@ def _copied_files(wanted: Export) -> dict[str, FolderSource]:
 
 
 def _named_as_before(translation: Translation, wanted: Export) -> Translation:
-    """Return the translation with the tensor names of the source, because transformers accepts several names."""
+    """Return the translation with the tensor names of the source, because
+    transformers accepts several names.
+    """
     assert wanted.source is not None
     where = wanted.source.where
     if source.has_weights(where):
@@ -448,12 +478,14 @@ def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) 
         if name.startswith(WEIGHTS_PREFIX):
             shapes[name.removeprefix(WEIGHTS_PREFIX)] = tuple(tensor.shape)
     expected = translation.shapes
-    wrong = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
+    all_names = shapes.keys() | expected.keys()
+    wrong = [name for name in all_names if shapes.get(name) != expected.get(name)]
     if wrong:
         name = min(wrong)
         raise CheckpointError(
-            f"checkpoint {checkpoint} does not fit the configured model: {len(wrong)} tensors differ, such as {name}: "
-            f"{shapes.get(name)} instead of {expected.get(name)}; use the configuration of its run"
+            f"checkpoint {checkpoint} does not fit the configured model: "
+            f"{len(wrong)} tensors differ, such as {name}: {shapes.get(name)} instead of "
+            f"{expected.get(name)}; use the configuration of its run"
         )
 
 
@@ -471,8 +503,8 @@ def _compare(folder: Path, writer: Writer) -> None:
                 theirs = mapping.read_part(name, box, translation, weights, writer.dtype_of(name))
                 if not _same_bits(theirs, writer.read_part(name, box)):
                     raise CheckpointError(
-                        f"{folder}: {name} differs from the written data when read back, so nothing was exported; "
-                        "check the disk"
+                        f"{folder}: {name} differs from the written data when read back, "
+                        "so nothing was exported; check the disk"
                     )
 
 

@@ -55,7 +55,9 @@ class HubModel:
         """Return the ``[model]`` section of a configuration that trains this model."""
         lines = ["[model]", f'name = "{self.name}"', f'flavor = "{self.flavor}"']
         if self.overrides:
-            lines += ["", "[model.overrides]", *(f"{key} = {_toml(value)}" for key, value in self.overrides.items())]
+            lines += ["", "[model.overrides]"]
+        for key, value in self.overrides.items():
+            lines.append(f"{key} = {_toml(value)}")
         return "\n".join(lines)
 
 
@@ -75,9 +77,20 @@ def recognise(folder: Path, name: str = "") -> HubModel:
     config = models.find(found.name).Config(**found.values)
     # Skip DeepSeek's layers for multi-token prediction, which follow the last layer.
     layers = config.num_layers
-    more = found.config.get("num_nextn_predict_layers") or 0
-    beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(more, 8)) if isinstance(more, int))
-    return HubModel(found.name, found.flavor, found.overrides, config, found.hub, beyond, found.block, found.notices)
+    num_extra = found.config.get("num_nextn_predict_layers") or 0
+    beyond: tuple[str, ...] = ()
+    if isinstance(num_extra, int):
+        beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(num_extra, 8)))
+    return HubModel(
+        found.name,
+        found.flavor,
+        found.overrides,
+        config,
+        found.hub,
+        beyond,
+        found.block,
+        found.notices,
+    )
 
 
 def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
@@ -96,7 +109,8 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
 
 
 def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
-    """Return the Hugging Face format of a model file: its HUB, with a classification head if ``num_labels`` is not 0.
+    """Return the Hugging Face format of a model file: its HUB, with a
+    classification head if ``num_labels`` is not 0.
 
     Raises:
         ConfigError: the model file has no HUB, or transformers has no such class with a classification head.
@@ -129,13 +143,26 @@ def translation_of(module: ModuleType, config: Any, where: str, num_labels: int 
     return translate(hub, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
-def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, chosen: Collection[str] = ()) -> None:
+def check_same(
+    module: ModuleType,
+    config: Any,
+    found: HubModel,
+    folder: Path,
+    chosen: Collection[str] = (),
+) -> None:
     """Raise ConfigError if the model in a folder differs from the configured model. See ``check_fields``."""
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
         fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
         name = module.__name__.rpartition(".")[2]
-        raise ConfigError(Problem("model.name", name, f"does not fit {folder}, which contains {holds}", fix))
+        raise ConfigError(
+            Problem(
+                "model.name",
+                name,
+                rule=f"does not fit {folder}, which contains {holds}",
+                fix=fix,
+            )
+        )
     file = found.hub.text_config(read_json(folder / CONFIG))
     theirs = found.hub.read(Fields(file, str(folder / CONFIG), found.hub.defaults))
     check_fields(found.hub, config, theirs, folder, chosen)
@@ -157,7 +184,9 @@ def check_noted(model: ModelOptions, path: Place) -> None:
     if as_is.is_as_is(module):
         as_is.check_same(config, Path(noted["overrides"]["path"]))
         return
-    stored_fields = dataclasses.asdict(models.shape_of(module, noted["flavor"], noted["overrides"], model.norm_type))
+    stored_fields = dataclasses.asdict(
+        models.shape_of(module, noted["flavor"], noted["overrides"], model.norm_type),
+    )
     # Loading the weights checks the vocabulary size by their shapes.
     del stored_fields["vocab_size"]
     check_fields(module.HUB, config, stored_fields, path, model.overrides.keys())
@@ -186,7 +215,8 @@ def check_fields(
     if differences:
         rule = f"does not fit {where}: {'; '.join(differences)}"
         fix = (
-            'use the values of the weights, or set model.flavor = "from_folder"; only rope_*, mscale, the attention '
+            'use the values of the weights, or set model.flavor = "from_folder"; only rope_*, '
+            "mscale, the attention "
             "window and dropout may differ, if they are set in model.overrides"
         )
         raise ConfigError(Problem("model", None, rule, fix))
@@ -197,7 +227,9 @@ def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource
 
     Return [] if the base model is unknown or has another architecture.
     """
-    file = hub.text_config(base.config) if hub is not None and base is not None else {}
+    file: Mapping[str, Any] = {}
+    if hub is not None and base is not None:
+        file = hub.text_config(base.config)
     if hub is None or file.get("model_type") != hub.model_type:
         return []
     differ = _differing(hub, config, hub.read(Fields(file, CONFIG, hub.defaults)))
@@ -208,11 +240,19 @@ def _differing(hub: HubFormat, config: Any, stored_fields: Mapping[str, Any]) ->
     """Return the names of the fields that differ and affect the model."""
     # Ignore fields that either Config disables. The option that disables them is itself compared.
     ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
-    differ = [name for name, stored in stored_fields.items() if getattr(config, name) != stored and name not in ignored]
-    return [name for name in differ if not name.endswith("_coeff")]
+    differing = []
+    for name, stored in stored_fields.items():
+        # Coefficients of auxiliary losses only affect training.
+        if name in ignored or name.endswith("_coeff"):
+            continue
+        if getattr(config, name) != stored:
+            differing.append(name)
+    return differing
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    return repr(value)

@@ -20,6 +20,8 @@ from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.hub_model import HubModel, check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import HubWeights
+from shardtrain.hub_formats.config_json import Quantized
+from shardtrain.hub_formats.format import HubFormat
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -28,10 +30,11 @@ from shardtrain.utils.log import logger
 def to_checkpoint(
     folder: Path, output: Path, dtype: str = "", vocab_size: int = 0, legacy_bin: bool = False
 ) -> HubModel:
-    """Write the weights of ``folder`` as a checkpoint without optimizer state, and return the recognized model.
+    """Write the weights of ``folder`` as a checkpoint without optimizer state,
+    and return the recognized model.
 
-    Only one tensor is in memory at a time. The checkpoint also keeps the other files of the model, such as the
-    tokenizer.
+    Only one tensor is in memory at a time. The checkpoint also keeps the other files of the model,
+    such as the tokenizer.
 
     Args:
         dtype: dtype of all weights. If empty, each tensor keeps its dtype in the file.
@@ -49,8 +52,8 @@ def to_checkpoint(
     module = models.find(found.name)
     for notice in found.notices:
         logger.info(notice)
-    prefix = found.hub.prefix if found.hub else ""
-    with BinWeights(folder) if legacy_bin else open_weights(folder, found.block, prefix) as weights:
+    with _opened(folder, legacy_bin, found.hub, found.block) as weights:
+        # A transformers class determines its tensor names with its own code.
         if found.hub is None:
             translation, passed_over = as_is.fit(models.build(module, found.config), found.config, weights)
         else:
@@ -60,6 +63,7 @@ def to_checkpoint(
         types = source.dtypes_in(weights, translation)
         if dtype:
             types = dict.fromkeys(types, dtype)
+        # Only the embedding and the head have a row per token.
         found = _grown(found, vocab_size)
         shapes = {name: translation.shapes[name] for name in translation.sources}
         for name in shapes.keys() & {"embed.weight", "head.weight"}:
@@ -68,12 +72,14 @@ def to_checkpoint(
         def read(name: str) -> Tensor:
             name = name.removeprefix(WEIGHTS_PREFIX)
             tensor = mapping.read_whole(name, translation, weights, getattr(torch, types[name]))
-            new_rows = shapes[name][0] - tensor.shape[0] if shapes[name] else 0
-            if not new_rows:
+            # A scalar has no rows.
+            if not shapes[name] or shapes[name][0] == tensor.shape[0]:
                 return tensor
+            new_rows = shapes[name][0] - tensor.shape[0]
             mean = tensor.float().mean(0).to(tensor.dtype)
             return torch.cat((tensor, mean.expand(new_rows, -1)))
 
+        # The checkpoint carries the other files, so a later export can write them again.
         beside, places = source.packed(source.of_folder(folder))
         facts: dict[str, Any] = {
             "state": TrainState().to_dict(),
@@ -82,7 +88,10 @@ def to_checkpoint(
         }
         # Record the names in the file, because a transformers tensor may have several names.
         if found.hub is None:
-            names = {ours: theirs for ours, theirs in translation.sources.items() if isinstance(theirs, str)}
+            names = {}
+            for ours, theirs in translation.sources.items():
+                if isinstance(theirs, str):
+                    names[ours] = theirs
             facts[source.NAMES] = names
         prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
         kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
@@ -100,7 +109,8 @@ def fill(
     legacy_bin: bool = False,
     chosen: Collection[str] = (),
 ) -> None:
-    """Fill this rank's part of a run's tensors directly from a Hugging Face folder. Names have the prefix ``model.``.
+    """Fill this rank's part of a run's tensors directly from a Hugging Face folder.
+    Names have the prefix ``model.``.
 
     Args:
         quantized: True if the folder must have quantized weights, False if it must not. None accepts both.
@@ -109,7 +119,8 @@ def fill(
         chosen: Names in ``model.overrides``. See ``hub_model.check_fields``.
 
     Raises:
-        ConfigError: the folder contains another model than the configured model, or does not match ``quantized``.
+        ConfigError: the folder contains another model than the configured model,
+            or does not match ``quantized``.
         CheckpointError: tensors are missing, unexpected or have other shapes, or a file is damaged.
     """
     passed_over: Sequence[str]
@@ -124,17 +135,39 @@ def fill(
         passed_over = found.passed_over
     block = found.block if found else None
     if quantized is not None and quantized != (block is not None):
-        rule = "requires quantized weights" if quantized else "must be true for quantized weights"
-        fix = f"set it to {str(not quantized).lower()}"
-        raise ConfigError(Problem("checkpoint.initial_load_in_hf_quantized", quantized, f"{rule} ({folder})", fix))
-    prefix = found.hub.prefix if found and found.hub else ""
-    with BinWeights(folder) if legacy_bin else open_weights(folder, block, prefix) as weights:
+        rule = "must be true for quantized weights"
+        if quantized:
+            rule = "requires quantized weights"
+        raise ConfigError(
+            Problem(
+                "checkpoint.initial_load_in_hf_quantized",
+                quantized,
+                rule=f"{rule} ({folder})",
+                fix=f"set it to {str(not quantized).lower()}",
+            )
+        )
+    hub = None
+    if found:
+        hub = found.hub
+    with _opened(folder, legacy_bin, hub, block) as weights:
         if found is None:
             own = as_is.own_sizes(config) if resize else config
             translation, passed_over = as_is.fit(models.build(module, own), own, weights)
         _tell(mapping.check(translation, weights, passed_over))
-        named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
-        fill_rows({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
+        # Tensors that the folder's format lacks keep their values.
+        in_folder = {}
+        for key, tensor in tensors.items():
+            name = key.removeprefix(WEIGHTS_PREFIX)
+            if name in translation.sources:
+                in_folder[name] = tensor
+        fill_rows(in_folder, translation, weights)
+
+
+def _opened(folder: Path, legacy_bin: bool, hub: HubFormat | None, block: Quantized) -> HubWeights:
+    """Open the weights of a folder. Their names are those of ``hub`` without its prefix."""
+    if legacy_bin:
+        return BinWeights(folder)
+    return open_weights(folder, block, hub.prefix if hub else "")
 
 
 def fill_as_configured(tensors: Mapping[str, Tensor], folder: Path, config: Config) -> None:
@@ -163,15 +196,19 @@ def sized_as(found: HubModel, config: Any) -> Any:
 def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights) -> None:
     """Fill our tensors in place. Rows that the file does not contain become the mean of its rows.
 
-    ``resize_token_embeddings`` of transformers draws new rows around the same mean, with 1e-9 times the variance of
-    the rows. Here the mean is accumulated in float64 in a fixed order, so it is the same on every mesh.
+    ``resize_token_embeddings`` of transformers draws new rows around the same mean, with 1e-9
+    times the variance of the rows. Here the mean is accumulated in float64 in a fixed order, so
+    it is the same on every mesh.
     """
-    grown = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if translation.shapes[name] and tensor.ndim and tensor.shape[0] > translation.shapes[name][0]
-    }
-    mapping.fill({name: tensor for name, tensor in tensors.items() if name not in grown}, translation, weights)
+    grown = {}
+    unchanged = {}
+    for name, tensor in tensors.items():
+        shape = translation.shapes[name]
+        if shape and tensor.ndim and tensor.shape[0] > shape[0]:
+            grown[name] = tensor
+        else:
+            unchanged[name] = tensor
+    mapping.fill(unchanged, translation, weights)
     for name, tensor in grown.items():
         # Read the rows of this rank that the file contains.
         rows, *rest = translation.shapes[name]

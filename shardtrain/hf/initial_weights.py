@@ -20,7 +20,9 @@ _SAMPLE_BYTES = 2**20
 def start_of(config: Config) -> Place | None:
     """Return the location of the run's initial weights, or None if they are randomly initialized."""
     named = derived.initial_weights(config)
-    return place(named) if config.checkpoint.enable and named is not None else None
+    if config.checkpoint.enable and named is not None:
+        return place(named)
+    return None
 
 
 def identity(config: Config) -> str:
@@ -46,7 +48,9 @@ def identity(config: Config) -> str:
 
 
 def of_folder(folder: Path) -> str:
-    """Return a hash of names, sizes, and first and last MiB of the JSON and weights files of a Hugging Face folder."""
+    """Return a hash of names, sizes, and first and last MiB of the JSON and
+    weights files of a Hugging Face folder.
+    """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.json"), *weight_files(folder)]):
         size = path.stat().st_size

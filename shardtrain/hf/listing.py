@@ -31,8 +31,12 @@ def line(folder: Path) -> str:
     """
     config = read_json(folder / CONFIG)
     named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else config.get("model_type")
-    architecture = "no architecture" if name is None else _short(str(name))
+    name = config.get("model_type")
+    if isinstance(named, list) and named:
+        name = named[0]
+    architecture = "no architecture"
+    if name is not None:
+        architecture = _short(str(name))
 
     # List the files that exist, and the missing files that the index names.
     sizes = 0
@@ -52,7 +56,8 @@ def line(folder: Path) -> str:
         if found is None:
             wrong.append(name)
 
-    kinds = ", ".join(_few([f"{count} {_short(dtype)}" for dtype, count in sorted(types.items())]))
+    counts = [f"{count} {_short(dtype)}" for dtype, count in sorted(types.items())]
+    kinds = ", ".join(_few(counts))
     columns = [
         os.path.basename(os.path.realpath(folder)),
         format_bytes(sizes),
@@ -62,16 +67,22 @@ def line(folder: Path) -> str:
     ]
     if wrong:
         columns.append(f"missing or cut: {', '.join(_few(wrong))}")
-    return "".join(c if c.isprintable() else "?" for c in "  ".join(columns))
+    # Names in a file could contain control characters of a terminal.
+    text = "  ".join(columns)
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... ({len(name)} characters)"
+    if len(name) <= _MOST_CHARACTERS:
+        return name
+    return f"{name[:_MOST_CHARACTERS]}... ({len(name)} characters)"
 
 
 def _few(names: list[str]) -> list[str]:
-    more = len(names) - _MOST_NAMES
-    return [*map(_short, names[:_MOST_NAMES]), *([f"and {more} more"] if more > 0 else [])]
+    shown = [_short(name) for name in names[:_MOST_NAMES]]
+    if len(names) > _MOST_NAMES:
+        shown.append(f"and {len(names) - _MOST_NAMES} more")
+    return shown
 
 
 def _types_of(path: Path) -> list[str] | None:
@@ -84,6 +95,7 @@ def _types_of(path: Path) -> list[str] | None:
                 return None
             found: dict[str, Any] = checked_json.parse(file.read(length))
         found.pop("__metadata__", None)
+        # A truncated file is shorter than its header says.
         end = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
         if path.stat().st_size != 8 + length + end:
             return None

@@ -59,14 +59,20 @@ def largest_error(wanted: Export) -> tuple[float, float]:
     # contain padding.
     if wanted.labels:
         pad = read_json(wanted.output / CONFIG).get("pad_token_id")
-        is_padding = tokens_BT[:1] == (-1 if pad is None else pad)
-        tokens_BT = tokens_BT[:1].masked_fill(is_padding, 0 if pad else 1)
+        tokens_BT = tokens_BT[:1]
+        if pad is not None:
+            tokens_BT = tokens_BT.masked_fill(tokens_BT == pad, 0 if pad else 1)
     if as_is.is_as_is(wanted.module):
         model = wanted.module.Model(wanted.config)
         read = _reader(wanted)
         names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
         with _named(wanted.output):
-            ours, theirs = as_is.both_logits(model, {name: read(name) for name in names}, wanted.output, tokens_BT)
+            ours, theirs = as_is.both_logits(
+                model,
+                {name: read(name) for name in names},
+                wanted.output,
+                tokens_BT,
+            )
     else:
         ours = own_model(wanted)(tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1))
         ours = ours[:, -1] if wanted.labels else ours
@@ -98,8 +104,8 @@ def _named(folder: Path) -> Iterator[None]:
     except Exception as error:
         cause = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"{folder}: transformers cannot compute logits: {type(error).__name__}: {cause}; check its {CONFIG} for "
-            "unusual values, or use --check=weights"
+            f"{folder}: transformers cannot compute logits: {type(error).__name__}: {cause}; "
+            f"check its {CONFIG} for unusual values, or use --check=weights"
         ) from error
 
 

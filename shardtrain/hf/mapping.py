@@ -152,7 +152,13 @@ def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWe
 
 def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
     """Return one of our tensors, unsharded, on the CPU."""
-    return read_part(name, tuple(slice(0, size) for size in translation.shapes[name]), translation, weights, dtype)
+    return read_part(
+        name,
+        tuple(slice(0, size) for size in translation.shapes[name]),
+        translation,
+        weights,
+        dtype,
+    )
 
 
 def read_part(
@@ -170,13 +176,19 @@ def read_part(
         piece, theirs, place = overlaps[0]
         if _shape_of(place) == shape:
             return _read(piece, theirs, weights).reshape(shape).to(dtype)
+    # Otherwise assemble it from its pieces.
     tensor = torch.zeros(shape, dtype=dtype)
     _fill(tensor, name, box, translation, weights)
     return tensor
 
 
-def row_blocks(shape: Shape, row_limit_bytes: int = 2**25, item_bytes: int = 4) -> Iterator[tuple[slice, ...]]:
-    """Yield boxes of full rows that cover a tensor. A box has up to ``row_limit_bytes``, but at least one row.
+def row_blocks(
+    shape: Shape,
+    row_limit_bytes: int = 2**25,
+    item_bytes: int = 4,
+) -> Iterator[tuple[slice, ...]]:
+    """Yield boxes of full rows that cover a tensor. A box has up to ``row_limit_bytes``,
+    but at least one row.
 
     >>> [box[0] for box in row_blocks((5, 4), row_limit_bytes=32)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -197,7 +209,13 @@ def _shape_of(box: tuple[slice, ...]) -> list[int]:
     return [part.stop - part.start for part in box]
 
 
-def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translation, weights: HubWeights) -> None:
+def _fill(
+    into: Tensor,
+    name: str,
+    own: tuple[slice, ...],
+    translation: Translation,
+    weights: HubWeights,
+) -> None:
     for piece in translation.pieces_of(name):
         overlap = _overlap(piece, own)
         if overlap is None:
@@ -223,7 +241,10 @@ def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) ->
     return tensor.contiguous()
 
 
-def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(
+    piece: TensorPiece,
+    own: tuple[slice, ...],
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the overlap of a piece with a box of our tensor, or None if they do not overlap.
 
     The overlap is returned as its box in the file's tensor and its box within ``own``.
@@ -232,6 +253,7 @@ def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, .
     place = []
     # Our tensor may have an additional first dimension: the expert.
     extra = len(piece.ours) - len(piece.theirs)
+    # Work in the order of our dimensions, and exchange the last two back at the end.
     in_our_order = list(piece.theirs)
     if piece.transposed:
         in_our_order[-2:] = in_our_order[:-3:-1]
@@ -241,6 +263,7 @@ def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, .
         if start >= stop:
             return None
         place.append(slice(start - own_range.start, stop - own_range.start))
+        # A step skips the elements of interleaved tensors.
         if dim >= extra:
             their_range = in_our_order[dim - extra]
             step = their_range.step or 1

@@ -27,24 +27,37 @@ _MAX_CHAIN = 8
 """Maximum length of a chain of runs, each of which started from a checkpoint of the previous run."""
 
 
-def of_run(config: Config, module: ModuleType, shape: Any, max_chain: int = _MAX_CHAIN) -> FolderSource | None:
-    """Return the folder that a run's weights came from, directly or through at most ``max_chain`` earlier runs.
+def of_run(
+    config: Config,
+    module: ModuleType,
+    shape: Any,
+    max_chain: int = _MAX_CHAIN,
+) -> FolderSource | None:
+    """Return the folder that a run's weights came from, directly or through
+    at most ``max_chain`` earlier runs.
 
-    Without such a folder, return ``model.hf_assets_path`` if its config.json describes this model, or else None.
+    Without such a folder, return ``model.hf_assets_path`` if its config.json describes this model,
+    or else None.
 
     Raises:
         CheckpointError: the initial weights cannot be read.
     """
     if as_is.is_as_is(module):
         return source.of_folder(Path(shape.path))
-    initial_path = derived.initial_weights(config) if config.checkpoint.enable else None
+    initial_path = None
+    if config.checkpoint.enable:
+        initial_path = derived.initial_weights(config)
     if initial_path is not None and "://" not in initial_path:
         if origin := of_path(Path(initial_path), module, shape, max_chain):
             return origin
         if not Path(initial_path).exists():
-            logger.warning(f"the initial weights {initial_path} do not exist anymore, so a new config.json is written")
+            logger.warning(
+                f"the initial weights {initial_path} do not exist anymore, so a new config.json is written",
+            )
     assets = Path(config.model.hf_assets_path)
-    return source.of_folder(assets) if _is_of(assets, module, shape) else None
+    if _is_of(assets, module, shape):
+        return source.of_folder(assets)
+    return None
 
 
 def of_path(path: Path, module: ModuleType, shape: Any, max_chain: int = _MAX_CHAIN) -> FolderSource | None:
@@ -54,7 +67,9 @@ def of_path(path: Path, module: ModuleType, shape: Any, max_chain: int = _MAX_CH
     initial weights.
     """
     if not (path / MANIFEST).is_file():
-        return source.of_folder(path) if (path / "config.json").is_file() else None
+        if (path / "config.json").is_file():
+            return source.of_folder(path)
+        return None
     if origin := source.of_checkpoint(path, manifest.read(path)):
         return origin
     above = list(Path(os.path.realpath(path)).parents)[:_LEVELS]
@@ -76,9 +91,12 @@ def _is_of(folder: Path, module: ModuleType, shape: Any) -> bool:
         found = describe(folder)
     except ShardtrainError:
         return False
+    if found.hub is not getattr(module, "HUB", None):
+        return False
+    # Some fields may differ without making it another model.
     ours = dataclasses.asdict(shape)
-    aside = {"vocab_size", *FREE, *(found.hub.unused(found.values) & found.hub.unused(ours))}
-    same = all(
-        ours.get(key) == value for key, value in found.values.items() if key not in aside and "_coeff" not in key
-    )
-    return found.hub is getattr(module, "HUB", None) and same
+    ignored = {"vocab_size", *FREE, *(found.hub.unused(found.values) & found.hub.unused(ours))}
+    for key, value in found.values.items():
+        if key not in ignored and "_coeff" not in key and ours.get(key) != value:
+            return False
+    return True

@@ -1,13 +1,14 @@
 """Dequantize weights in a Hugging Face folder, and open a folder with any supported kind of weights.
 
-Block-wise fp8 is the format of DeepSeek-V3 (DeepSeek-AI 2024, section 3.3). ``X.weight_scale_inv`` has one float32
-scale for each block of ``weight_block_size`` rows and columns of ``X.weight``. The value is the product of the fp8
-number and the scale of its block, computed in float32.
+Block-wise fp8 is the format of DeepSeek-V3 (DeepSeek-AI 2024, section 3.3). ``X.weight_scale_inv``
+has one float32 scale for each block of ``weight_block_size`` rows and columns of ``X.weight``. The
+value is the product of the fp8 number and the scale of its block, computed in float32.
 
-MXFP4 is the format of the experts of gpt-oss (OCP Microscaling Formats specification 1.0, section 5.3). ``X_blocks``
-(E, O, I / 32, 16) and ``X_scales`` (E, O, I / 32) replace ``X`` (E, I, O). Both are bytes. Each group of 32 inputs of
-an output shares a power of two, whose exponent is the scale minus 127. Each byte of a block has two 4-bit numbers, the
-first in its low half. A number has a sign bit, two exponent bits and one mantissa bit.
+MXFP4 is the format of the experts of gpt-oss (OCP Microscaling Formats specification 1.0, section
+5.3). ``X_blocks`` (E, O, I / 32, 16) and ``X_scales`` (E, O, I / 32) replace ``X`` (E, I, O). Both
+are bytes. Each group of 32 inputs of an output shares a power of two, whose exponent is the scale
+minus 127. Each byte of a block has two 4-bit numbers, the first in its low half. A number has a
+sign bit, two exponent bits and one mantissa bit.
 """
 
 from __future__ import annotations
@@ -82,13 +83,15 @@ class BlockFp8Weights(HubWeights):
         scale_dtype = super().dtype(name + _SCALE)
         rows, columns = self._block
         has_right_dtypes = dtype == torch.float8_e4m3fn and scale_dtype == torch.float32
+        # The last block of a row or column may be smaller than the others.
         if len(shape) == 2:
             expected_shape = (math.ceil(shape[0] / rows), math.ceil(shape[1] / columns))
             if scale_shape == expected_shape and has_right_dtypes:
                 return
         raise CheckpointError(
-            f"{self.folder}: {name} {list(shape)} {dtype} with scales {list(scale_shape)} {scale_dtype} is not an fp8 "
-            f"weight with a float32 for each block of {rows} x {columns}"
+            f"{self.folder}: {name} {list(shape)} {dtype} with scales {list(scale_shape)} "
+            f"{scale_dtype} is not an fp8 weight with a float32 for each block of {rows} x "
+            f"{columns}"
         )
 
     def names(self) -> list[str]:
@@ -101,7 +104,9 @@ class BlockFp8Weights(HubWeights):
 
         A quantized tensor has the dtype of the other matrices, or bfloat16 without others.
         """
-        return self._plain if name in self._scaled else super().dtype(name)
+        if name in self._scaled:
+            return self._plain
+        return super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         """Read a box of a tensor. A quantized tensor is returned as float32."""
@@ -134,6 +139,7 @@ class Mxfp4Weights(HubWeights):
         super().__init__(folder, prefix)
         stored_names = set(super().names())
         self._packed = {name.removesuffix(_BLOCKS) for name in stored_names if name.endswith(_BLOCKS)}
+        # With both a quantized and a plain tensor, it would be unclear which one counts.
         for name in self._packed:
             if name + _SCALES not in stored_names or name in stored_names:
                 raise CheckpointError(
@@ -149,12 +155,15 @@ class Mxfp4Weights(HubWeights):
         has_right_shapes = len(block_shape) == 4 and block_shape == (*scale_shape, _SHARED // 2)
         if not has_right_shapes or block_dtype != torch.uint8 or scale_dtype != torch.uint8:
             raise CheckpointError(
-                f"{self.folder}: {name}{_BLOCKS} {list(block_shape)} {block_dtype} with scales {list(scale_shape)} "
-                f"{scale_dtype} are not blocks of {_SHARED} inputs with one byte per scale"
+                f"{self.folder}: {name}{_BLOCKS} {list(block_shape)} {block_dtype} with scales "
+                f"{list(scale_shape)} {scale_dtype} are not blocks of {_SHARED} inputs with one "
+                "byte per scale"
             )
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, with the dequantized name instead of each pair of blocks and scales."""
+        """Return the names of all tensors, with the dequantized name instead of
+        each pair of blocks and scales.
+        """
         names = set(super().names()) | self._packed
         for name in self._packed:
             names -= {name + _BLOCKS, name + _SCALES}
@@ -170,7 +179,9 @@ class Mxfp4Weights(HubWeights):
         return experts, groups * _SHARED, outputs
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch.bfloat16 if name in self._packed else super().dtype(name)
+        if name in self._packed:
+            return torch.bfloat16
+        return super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         if name not in self._packed:
@@ -181,7 +192,8 @@ class Mxfp4Weights(HubWeights):
         blocks_EOgb = super().read(name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2)))
         scales_EOg = super().read(name + _SCALES, (experts, outputs, groups))
 
-        # Unpack two 4-bit numbers per byte, low half first, and multiply them by the power of two of their group.
+        # Unpack two 4-bit numbers per byte, low half first, and multiply them by
+        # the power of two of their group.
         low = blocks_EOgb & 15
         high = blocks_EOgb >> 4
         codes_EOgi = torch.stack((low, high), dim=-1).flatten(-2).int()

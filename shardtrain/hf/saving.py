@@ -38,13 +38,17 @@ class HubSaves:
         self._options = config.checkpoint
         self._logged_notice = False
         module, shape = models.configured(model)
+        # "auto" keeps the dtypes of the source.
+        dtype: str = config.checkpoint.export_dtype
+        if dtype == "auto":
+            dtype = ""
         assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
         self._wanted = Export(
             Path(),
             Path(),
             module,
             shape,
-            dtype="" if config.checkpoint.export_dtype == "auto" else config.checkpoint.export_dtype,
+            dtype=dtype,
             source=origin.of_run(config, module, shape),
             tokenizer=assets if assets.is_dir() else None,
             shard_bytes=SHARD_BYTES,

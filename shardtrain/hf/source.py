@@ -81,7 +81,9 @@ def of_folder(folder: Path) -> FolderSource:
     Raises:
         CheckpointError: config.json or a weights file is damaged.
     """
-    config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
+    config = {}
+    if (folder / CONFIG).is_file():
+        config = dict(read_json(folder / CONFIG))
     # DeepSeek's multi-token prediction layer follows the last layer. It is not imported, so an
     # export must not have it.
     if config.get("num_nextn_predict_layers") and has_weights(folder):
@@ -89,8 +91,12 @@ def of_folder(folder: Path) -> FolderSource:
             first = f"model.layers.{config.get('num_hidden_layers')}."
             if any(name.startswith(first) for name in weights.names()):
                 config["num_nextn_predict_layers"] = 0
+    # Of the other files, only some kinds travel with the model.
     files = {}
-    for path in sorted(folder.rglob("*") if folder.is_dir() else ()):
+    paths: list[Path] = []
+    if folder.is_dir():
+        paths = sorted(folder.rglob("*"))
+    for path in paths:
         name = path.relative_to(folder).as_posix()
         if _TRAVEL.fullmatch(name) and path.is_file():
             files[name] = (path, 0, path.stat().st_size)
@@ -108,30 +114,46 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
     if not isinstance(places, dict) or file is None:
         return None
     files: dict[str, tuple[Path, int, int]] = {}
-    # Names and offsets are untrusted. An export would write a file outside the output folder if its name were a path.
+    # Names and offsets are untrusted. An export would write a file outside the
+    # output folder if its name were a path.
     for name, place in places.items():
-        fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
-        if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
-            raise CheckpointError(f"checkpoint {folder}: its entry {name[:100]!r} is not a valid file; use another one")
+        is_pair = isinstance(place, list) and len(place) == 2
+        is_place = is_pair and all(type(number) is int and number >= 0 for number in place)
+        is_name = name == CONFIG or _TRAVEL.fullmatch(name)
+        if not is_place or sum(place) > file.bytes or not is_name:
+            raise CheckpointError(
+                f"checkpoint {folder}: its entry {name[:100]!r} is not a valid file; use another one",
+            )
         files[name] = (folder / FILE, *place)
-    own = files.pop(CONFIG, None)
-    source = FolderSource(folder, {}, files if own is None else {**files, CONFIG: own})
+    # config.json is an attribute of the source, not one of its files.
+    source = FolderSource(folder, {}, dict(files))
     try:
-        config = checked_json.parse(source.read(CONFIG)) if own is not None else {}
+        config = {}
+        if CONFIG in files:
+            config = checked_json.parse(source.read(CONFIG))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one") from None
-    return FolderSource(folder, config if isinstance(config, dict) else {}, files)
+        raise CheckpointError(
+            f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one",
+        ) from None
+    files.pop(CONFIG, None)
+    if not isinstance(config, dict):
+        config = {}
+    return FolderSource(folder, config, files)
 
 
 def of_path(path: Path) -> FolderSource | None:
-    """Return the files of a checkpoint or a folder, or None if the path is neither or the checkpoint has none."""
+    """Return the files of a checkpoint or a folder, or None if the path is
+    neither or the checkpoint has none.
+    """
     if (path / MANIFEST).is_file():
         return of_checkpoint(path, manifest.read(path))
     return of_folder(path) if path.is_dir() else None
 
 
 def unpacked(source: FolderSource) -> Path:
-    """Write the files of a source to a temporary folder and return it. It is deleted when the process exits."""
+    """Write the files of a source to a temporary folder and return it. It is
+    deleted when the process exits.
+    """
     folder = temporary.make("hub")
     atexit.register(temporary.remove, folder)
     for name in source.files:
@@ -147,7 +169,8 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
     a run's checkpoint.
 
     Raises:
-        CheckpointError: the description is invalid, or names a model file. Paths in an artifact are never followed.
+        CheckpointError: the description is invalid, or names a model file. Paths
+            in an artifact are never followed.
     """
     noted = stored.facts.get("model")
     if not isinstance(noted, dict):
@@ -158,8 +181,12 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
             f"checkpoint {folder}: its description of the model is invalid; name the run's TOML with --config"
         )
     if name.endswith(".py"):
-        raise CheckpointError(f"checkpoint {folder} refers to a custom model file; name the run's TOML with --config")
-    overrides = dict(overrides) if isinstance(overrides, dict) else {}
+        raise CheckpointError(
+            f"checkpoint {folder} refers to a custom model file; name the run's TOML with --config",
+        )
+    if not isinstance(overrides, dict):
+        overrides = {}
+    overrides = dict(overrides)
     if name == "transformers":
         source = of_checkpoint(folder, stored)
         if source is None or not source.config:
@@ -168,7 +195,9 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
             )
         overrides["path"] = str(unpacked(source))
     labels = noted.get("labels")
-    labels = [str(label) for label in labels] if isinstance(labels, list) else []
+    if not isinstance(labels, list):
+        labels = []
+    labels = [str(label) for label in labels]
     return {**noted, "name": name, "flavor": flavor, "overrides": overrides, "labels": labels}
 
 
@@ -184,7 +213,10 @@ def packed(source: FolderSource) -> tuple[bytes, dict[str, list[int]]]:
     """
     data = bytearray()
     places = {}
-    texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
+    texts = {}
+    if source.config:
+        texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()}
+    # The files are concatenated in memory.
     if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
         raise ConfigError(
             f"{source.where} has more than {MAX_JSON_BYTES} bytes of files other than weights; remove unrelated files"
@@ -205,15 +237,20 @@ def has_weights(folder: Path) -> bool:
 
 
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
-    """Return the dtype of each of our tensors in a checkpoint or a folder, or {} if the folder has no weights.
+    """Return the dtype of each of our tensors in a checkpoint or a folder,
+    or {} if the folder has no weights.
 
     Only the manifest or file headers are read.
     """
+    # A checkpoint of this package has our names.
     if (path / MANIFEST).is_file():
         stored = manifest.read(path).tensors
-        return {
-            name: stored[WEIGHTS_PREFIX + name].dtype for name in translation.shapes if WEIGHTS_PREFIX + name in stored
-        }
+        dtypes = {}
+        for name in translation.shapes:
+            key = WEIGHTS_PREFIX + name
+            if key in stored:
+                dtypes[name] = stored[key].dtype
+        return dtypes
     if has_weights(path):
         block = block_of(read_json(path / CONFIG), str(path / CONFIG))
         with open_weights(path, block, translation.hub.prefix) as weights:

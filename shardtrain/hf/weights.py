@@ -44,12 +44,16 @@ def layer_file_reader(folder: Path) -> ModuleType | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weights files of a folder in order: safetensors if there are any, otherwise one file per layer."""
+    """Return the weights files of a folder in order: safetensors if there are any,
+    otherwise one file per layer.
+    """
     found = sorted(folder.glob("*.safetensors"))
     if found:
         return found
     reader = layer_file_reader(folder)
-    return sorted(reader.files_of(reader.step_of(folder)).values()) if reader is not None else []
+    if reader is not None:
+        return sorted(reader.files_of(reader.step_of(folder)).values())
+    return []
 
 
 def without_wrappers(table: dict[str, T]) -> dict[str, T]:
@@ -98,15 +102,18 @@ def _no_weights(folder: Path, index: str) -> CheckpointError:
     pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
     parts = sorted(file.name for file in folder.glob("*.safetensors"))
     if parts or (pickles and index == BIN_INDEX):
-        missing = folder / (INDEX if parts else BIN_INDEX)
+        missing = folder / BIN_INDEX
+        if parts:
+            missing = folder / INDEX
         first, *others = parts or pickles
         return CheckpointError(
             f"{missing}, the index of {first} and {len(others)} more files, does not exist; download it"
         )
     if pickles:
         return CheckpointError(
-            f"{folder} has only {', '.join(pickles[:3])}, a pickle; save it with safe_serialization=True, or read it "
-            "with import --legacy_bin or, in a run, checkpoint.initial_load_legacy_bin"
+            f"{folder} has only {', '.join(pickles[:3])}, a pickle; "
+            "save it with safe_serialization=True, or read it with import --legacy_bin or, "
+            "in a run, checkpoint.initial_load_legacy_bin"
         )
     return CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; name the folder of a model")
 
@@ -131,7 +138,8 @@ class HubWeights:
         for file in sorted(set(index.values())) or [SINGLE]:
             self._open(file)
         for name, file in index.items():
-            # An index may list a tied head that no file contains. A caller that needs the absent tensor reports it.
+            # An index may list a tied head that no file contains. A caller that
+            # needs the absent tensor reports it.
             if self._file_of.get(name, file) != file:
                 raise CheckpointError(
                     f"{folder / INDEX} assigns {name} to {file}, which does not contain it; download both again"
@@ -189,7 +197,9 @@ class HubWeights:
         """
         word = self._slice(name).get_dtype()
         if word not in _TYPES:
-            raise CheckpointError(f"{self.folder / self._file_of[name]}: {name} has the unsupported dtype {word}")
+            raise CheckpointError(
+                f"{self.folder / self._file_of[name]}: {name} has the unsupported dtype {word}",
+            )
         return _TYPES[word]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:

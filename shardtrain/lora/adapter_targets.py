@@ -50,30 +50,41 @@ def find(
     if transformers_model is not None:
         head = transformers_model.get_output_embeddings()
         for path in style_by_path:
-            style_by_path[path] = "head" if model.get_submodule(path) is head else "replicate"
+            style_by_path[path] = "replicate"
+            if model.get_submodule(path) is head:
+                style_by_path[path] = "head"
     linears = [path for path, style in style_by_path.items() if style in _STYLES]
     embeddings = [path for path, submodule in model.named_modules() if isinstance(submodule, nn.Embedding)]
     theirs = their_names([*linears, *embeddings], module, shape)
     if not wanted and transformers_model is not None:
         wanted = [ALL]
 
-    # By default, adapt the linear modules of attention. A name may be ours or that of the Hugging Face format.
+    # By default, adapt the linear modules of attention. A name may be ours
+    # or that of the Hugging Face format.
     selected: set[str] = set()
     if not wanted:
         attention = _attention_linears(linears, layout)
         selected = {path for path in attention if not _within(path, saved)}
     problems = []
     for name in wanted:
+        # "all-linear" means all but the head, and leaves out the modules that are trained fully.
         if name == ALL:
-            matching = [path for path in linears if style_by_path[path] != "head" and not _within(path, saved)]
+            without_head = [path for path in linears if style_by_path[path] != "head"]
+            matching = [path for path in without_head if not _within(path, saved)]
         else:
             matching = [path for path in linears if _fits_any(name, path, theirs.get(path))]
             if not matching:
                 problems.append(_unknown(name, model, layout, linears, theirs))
         saved_too = [path for path in matching if _within(path, saved)]
         if saved_too:
-            rule = f"names {min(saved_too)}, which lora.modules_to_save trains fully"
-            problems.append(Problem(OPTION, name, rule, "remove it from one of the two options"))
+            problems.append(
+                Problem(
+                    OPTION,
+                    name,
+                    rule=f"names {min(saved_too)}, which lora.modules_to_save trains fully",
+                    fix="remove it from one of the two options",
+                )
+            )
         selected.update(matching)
     if problems:
         raise ConfigError(problems)
@@ -84,8 +95,14 @@ def find(
         embedding_ids |= {id(parameter) for parameter in model.get_submodule(path).parameters()}
     for path in selected:
         if id(model.get_submodule(path).weight) in embedding_ids:
-            rule = f"names {path}, which shares its weight with the embedding, so a merge would change both"
-            raise ConfigError(Problem(OPTION, list(wanted), rule, f"remove {path}"))
+            raise ConfigError(
+                Problem(
+                    OPTION,
+                    list(wanted),
+                    rule=f"names {path}, which shares its weight with the embedding, so a merge would change both",
+                    fix=f"remove {path}",
+                )
+            )
     return [path for path in linears if path in selected]
 
 
@@ -101,8 +118,14 @@ def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
         if any(matches(path.rpartition(".")[0], owner) for owner in owners):
             found.append(path)
     if not found:
-        rule = "is empty, and the model's layout names no attention with linear modules"
-        raise ConfigError(Problem(OPTION, None, rule, f"name modules, such as {', '.join(linears[:3])}"))
+        raise ConfigError(
+            Problem(
+                OPTION,
+                None,
+                rule="is empty, and the model's layout names no attention with linear modules",
+                fix=f"name modules, such as {', '.join(linears[:3])}",
+            )
+        )
     return found
 
 
@@ -129,14 +152,27 @@ def find_stacks(model: nn.Module, wanted: Sequence[str]) -> list[Stack]:
             if known:
                 examples = dict.fromkeys(".".join(path.split(".")[-2:]) for path in known)
                 fix = f"use names like {', '.join(examples)}"
-            problems.append(Problem(PARAMETERS, name, "matches no stack of expert weights in the model", fix))
+            problems.append(
+                Problem(
+                    PARAMETERS,
+                    name,
+                    rule="matches no stack of expert weights in the model",
+                    fix=fix,
+                )
+            )
         selected.update(matching)
     if problems:
         raise ConfigError(problems)
     return [stack for path, stack in known.items() if path in selected]
 
 
-def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], head: str = "") -> list[str]:
+def find_saved(
+    model: nn.Module,
+    module: ModuleType,
+    shape: Any,
+    wanted: Sequence[str],
+    head: str = "",
+) -> list[str]:
     """Return the paths of the modules that ``lora.modules_to_save`` names, in model order.
 
     A module that shares a tied weight with a selected module is selected too.
@@ -162,8 +198,17 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
         if not matching:
             their_ends = _ends(theirs.values())
             near = nearest(name, [*_ends(paths), *their_ends, *paths])
-            fix = f"did you mean {near}?" if near else f"use names like {', '.join(their_ends[:8])}"
-            problems.append(Problem(SAVED, name, "matches no module with weights in the model", fix))
+            fix = f"use names like {', '.join(their_ends[:8])}"
+            if near:
+                fix = f"did you mean {near}?"
+            problems.append(
+                Problem(
+                    SAVED,
+                    name,
+                    rule="matches no module with weights in the model",
+                    fix=fix,
+                )
+            )
         selected.update(matching)
     if problems:
         raise ConfigError(problems)
@@ -176,7 +221,8 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
 
 
 def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[str, str]:
-    """Map each of our modules to the module of the Hugging Face format that contains its weight, if one exists.
+    """Map each of our modules to the module of the Hugging Face format that contains its weight,
+    if one exists.
 
     That module may contain several of our modules, such as q, k and v (``Heads``).
     """
@@ -226,7 +272,13 @@ def _fits_any(name: str, *paths: str | None) -> bool:
     return any(path is not None and _fits(path, name) for path in paths)
 
 
-def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str], theirs: Mapping[str, str]) -> Problem:
+def _unknown(
+    name: str,
+    model: nn.Module,
+    layout: Layout,
+    linears: Sequence[str],
+    theirs: Mapping[str, str],
+) -> Problem:
     """Return the problem of a name that matches no adaptable module, depending on what it matches instead."""
     examples = ", ".join(_ends(linears))
     owners = [path for path, _ in model.named_modules() if path and _fits(path, name)]
@@ -236,17 +288,29 @@ def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str]
         their_linears = [theirs[path] for path in linears if path in theirs]
         near = nearest(name, [*_ends(linears), *_ends(their_linears), ALL, *linears])
         hint = f"did you mean {near}? " if near else ""
-        return Problem(OPTION, name, "matches no module of the model", f"{hint}use names like {examples}")
+        return Problem(
+            OPTION,
+            name,
+            rule="matches no module of the model",
+            fix=f"{hint}use names like {examples}",
+        )
 
     owner = owners[0]
     style = style_of(layout, owner)
     if isinstance(model.get_submodule(owner), nn.Embedding):
-        rule = f"names {owner}, an embedding, but only linear modules and experts can have adapters"
-        return Problem(OPTION, name, rule, f'train it fully with lora.modules_to_save = ["{name}"]')
+        return Problem(
+            OPTION,
+            name,
+            rule=f"names {owner}, an embedding, but only linear modules and experts can have adapters",
+            fix=f'train it fully with lora.modules_to_save = ["{name}"]',
+        )
     if style == "expert":
-        rule = f"names {owner}, whose weights are a stack of all experts instead of linear modules"
-        fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
-        return Problem(OPTION, name, rule, fix)
+        return Problem(
+            OPTION,
+            name,
+            rule=f"names {owner}, whose weights are a stack of all experts instead of linear modules",
+            fix='set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]',
+        )
     rule = f"names {owner}, which is not a linear module that can have an adapter"
     if style == "router":
         rule = f"names {owner}, a router, and routers cannot have adapters"

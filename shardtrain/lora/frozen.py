@@ -1,14 +1,14 @@
 """Frozen base weights of adapters, opened outside of a run: find them, verify their fingerprint, read them by name.
 
-A fingerprint depends on the content of the files and not on their location. The fingerprint of a checkpoint is a hash
-of its manifest, which has the hashes of all its files. The fingerprint of a Hugging Face folder combines the hashes of
-its weights and its config.json.
+A fingerprint depends on the content of the files and not on their location. The fingerprint of a
+checkpoint is a hash of its manifest, which has the hashes of all its files. The fingerprint of a
+Hugging Face folder combines the hashes of its weights and its config.json.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +80,9 @@ class FrozenWeights:
         self.stacks = stacks.find(model)
         self._kind = kind
         self._rounded = set()
-        self._packed_from = getattr(torch, config.training.dtype if config is not None else "float32")
+        self._packed_from = torch.float32
+        if config is not None:
+            self._packed_from = getattr(torch, config.training.dtype)
         if kind != quantize.WHOLE:
             self._rounded = {f"{path}.weight" for path in quantize.names(model, module.LAYOUT)}
         self._stored, self._weights = None, None
@@ -106,11 +108,14 @@ class FrozenWeights:
             damage = collectives.first_word(tensor_files.find_damaged_file(self._stored, path))
             if damage:
                 raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
-            whole = {WEIGHTS_PREFIX + name: torch.empty(size, device="meta") for name, size in self.shapes.items()}
-            tensor_files.check_names(whole, self._stored, path)
-            self.dtype = next(
-                (t.dtype for n, t in self._stored.tensors.items() if n.startswith(WEIGHTS_PREFIX)), "float32"
-            )
+            expected = {}
+            for name, size in self.shapes.items():
+                expected[WEIGHTS_PREFIX + name] = torch.empty(size, device="meta")
+            tensor_files.check_names(expected, self._stored, path)
+            stored_weights = [name for name in self._stored.tensors if name.startswith(WEIGHTS_PREFIX)]
+            self.dtype = "float32"
+            if stored_weights:
+                self.dtype = self._stored.tensors[stored_weights[0]].dtype
         # A Hugging Face folder for a transformers class. Its tensor names are those of the model.
         elif as_is.is_as_is(module):
             as_is.check_same(shape, path)
@@ -125,19 +130,26 @@ class FrozenWeights:
         else:
             recognised = recognise(path)
             resized = config is not None and config.checkpoint.initial_load_resize_embeddings
-            own_sizes = importing.sized_as(recognised, shape) if resized else shape
+            own_sizes = shape
+            if resized:
+                own_sizes = importing.sized_as(recognised, shape)
             self._translation = translation_of(module, own_sizes, str(path))
-            chosen = config.model.overrides.keys() if config is not None else ()
+            chosen: Collection[str] = ()
+            if config is not None:
+                chosen = config.model.overrides.keys()
             check_same(module, own_sizes, recognised, path, chosen)
             prefix = self._translation.hub.prefix
             self._weights = self._stack.enter_context(open_weights(path, recognised.block, prefix))
             mapping.check(self._translation, self._weights, recognised.passed_over)
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")
+
+        # Single tensors may be stored with another dtype.
         self.dtypes = dict.fromkeys(self.shapes, self.dtype)
         if path is not None:
-            noted = self._translation if self._weights is not None else translation_of(module, shape, str(path))
-            self.dtypes |= dtypes_of(path, noted)
+            if self._weights is None:
+                self._translation = translation_of(module, shape, str(path))
+            self.dtypes |= dtypes_of(path, self._translation)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of the tensors in place. Keys are names in our model."""
@@ -147,13 +159,16 @@ class FrozenWeights:
         self._fill({name: tensor for name, tensor in tensors.items() if name not in self._rounded})
 
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        # A checkpoint of this package.
         if self._stored is not None:
-            held = {WEIGHTS_PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-            tensor_reader.read(held, self._stored, self.path)  # type: ignore[arg-type]
+            by_key = {WEIGHTS_PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+            tensor_reader.read(by_key, self._stored, self.path)  # type: ignore[arg-type]
+        # A Hugging Face folder. It may lack buffers.
         elif self._weights is not None:
-            known = self._translation.sources
-            there = {name: tensors[name] for name in tensors if name in known}
-            importing.fill_rows(there, self._translation, self._weights)
+            sources = self._translation.sources
+            in_folder = {name: tensors[name] for name in tensors if name in sources}
+            importing.fill_rows(in_folder, self._translation, self._weights)
+        # The initializer.
         else:
             for name, tensor in tensors.items():
                 init_weights.draw_(tensor, name, self._draws[name], self._seed)
@@ -205,13 +220,25 @@ def find(
     if path is None:
         found = random_fingerprint(config, "cpu")
     elif not path.is_dir():
-        rule = "is not a folder, and adapters require the base weights with which they were trained"
-        raise ConfigError(Problem(option, str(path), rule, "name their folder with --base"))
+        raise ConfigError(
+            Problem(
+                option,
+                str(path),
+                rule="is not a folder, and adapters require the base weights with which they were trained",
+                fix="name their folder with --base",
+            )
+        )
     else:
         found = fingerprint_of(path)
     if found != expected:
-        rule = f"does not contain the base weights with which the adapters of {where} were trained"
-        raise ConfigError(Problem(option, str(path), rule, "name the original base weights with --base"))
+        raise ConfigError(
+            Problem(
+                option,
+                str(path),
+                rule=f"does not contain the base weights with which the adapters of {where} were trained",
+                fix="name the original base weights with --base",
+            )
+        )
     return FrozenWeights(path, module, shape, config, config.lora.base_dtype, num_labels)
 
 

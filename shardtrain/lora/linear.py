@@ -1,7 +1,8 @@
 """Linear module with frozen weights and a trained low-rank update (Hu et al. 2021).
 
-Shape suffixes: I inputs, O outputs, R rank. The frozen weights keep their names, so a checkpoint of the model without
-adapters can be loaded. GPT-2's ``Conv1D`` in transformers is a linear module with a weight of shape (I, O).
+Shape suffixes: I inputs, O outputs, R rank. The frozen weights keep their names, so a checkpoint
+of the model without adapters can be loaded. GPT-2's ``Conv1D`` in transformers is a linear module
+with a weight of shape (I, O).
 """
 
 from __future__ import annotations
@@ -54,14 +55,16 @@ class FrozenLinear(nn.Linear):
         self.transposed = is_transposed(base)
         self.weight = base.weight
         self.bias = base.bias
-        rows, columns = self.weight.shape
-        self.out_features, self.in_features = (columns, rows) if self.transposed else (rows, columns)
+        self.out_features, self.in_features = self.weight.shape
+        if self.transposed:
+            self.in_features, self.out_features = self.weight.shape
         self.low_bits: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
         if self.low_bits is None:
-            return F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+            weight_OI = self.weight.t() if self.transposed else self.weight
+            return F.linear(x, weight_OI, self.bias)
         product = self.low_bits(x)
         return product if self.bias is None else product + self.bias
 
@@ -69,30 +72,43 @@ class FrozenLinear(nn.Linear):
         """Compute W x with this rank's local tensors."""
         if self.low_bits is not None:
             return self.low_bits(x)
-        return F.linear(x, _local(self.weight).t() if self.transposed else _local(self.weight))
+        weight = _local(self.weight)
+        return F.linear(x, weight.t() if self.transposed else weight)
 
     def weight_OI(self, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of W. A quantized W is dequantized."""
         if self.low_bits is not None:
             return self.low_bits.restored(dtype)  # type: ignore[attr-defined,no-any-return]
         weight = _local(self.weight).detach()
-        return (weight.t() if self.transposed else weight).to(dtype)
+        if self.transposed:
+            weight = weight.t()
+        return weight.to(dtype)
 
 
 class LoraLinear(FrozenLinear):
     """W x + b + scale * B A dropout(x) with trained A (``lora_a``) and B (``lora_b``).
 
-    With ``use_dora`` (Liu et al. 2024, arXiv 2402.09353), each row of W + scale * B A is normalized and multiplied by
-    its trained magnitude (``lora_magnitude``). Backward treats the norm as a constant (section 4.3).
+    With ``use_dora`` (Liu et al. 2024, arXiv 2402.09353), each row of W + scale * B A is
+    normalized and multiplied by its trained magnitude (``lora_magnitude``). Backward treats the
+    norm as a constant (section 4.3).
     """
 
-    def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0, use_dora: bool = False) -> None:
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int,
+        scale: float,
+        dropout: float = 0.0,
+        use_dora: bool = False,
+    ) -> None:
         super().__init__(base)
         self.scale = scale
         self.dropout = dropout
         self.lora_a = nn.Parameter(self.weight.new_empty(rank, self.in_features))
         self.lora_b = nn.Parameter(self.weight.new_empty(self.out_features, rank))
-        magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if use_dora else None
+        magnitude = None
+        if use_dora:
+            magnitude = nn.Parameter(self.weight.new_empty(self.out_features))
         self.lora_magnitude: nn.Parameter | None
         self.register_parameter("lora_magnitude", magnitude)
         for name, parameter in self.named_parameters(recurse=False):
@@ -172,7 +188,9 @@ class LoraLinear(FrozenLinear):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -194,7 +212,13 @@ def is_adapter(name: str) -> bool:
 
 
 @torch.no_grad()
-def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, magnitude_O: Tensor | None = None) -> Tensor:
+def merged(
+    weight_OI: Tensor,
+    a_RI: Tensor,
+    b_OR: Tensor,
+    scale: float,
+    magnitude_O: Tensor | None = None,
+) -> Tensor:
     """Return W + scale * B A in float32: the matrix that the module applies without dropout.
 
     With ``magnitude_O`` (DoRA), each row is rescaled to this norm.

@@ -64,9 +64,13 @@ class Adapters:
             raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
 
     def num_labels(self, module: Any) -> int:
-        """Return the number of rows of the classification head saved with the adapters, or 0 without a head."""
+        """Return the number of rows of the classification head saved with the adapters,
+        or 0 without a head.
+        """
         head = self._shape(f"{module.LAYOUT.last[-1]}.weight")
-        return head[0] if head and self.spec.task_type == CLASSIFIES else 0
+        if head and self.spec.task_type == CLASSIFIES:
+            return head[0]
+        return 0
 
     def _shape(self, name: str) -> tuple[int, ...]:
         stored = self.stored.tensors.get(WEIGHTS_PREFIX + name)
@@ -114,9 +118,9 @@ def merge(
     missing = sorted(adapted - frozen.shapes.keys())
     if missing:
         raise CheckpointError(
-            f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; use the model that "
-            "they were trained on, or, if the weight is tied and a merge would change two modules, shardtrain generate "
-            "--adapter"
+            f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; "
+            "use the model that they were trained on, or, if the weight is tied and a merge would "
+            "change two modules, shardtrain generate --adapter"
         )
 
     def read(name: str) -> Tensor:
@@ -130,7 +134,9 @@ def merge(
             b_EOR = factor(f"{stack.path}_lora_b")
             sizes = ((stack.experts, spec.rank, stack.inputs), (stack.experts, stack.outputs, spec.rank))
             if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
-                raise CheckpointError(f"the adapter of {stack.path} does not have the shapes {sizes[0]} and {sizes[1]}")
+                raise CheckpointError(
+                    f"the adapter of {stack.path} does not have the shapes {sizes[0]} and {sizes[1]}",
+                )
             return stacks.merged(weight, stack, a_ERI, b_EOR, part, spec.scale)
         if name not in adapted:
             return weight
@@ -140,8 +146,12 @@ def merge(
         b_OR = factor(f"{path}.lora_b")
         weight_OI = weight.t() if turned else weight
         if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
-            raise CheckpointError(f"the adapter of {path} does not fit a weight of shape {list(weight.shape)}")
-        magnitude_O = factor(f"{path}.lora_magnitude") if spec.use_dora else None
+            raise CheckpointError(
+                f"the adapter of {path} does not fit a weight of shape {list(weight.shape)}",
+            )
+        magnitude_O = None
+        if spec.use_dora:
+            magnitude_O = factor(f"{path}.lora_magnitude")
         whole_OI = merged(weight_OI, a_RI, b_OR, spec.scale, magnitude_O)
         return whole_OI.t().contiguous() if turned else whole_OI
 

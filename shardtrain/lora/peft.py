@@ -42,7 +42,9 @@ _BASE = ".base_layer.weight"
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 """Name suffixes of factor A, for linear modules and for embeddings."""
 _EXCHANGED = ("llama4_text",)
-"""Model types whose expert weights are (E, I, O) in transformers without an ``is_transposed`` that PEFT could read."""
+"""Model types whose expert weights are (E, I, O) in transformers without an
+``is_transposed`` that PEFT could read.
+"""
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
@@ -73,9 +75,13 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
         linears: Paths of all linear modules in transformers. ``target_modules`` contains a short name only if
             all linear modules with that name are adapted. Otherwise it contains full paths.
     """
+    # Short names adapt every module with that name, so they are only exact if all of them are adapted.
     paths = {names.modules[path] for path in spec.modules}
     ends = sorted({path.rpartition(".")[2] for path in paths})
     every = {path for path in linears if path.rpartition(".")[2] in ends}
+    targets = sorted(paths)
+    if every == paths:
+        targets = ends
     fields: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": spec.task_type,
@@ -86,7 +92,7 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
         "lora_dropout": spec.dropout,
         "use_rslora": spec.rank_stabilized,
         "use_dora": spec.use_dora,
-        "target_modules": ends if every == paths else sorted(paths),
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": names.transposed,
         "init_lora_weights": True,
@@ -108,7 +114,8 @@ class Names:
         saved: PEFT's paths of the fully trained modules.
         transposed: True if adapted modules have weights (I, O).
         experts: Our name of each factor of a stack -> number of experts.
-        rows: Our name -> row indices in PEFT's tensor, if our tensor is a part of it or has another row order.
+        rows: Our name -> row indices in PEFT's tensor, if our tensor is a part
+            of it or has another row order.
         shapes: Name in ``adapter_model.safetensors`` -> shape in that file.
     """
 
@@ -122,13 +129,20 @@ class Names:
 
     def theirs(self, name: str, tensor: Tensor) -> Tensor:
         """Convert one of our tensors to its form in PEFT's file."""
-        written = stacks.to_peft(name, tensor) if name in self.experts else tensor
-        return written[self.rows[name].argsort()] if name in self.rows else written
+        written = tensor
+        if name in self.experts:
+            written = stacks.to_peft(name, tensor)
+        if name in self.rows:
+            return written[self.rows[name].argsort()]
+        return written
 
     def ours(self, name: str, tensor: Tensor) -> Tensor:
         """Convert a tensor of PEFT's file to our form: the inverse of ``theirs``."""
-        tensor = tensor[self.rows[name]] if name in self.rows else tensor
-        return stacks.from_peft(name, tensor, self.experts[name]) if name in self.experts else tensor
+        if name in self.rows:
+            tensor = tensor[self.rows[name]]
+        if name in self.experts:
+            return stacks.from_peft(name, tensor, self.experts[name])
+        return tensor
 
 
 def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False) -> Names:
@@ -145,14 +159,24 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
     known = dict(model.named_modules())
     hub = getattr(module, "HUB", None)
     theirs = their_names(spec.modules, module, shape)
-    sources = {path: hub.source(f"{path}.weight", shape) for path in spec.modules} if hub is not None else {}
-    parts = {path: source for path, source in sources.items() if isinstance(source, Heads)}
-    unmapped = [path for path in spec.modules if path not in theirs or (path in parts and not reads)]
-    if unmapped:
-        larger = f"a part of {parts[unmapped[0]].name.removesuffix('.weight')}" if unmapped[0] in parts else "no module"
+    # Find modules that are parts of a larger module in the Hugging Face format, and reject those
+    # that PEFT cannot represent.
+    parts = {}
+    for path in spec.modules:
+        source = None
+        if hub is not None:
+            source = hub.source(f"{path}.weight", shape)
+        if isinstance(source, Heads):
+            parts[path] = source
+        if path in theirs and (reads or path not in parts):
+            continue
+        larger = "no module"
+        if path in parts:
+            larger = f"a part of {parts[path].name.removesuffix('.weight')}"
         raise ConfigError(
-            f"{unmapped[0]} is {larger} in the Hugging Face format of this model, so PEFT cannot store its adapter; "
-            "merge the adapters (shardtrain merge) and export the merged model"
+            f"{path} is {larger} in the Hugging Face format of this model, "
+            "so PEFT cannot store its adapter; merge the adapters (shardtrain merge) and export "
+            "the merged model"
         )
     found = {}
     shapes = {}
@@ -162,16 +186,21 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
     # Each linear module has two factors and, with DoRA, magnitudes.
     for path in spec.modules:
         linear: Any = FrozenLinear(known[path])
-        outputs = linear.out_features * (parts[path].parts if path in parts else 1)
+        outputs = linear.out_features
+        if path in parts:
+            outputs *= parts[path].parts
         sizes = {
             "lora_a": (spec.rank, linear.in_features),
             "lora_b": (outputs, spec.rank),
             "lora_magnitude": (outputs,),
         }
-        for own in NAMES if spec.use_dora else NAMES[:2]:
+        factors = NAMES if spec.use_dora else NAMES[:2]
+        for own in factors:
             name = f"{path}.{own}"
             found[name] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
             shapes[found[name]] = sizes[own]
+            # Our module has every n-th group of rows, because the Hugging Face module
+            # stores the parts of each head together.
             if path in parts and own != "lora_a":
                 heads = torch.arange(outputs).unflatten(0, (-1, parts[path].parts, shape.head_dim))
                 rows[name] = heads[:, parts[path].part].flatten()
@@ -181,18 +210,26 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
     _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the merged model")
     for path in spec.parameters:
         stack = all_stacks[path]
-        source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape) if hub is not None else None
-        owned = [other for other in all_stacks if all_stacks[other].owner == stack.owner and other in spec.parameters]
+        source = None
+        if hub is not None:
+            source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape)
+        adapted_stacks = [other for other in all_stacks if other in spec.parameters]
+        owned = [other for other in adapted_stacks if all_stacks[other].owner == stack.owner]
         # The first parameter of the module has the innermost wrapper.
         inner = ".base_layer" * (len(owned) - 1 - owned.index(path))
         for own in NAMES[:2]:
             name = f"{path}_{own}"
             found[name] = f"{PREFIX}{stack_name(path).rpartition('.')[0]}{inner}.{_FACTORS[own]}"
             experts[name] = stack.experts
+            # PEFT concatenates the factors of all experts along the rank.
             ranks = spec.rank * stack.experts
-            shapes[found[name]] = (ranks, stack.inputs) if own == "lora_a" else (stack.outputs, ranks)
+            shapes[found[name]] = (stack.outputs, ranks)
+            if own == "lora_a":
+                shapes[found[name]] = (ranks, stack.inputs)
+        # An interleaved format alternates the rows of the parts, ours concatenates them.
         if isinstance(source, Stacked) and source.interleaved:
-            rows[f"{path}_lora_b"] = torch.arange(stack.outputs).unflatten(0, (-1, source.parts)).t().flatten()
+            output_rows = torch.arange(stack.outputs).unflatten(0, (-1, source.parts))
+            rows[f"{path}_lora_b"] = output_rows.t().flatten()
 
     # Add the fully trained modules.
     saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
@@ -200,15 +237,16 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
         found[name] = PREFIX + word
         shapes[found[name]] = tuple(model.get_parameter(name).shape)
     owners = tuple(dict.fromkeys(word.rpartition(".")[0] for word in saved.values()))
-    turned = any(is_transposed(known[path]) for path in spec.modules)
-    return Names(found, theirs, owners, turned, experts, rows, shapes)
+    has_transposed = any(is_transposed(known[path]) for path in spec.modules)
+    return Names(found, theirs, owners, has_transposed, experts, rows, shapes)
 
 
 def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str) -> None:
     if parameters and hub is not None and hub.model_type in _EXCHANGED:
         raise ConfigError(
-            f"{parameters[0]}: PEFT exchanges inputs and outputs of the experts of {hub.architecture}, so their "
-            f"adapters cannot be read or written in PEFT's format; {fix}"
+            f"{parameters[0]}: PEFT exchanges inputs and outputs of the experts of "
+            f"{hub.architecture}, so their adapters cannot be read or written in PEFT's format; "
+            f"{fix}"
         )
 
 
@@ -220,25 +258,32 @@ def _saved_names(
     Every name of a tied tensor is included. Without a ``spec``, all tensors that have a PEFT name are mapped.
     """
     found = {}
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if spec is None or spec.holds(name)]
     hub = getattr(module, "HUB", None)
     new_head = module.LAYOUT.last[-1]
-    for name in names:
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if spec is not None and not spec.holds(name):
+            continue
+        # A transformers class uses its own names, and PEFT names a new head.
         owner, _, leaf = name.rpartition(".")
         if as_is.is_as_is(module):
             found[name] = name.partition(".")[2]
-        elif classifies and owner == new_head:
+            continue
+        if classifies and owner == new_head:
             found[name] = f"{SCORE}.{leaf}"
-        else:
-            source = hub.source(name, shape) if hub is not None else None
-            if not isinstance(source, str):
-                if spec is None:
-                    continue
-                raise ConfigError(
-                    f"{name} is not a separate tensor in the Hugging Face format of this model, so PEFT cannot store "
-                    "it; merge the adapters (shardtrain merge) and export the merged model"
-                )
+            continue
+
+        # The other names are those of the Hugging Face format, if the tensor exists there.
+        source = None
+        if hub is not None:
+            source = hub.source(name, shape)
+        if isinstance(source, str):
             found[name] = source
+        elif spec is not None:
+            raise ConfigError(
+                f"{name} is not a separate tensor in the Hugging Face format of this model, "
+                "so PEFT cannot store it; merge the adapters (shardtrain merge) and export the "
+                "merged model"
+            )
     return found
 
 
@@ -248,8 +293,8 @@ class PeftFolder:
     Attributes:
         spec: Description of the adapters.
         names: PEFT names of their tensors.
-        copies: Our name -> PEFT name of frozen weights that the file contains, such as the weight of an adapted
-            ``lm_head``.
+        copies: Our name -> PEFT name of frozen weights that the file contains, such as
+            the weight of an adapted ``lm_head``.
     """
 
     def __init__(self, folder: Path, module: ModuleType, shape: Any, num_labels: int = 0) -> None:
@@ -260,29 +305,44 @@ class PeftFolder:
 
         Raises:
             ConfigError: the configuration uses an unsupported option or module.
-            CheckpointError: a file is missing, truncated or not safetensors, or the adapters belong to another model.
+            CheckpointError: a file is missing, truncated or not safetensors, or the
+                adapters belong to another model.
         """
         self.folder = folder
         fields = read_json(folder / CONFIG)
         begun = _read_config(fields, folder / CONFIG)
         self._file = _open(folder)
-        shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
+        shapes = {}
+        for name in self._file.keys():  # noqa: SIM118
+            shapes[name] = tuple(self._file.get_slice(name).get_shape())
+        # Separate copies of frozen weights from the tensors of the adapters.
         copies = {name for name in shapes if f"{name.removesuffix(_BASE)}.lora_A.weight" in shapes}
         rest = {name: size for name, size in shapes.items() if name not in copies}
         self.spec, self.names = self._recognise(rest, begun, module, shape, num_labels)
-        keys = {f"{path}.weight": f"{PREFIX}{theirs}{_BASE}" for path, theirs in self.names.modules.items()}
-        self.copies = {name: key for name, key in keys.items() if key in copies}
+        self.copies = {}
+        for path, theirs in self.names.modules.items():
+            key = f"{PREFIX}{theirs}{_BASE}"
+            if key in copies:
+                self.copies[f"{path}.weight"] = key
 
     def _recognise(
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
-        """Find the adapted modules from the tensor names in the file. Raise an error for an unknown tensor."""
-        _check_experts(begun.parameters, getattr(module, "HUB", None), "merge them with PEFT (merge_and_unload)")
+        """Find the adapted modules from the tensor names in the file. Raise
+        an error for an unknown tensor.
+        """
+        _check_experts(
+            begun.parameters,
+            getattr(module, "HUB", None),
+            "merge them with PEFT (merge_and_unload)",
+        )
         # Find the linear modules and stacks that have factors in the file.
         model = models.build(module, shape, num_labels)
         linears = linears_of(model)
         theirs = their_names([path for path, _ in model.named_modules()], module, shape)
-        owners = {name.removesuffix(end) for end in _FIRST_FACTORS for name in shapes if name.endswith(end)}
+        owners = set()
+        for end in _FIRST_FACTORS:
+            owners |= {name.removesuffix(end) for name in shapes if name.endswith(end)}
         adapted = [path for path in theirs if PREFIX + theirs[path] in owners]
         modules = [path for path in adapted if path in linears]
         # PEFT names the factors of a stack after the module that contains the stack.
@@ -293,7 +353,8 @@ class PeftFolder:
                 continue
             raise ConfigError(
                 f"{self.folder / WEIGHTS} has an adapter for {theirs[path]}, of class "
-                f"{type(model.get_submodule(path)).__name__}, but only nn.Linear and experts can have adapters; "
+                f"{type(model.get_submodule(path)).__name__}, "
+                "but only nn.Linear and experts can have adapters; "
                 "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
             )
         stacked = [path for path in all_stacks if self._has_stack(path, begun.parameters)]
@@ -303,7 +364,8 @@ class PeftFolder:
         all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
         present = {name for name, word in all_names.items() if PREFIX + word in shapes}
         for group in tied_names(model):
-            self._check_tied({name: PREFIX + all_names[name] for name in group if name in all_names}, present)
+            theirs_of_group = {name: PREFIX + all_names[name] for name in group if name in all_names}
+            self._check_tied(theirs_of_group, present)
         saved = [name.rpartition(".")[0] for name in all_names if name in present]
         spec = replace(
             begun,
@@ -313,26 +375,34 @@ class PeftFolder:
             task_type=kind,
         )
 
+        # The file must have exactly the tensors of these adapters.
         names = names_of(spec, module, shape, num_labels, reads=True)
         expected = names.shapes
-        wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
+        all_tensors = sorted(expected.keys() | shapes.keys())
+        wrong = [name for name in all_tensors if expected.get(name) != shapes.get(name)]
         if wrong or not (spec.modules or spec.parameters):
             first = wrong[0] if wrong else "no adapter"
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} does not fit this model: {len(wrong)} tensors differ, such as {first}: "
-                f"{_shown(shapes.get(first))} instead of {_shown(expected.get(first))}; use the model it was trained on"
+                f"{self.folder / WEIGHTS} does not fit this model: {len(wrong)} tensors differ, "
+                f"such as {first}: {_shown(shapes.get(first))} instead of "
+                f"{_shown(expected.get(first))}; use the model it was trained on"
             )
         return spec, names
 
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
-        """Raise CheckpointError if the file has only some names of a tied tensor, or different values for them."""
+        """Raise CheckpointError if the file has only some names of a tied tensor,
+        or different values for them.
+        """
         theirs = [their for name, their in group.items() if name in present]
         tensors = [self._file.get_tensor(name) for name in theirs]
-        if tensors and (len(tensors) < len(group) or not all(torch.equal(tensor, tensors[0]) for tensor in tensors)):
+        if not tensors:
+            return
+        are_equal = all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+        if len(tensors) < len(group) or not are_equal:
             rest = ", ".join(sorted({*group.values()} - {theirs[0]}))
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} has {theirs[0]} without an equal {rest}, although this model ties them; "
-                "merge these adapters with PEFT, which unties them"
+                f"{self.folder / WEIGHTS} has {theirs[0]} without an equal {rest}, "
+                "although this model ties them; merge these adapters with PEFT, which unties them"
             )
 
     @staticmethod
@@ -361,8 +431,9 @@ class PeftFolder:
                 same = torch.equal(theirs.to(ours.dtype), ours) or torch.equal(ours.to(theirs.dtype), theirs)
             if not same:
                 raise CheckpointError(
-                    f"{self.folder / WEIGHTS}: {self.copies[name]} differs from the weights of the model; use the "
-                    "model that the adapters were trained on, or merge them with PEFT (merge_and_unload)"
+                    f"{self.folder / WEIGHTS}: {self.copies[name]} differs from the weights of the "
+                    "model; use the model that the adapters were trained on, "
+                    "or merge them with PEFT (merge_and_unload)"
                 )
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -373,8 +444,11 @@ class PeftFolder:
         self.check_copies(tensors)
         for name in self.names.tensors.keys() & tensors.keys():
             box = tuple(local_slices(tensors[name]))
-            is_converted = name in self.names.experts or name in self.names.rows
-            part = self.read(name)[box] if is_converted else self._file.get_slice(self.names.tensors[name])[box]
+            # A converted tensor has another row order, so read all of it. Otherwise read only this part.
+            if name in self.names.experts or name in self.names.rows:
+                part = self.read(name)[box]
+            else:
+                part = self._file.get_slice(self.names.tensors[name])[box]
             local_tensor(tensors[name]).detach().copy_(part)
 
 
@@ -394,11 +468,16 @@ def load(config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tens
 
     def fill() -> None:
         found = PeftFolder(folder, module, shape, labels)
-        differ = [
-            f"{_LISTS[key]} differ" if key in _LISTS else f"{key} is {theirs!r} instead of {facts[key]!r}"
-            for key, theirs in found.spec.facts().items()
-            if key not in ("dropout", "task_type") and facts[key] != theirs
-        ]
+        differ = []
+        for key, theirs in found.spec.facts().items():
+            # Dropout and task type may differ between runs.
+            if key in ("dropout", "task_type") or facts[key] == theirs:
+                continue
+            # Lists are too long to print.
+            if key in _LISTS:
+                differ.append(f"{_LISTS[key]} differ")
+            else:
+                differ.append(f"{key} is {theirs!r} instead of {facts[key]!r}")
         if differ:
             raise ConfigError(
                 f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to the values of the folder"
@@ -415,13 +494,19 @@ def _open(folder: Path) -> Any:
     path = folder / WEIGHTS
     if not path.exists():
         legacy = (folder / "adapter_model.bin").exists()
-        what = "only adapter_model.bin, a pickle, which is never opened," if legacy else "no weights"
-        raise CheckpointError(f"{folder} has {what} instead of {WEIGHTS}; save it with safe_serialization=True")
+        what = "no weights"
+        if legacy:
+            what = "only adapter_model.bin, a pickle, which is never opened,"
+        raise CheckpointError(
+            f"{folder} has {what} instead of {WEIGHTS}; save it with safe_serialization=True",
+        )
     try:
         bounded_reads.check_regular(path)
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
+        raise CheckpointError(
+            f"{path} is truncated or not a safetensors file ({error}); download it again",
+        ) from None
 
 
 def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
@@ -430,19 +515,22 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
     The returned spec lists no modules, because they follow from the tensor names.
     """
     for key, allowed in _ONLY.items():
-        if fields.get(key) is not None and not any(fields[key] is a or fields[key] == a for a in allowed):
-            rule = f"has {key}={fields[key]!r}, which is not supported"
-            raise ConfigError(f"{path} {rule}; merge these adapters with PEFT, or train new ones")
+        if fields.get(key) is not None and fields[key] not in allowed:
+            raise ConfigError(
+                f"{path} has {key}={fields[key]!r}, which is not supported; "
+                "merge these adapters with PEFT, or train new ones"
+            )
+    # A key that is not read here may change the output of the adapters, unless it is empty or false.
     read = {
         "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save",
         *_ONLY, *_IGNORED,
     }  # fmt: skip
     unknown = sorted(key for key, value in fields.items() if key not in read and value)
     if unknown:
-        shown = ", ".join(f"{key}={str(fields[key])[:60]!r}" for key in unknown[:5])
+        examples = [f"{key}={str(fields[key])[:60]!r}" for key in unknown[:5]]
         raise ConfigError(
-            f"{path} has {shown}, which is not supported and may change the output of the adapters; merge them with "
-            "PEFT, or train new ones"
+            f"{path} has {', '.join(examples)}, which is not supported and may change the output of the adapters; "
+            "merge them with PEFT, or train new ones"
         )
     rank = _number(fields, "r", 8, path, lambda v: isinstance(v, int) and 1 <= v <= 2**20)
     alpha = _number(fields, "lora_alpha", 8, path, lambda v: 0 < v < math.inf)
@@ -453,10 +541,26 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
         )
     kind = fields.get("task_type")
     dora = bool(fields.get("use_dora"))
-    return Spec(int(rank), float(alpha), bool(fields.get("use_rslora")), (), 0.0, dora, tuple(stacked), (), kind)
+    return Spec(
+        int(rank),
+        float(alpha),
+        bool(fields.get("use_rslora")),
+        (),
+        0.0,
+        dora,
+        tuple(stacked),
+        (),
+        kind,
+    )
 
 
-def _number(fields: Mapping[str, Any], key: str, default: float, path: Path, good: Callable[[Any], bool]) -> Any:
+def _number(
+    fields: Mapping[str, Any],
+    key: str,
+    default: float,
+    path: Path,
+    good: Callable[[Any], bool],
+) -> Any:
     value = fields.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not good(value):
         raise ConfigError(f"{path}: {key}={value!r} is not a valid number; use the file that PEFT wrote")

@@ -89,20 +89,25 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
 
     All of them are in the layers.
     """
-    words = ("colwise", "rowwise", "replicate")
+    # A transformers class has no styles. All linear modules of its blocks can be quantized.
     if hasattr(model, "hf"):
-        return [
-            path
-            for path, module in model.named_modules()
-            if (is_linear(module) or isinstance(module, FrozenLinear))
-            and any(path.startswith(f"{block}.") for block in model.blocks)  # type: ignore[union-attr]
-        ]
+        blocks = tuple(f"{block}." for block in model.blocks)  # type: ignore[union-attr]
+        found = []
+        for path, module in model.named_modules():
+            if path.startswith(blocks) and (is_linear(module) or isinstance(module, FrozenLinear)):
+                found.append(path)
+        return found
+
+    styles = ("colwise", "rowwise", "replicate")
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    return [path for path in linears if path.startswith(f"{layout.layers}.") and style_of(layout, path) in words]
+    in_layers = [path for path in linears if path.startswith(f"{layout.layers}.")]
+    return [path for path in in_layers if style_of(layout, path) in styles]
 
 
 def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a ``Packed`` weight (O, I) that had this dtype: data, scales and the scales of the scales."""
+    """Return the bytes of a ``Packed`` weight (O, I) that had this dtype: data,
+    scales and the scales of the scales.
+    """
     rows = shape_OI[0]
     numel = shape_OI[0] * shape_OI[1]
     if kind == "int8":
@@ -134,8 +139,14 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
         if linear.weight.requires_grad:
             continue
         if kind == "nf4" and linear.weight.numel() % _BLOCK:
-            rule = f"requires a multiple of {_BLOCK} weights, and {path} has {linear.weight.numel()}"
-            raise ConfigError(Problem(OPTION, kind, rule, 'use "int8"'))
+            raise ConfigError(
+                Problem(
+                    OPTION,
+                    kind,
+                    rule=f"requires a multiple of {_BLOCK} weights, and {path} has {linear.weight.numel()}",
+                    fix='use "int8"',
+                )
+            )
         if not isinstance(linear, FrozenLinear):
             owner, _, leaf = path.rpartition(".")
             linear = FrozenLinear(linear)
@@ -197,5 +208,9 @@ def _int8(weight_OI: Tensor) -> Any:
 
 def _bytes(tensor: Any) -> int:
     # A tensor subclass lists the names of the plain tensors that it contains.
-    inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    return sum(_bytes(getattr(tensor, name)) for name in inner) if inner else int(tensor.nbytes)
+    inner = ()
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = tensor.__tensor_flatten__()[0]
+    if inner:
+        return sum(_bytes(getattr(tensor, name)) for name in inner)
+    return int(tensor.nbytes)

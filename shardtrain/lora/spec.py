@@ -58,7 +58,9 @@ class Spec:
         >>> Spec(4, 8.0, False, ()).scale, Spec(4, 8.0, True, ()).scale
         (2.0, 4.0)
         """
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        if self.rank_stabilized:
+            return self.alpha / math.sqrt(self.rank)
+        return self.alpha / self.rank
 
     def facts(self) -> dict[str, Any]:
         """Return the facts for a checkpoint, as JSON values."""
@@ -86,9 +88,10 @@ class Spec:
     def factors(self) -> list[str]:
         """Return the names of all adapter parameters."""
         names = NAMES if self.use_dora else NAMES[:2]
-        return [f"{path}.{name}" for path in self.modules for name in names] + [
-            f"{path}_{name}" for path in self.parameters for name in NAMES[:2]
-        ]
+        factors = [f"{path}.{name}" for path in self.modules for name in names]
+        # Stacks have no magnitudes.
+        factors += [f"{path}_{name}" for path in self.parameters for name in NAMES[:2]]
+        return factors
 
 
 def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
@@ -100,21 +103,31 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
     found = facts.get(FACT)
     if found is None:
         return None
+    # The checkpoint may be damaged or come from elsewhere, so check types and limits first.
     kinds: dict[str, Any] = {"rank": int, "alpha": (int, float), "rank_stabilized": bool, "modules": list}
-    good = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
-    lists = [found.get(key, []) for key in ("modules", "parameters", "saved")] if good else []
+    has_types = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    lists = []
+    if has_types:
+        lists = [found.get(key, []) for key in ("modules", "parameters", "saved")]
     if (
-        not good
+        not has_types
         or not 1 <= found["rank"] <= 2**20
         or not 0 < found["alpha"] < math.inf
-        or not all(isinstance(paths, list) and all(isinstance(path, str) for path in paths) for paths in lists)
+        or not all(map(_is_list_of_texts, lists))
         or not 1 <= sum(map(len, lists)) <= _MAX_MODULES
     ):
-        raise CheckpointError(f"checkpoint {where}: the description of its adapters is invalid; use another one")
-    dropout = found.get("dropout")
-    dropout = float(dropout) if isinstance(dropout, int | float) and 0 <= dropout < 1 else 0.0
+        raise CheckpointError(
+            f"checkpoint {where}: the description of its adapters is invalid; use another one",
+        )
+
+    # The following keys are optional.
+    dropout = 0.0
+    if isinstance(found.get("dropout"), int | float) and 0 <= found["dropout"] < 1:
+        dropout = float(found["dropout"])
     modules, parameters, saved = map(tuple, lists)
     kind = found.get("task_type", CAUSAL)
+    if kind not in TASK_TYPES.values():
+        kind = None
     return Spec(
         found["rank"],
         float(found["alpha"]),
@@ -124,8 +137,12 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
         found.get("use_dora") is True,
         parameters,
         saved,
-        kind if kind in TASK_TYPES.values() else None,
+        kind,
     )
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def adapt(
@@ -137,7 +154,8 @@ def adapt(
         new_head: True if the task has added a head. The head is then fully trained.
 
     Returns:
-        The description of the adapters, and the initializer of each new parameter. (None, {}) without lora.enable.
+        The description of the adapters, and the initializer of each new parameter.
+        (None, {}) without lora.enable.
 
     Raises:
         ConfigError: a target cannot be adapted, or the rank exceeds the size of a module.
@@ -149,20 +167,42 @@ def adapt(
     stacked = adapter_targets.find_stacks(model, options.target_parameters)
     # If the user named only stacks, adapt no linear modules by default.
     named = options.target_modules or not stacked
-    modules = adapter_targets.find(model, module, shape, options.target_modules, saved) if named else []
-    within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
-    if within:
-        rule = f"names {within[0]}, which lora.modules_to_save trains fully"
-        raise ConfigError(Problem(adapter_targets.PARAMETERS, None, rule, "remove it from one of the two options"))
+    modules = []
+    if named:
+        modules = adapter_targets.find(model, module, shape, options.target_modules, saved)
+    for stack in stacked:
+        if any(stack.path.startswith(f"{path}.") for path in saved):
+            raise ConfigError(
+                Problem(
+                    adapter_targets.PARAMETERS,
+                    None,
+                    rule=f"names {stack.path}, which lora.modules_to_save trains fully",
+                    fix="remove it from one of the two options",
+                )
+            )
     paths = tuple(stack.path for stack in stacked)
-    kind = CLASSIFIES if new_head else TASK_TYPES.get(getattr(model, "kind", "causal"))
+    kind: str | None = CLASSIFIES
+    if not new_head:
+        kind = TASK_TYPES.get(getattr(model, "kind", "causal"))
     scale = (options.rank, options.alpha, options.rank_stabilized)
     spec = Spec(*scale, tuple(modules), options.dropout, options.use_dora, paths, tuple(saved), kind)
-    sizes = {path: min(model.get_submodule(path).weight.shape) for path in modules}  # type: ignore[arg-type,union-attr]
-    for path, smaller in {**sizes, **{stack.path: min(stack.inputs, stack.outputs) for stack in stacked}}.items():
+
+    # A rank above the smaller side of a weight adds parameters without adding expressiveness.
+    smaller_sizes = {}
+    for path in modules:
+        smaller_sizes[path] = min(model.get_submodule(path).weight.shape)  # type: ignore[arg-type,union-attr]
+    for stack in stacked:
+        smaller_sizes[stack.path] = min(stack.inputs, stack.outputs)
+    for path, smaller in smaller_sizes.items():
         if spec.rank > smaller:
-            rule = f"exceeds {smaller}, the maximum rank of the weight of {path}"
-            raise ConfigError(Problem("lora.rank", spec.rank, rule, f"use at most {smaller}, or other target_modules"))
+            raise ConfigError(
+                Problem(
+                    "lora.rank",
+                    spec.rank,
+                    rule=f"exceeds {smaller}, the maximum rank of the weight of {path}",
+                    fix=f"use at most {smaller}, or other target_modules",
+                )
+            )
     apply(model, spec)
     _tell(model, spec)
     return spec, draws(model, options.init)
@@ -177,13 +217,17 @@ def head_of(model: nn.Module, module: ModuleType) -> str:
     network = getattr(model, "hf", None)
     if network is None:
         return str(module.LAYOUT.last[-1])
-    names = [name for name, _ in network.named_children() if any(word in name for word in _SCORES)]
-    if not names:
-        rule = f"finds no head in {type(network).__name__}: none of its modules is named {' or '.join(_SCORES)}"
-        raise ConfigError(
-            Problem("lora.enable", True, rule, "name the head in lora.modules_to_save, or train all weights")
+    for name, _ in network.named_children():
+        if any(word in name for word in _SCORES):
+            return f"hf.{name}"
+    raise ConfigError(
+        Problem(
+            "lora.enable",
+            True,
+            rule=f"finds no head in {type(network).__name__}: none of its modules is named {' or '.join(_SCORES)}",
+            fix="name the head in lora.modules_to_save, or train all weights",
         )
-    return f"hf.{names[0]}"
+    )
 
 
 def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
@@ -197,9 +241,12 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
     found = {}
     for name, size in inputs.items():
         rank = parameters[name].shape[-2]
-        # Uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the initialization of the paper's code.
-        kaiming = Draw("uniform", std=(3 * size) ** -0.5)
-        found[name] = kaiming if start == "kaiming" else Draw("normal", std=1 / rank)
+        found[name] = Draw("normal", std=1 / rank)
+        # Uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the
+        # initialization of the paper's code.
+        if start == "kaiming":
+            found[name] = Draw("uniform", std=(3 * size) ** -0.5)
+        # B starts at zero, so the adapted model starts as the base model.
         found[f"{name[:-1]}b"] = Draw("zeros", std=0.0)
     return found | {name: Draw("ones") for name in parameters if name.endswith("lora_magnitude")}
 
@@ -209,10 +256,14 @@ def start_magnitudes(model: nn.Module) -> None:
     """Set DoRA's magnitudes to the row norms of the frozen weights, which must be loaded. Collective."""
     for _, linear in adapted(model):
         if linear.lora_magnitude is not None:
-            whole = linear.weight_OI(torch.float32) if linear.weight is None else to_full(linear.weight.detach())
-            if linear.weight is not None and linear.transposed:
-                whole = whole.t()
-            length_O = torch.linalg.vector_norm(whole.float(), dim=1)
+            # A quantized weight has no parameter. It is dequantized as (O, I).
+            if linear.weight is None:
+                full_OI = linear.weight_OI(torch.float32)
+            elif linear.transposed:
+                full_OI = to_full(linear.weight.detach()).t()
+            else:
+                full_OI = to_full(linear.weight.detach())
+            length_O = torch.linalg.vector_norm(full_OI.float(), dim=1)
             local_tensor(linear.lora_magnitude).copy_(length_O[local_slices(linear.lora_magnitude)])
 
 
@@ -255,7 +306,9 @@ def _tell(model: nn.Module, spec: Spec) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     beside = [*spec.modules, *spec.parameters]
     shown = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in beside))
-    fully_trained = f", {', '.join(spec.saved)} fully trained" if spec.saved else ""
+    fully_trained = ""
+    if spec.saved:
+        fully_trained = f", {', '.join(spec.saved)} fully trained"
     logger.info(
         f"lora: adapters of rank {spec.rank} for {len(beside)} modules ({shown}){fully_trained}: "
         f"{trained:,} of {total:,} parameters ({100 * trained / total:.2f} %) are trained"

@@ -112,10 +112,8 @@ class LoraExperts(moe.Experts):
     def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D). ``count_E`` is the number of rows per expert."""
         assert count_E is not None
-        gate_RF, up_RF = (
-            moe.add_bias(moe.product(x_RD, count_E, w), count_E, b)
-            for w, b in ((self.w1, self.w1_bias), (self.w3, self.w3_bias))
-        )
+        gate_RF = moe.add_bias(moe.product(x_RD, count_E, self.w1), count_E, self.w1_bias)
+        up_RF = moe.add_bias(moe.product(x_RD, count_E, self.w3), count_E, self.w3_bias)
         added = self._added("gate_up_proj", x_RD, count_E)
         if added is not None:
             more_gate_RF, more_up_RF = added.chunk(2, dim=-1)
@@ -154,7 +152,9 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
 
 
 def _factors(a_ERI: Tensor, b_EOR: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    return (a_ERI.transpose(1, 2), b_EOR.transpose(1, 2)) if transposed else (b_EOR, a_ERI)
+    if transposed:
+        return (a_ERI.transpose(1, 2), b_EOR.transpose(1, 2))
+    return (b_EOR, a_ERI)
 
 
 @torch.no_grad()
@@ -169,7 +169,9 @@ def merged(weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int
 
 
 def to_peft(name: str, factor: Tensor) -> Tensor:
-    """Convert a factor to PEFT's layout: A to (E R, I) with the expert major, B to (O, R E) with the rank major."""
+    """Convert a factor to PEFT's layout: A to (E R, I) with the expert major, B to (O,
+    R E) with the rank major.
+    """
     if name.endswith("lora_a"):
         return factor.flatten(0, 1)
     return factor.permute(1, 2, 0).flatten(1, 2)
