@@ -270,6 +270,7 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
 def _unknown(setting: Setting) -> Problem:
     """Return the problem of an unknown option."""
     name = setting.option
+    # A table in the file is a section. Suggest sections and tables of tables.
     if isinstance(setting.value, dict) and not setting.is_text:
         tables = [option.name for option in options().values() if option.entry]
         near = nearest(name, [*filter(None, sections()), *tables])

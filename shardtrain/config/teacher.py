@@ -53,12 +53,14 @@ def teacher_config(config: Config) -> Config | Problem:
             rule="has no config.json",
             fix="name a Hugging Face folder; shardtrain export writes one, shardtrain data download fetches one",
         )
+    # Describe the teacher's folder like the model of a run that names only this folder.
     without_student = dataclasses.replace(config, model=Model(hf_assets_path=path), task=Task(), lora=Lora())
     folder = with_folder(without_student, {"model.hf_assets_path": OPTION})
     if isinstance(folder, Problem):
         return dataclasses.replace(folder, option=OPTION, value=path)
 
     # The teacher uses the student's mesh, without options of training.
+    # A teacher without experts cannot divide them.
     num_experts = (model_shape(Loaded(folder.config)) or {}).get("num_experts")
     degree = config.parallelism.expert_parallel_degree if num_experts else 1
     parallelism = dataclasses.replace(
@@ -123,6 +125,7 @@ def divergence_options(loaded: Loaded) -> Iterator[Problem]:
 
 def teacher_mesh(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
     """The mesh divides the teacher's sizes. Problems of the sizes themselves name the teacher's folder."""
+    # The user can change the mesh, but not the sizes in the teacher's folder.
     for check in (check_sizes, check_tensor_parallel, check_experts, check_context, check_transformers):
         for found in check(teacher):
             if found.option.startswith("parallelism."):
@@ -197,6 +200,7 @@ def _difference(student: str, teacher: str) -> str:
     Return an empty string if there is no difference, or if the files are of different kinds and
     cannot be compared.
     """
+    # Token by token only in a format that lists the tokens. Files of other formats are the same or not.
     student_file = _file(student, _TOKENIZER)
     teacher_file = _file(teacher, _TOKENIZER)
     if student_file is not None and teacher_file is not None:

@@ -118,6 +118,7 @@ def initial_hub_weights(loaded: Loaded) -> Iterator[Problem]:
 def hub_exports(loaded: Loaded) -> Iterator[Problem]:
     """Exports to Hugging Face folders during the run, next to its checkpoints."""
     options = loaded.config.checkpoint
+    # Both kinds of exports have the same requirements.
     exports = []
     if options.last_save_in_hf:
         exports.append("checkpoint.last_save_in_hf")
@@ -204,6 +205,7 @@ def resized_embeddings(loaded: Loaded) -> Iterator[Problem]:
             rule="requires the number of rows of the embedding",
             fix="set model.overrides.vocab_size to the tokenizer's number of ids",
         )
+    # Without adapters, all weights are trained, including the new rows.
     trained_modules = {name.rpartition(".")[2] for name in c.lora.modules_to_save}
     if c.lora.enable and not trained_modules & _EMBEDDINGS:
         yield problem(
@@ -242,6 +244,7 @@ def check_storage(loaded: Loaded) -> Iterator[Problem]:
 
 def store_address(loaded: Loaded, option: str, address: str) -> Iterator[Problem]:
     """An address names a bucket or folder of an object store, and contains no credentials."""
+    # A credential precedes the bucket: s3://KEY:SECRET@bucket.
     scheme, _, rest = address.partition("://")
     if "@" in rest.partition("/")[0]:
         rule = "contains a credential, which logs and files would show"

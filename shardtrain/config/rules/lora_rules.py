@@ -48,6 +48,7 @@ def frozen_weights(loaded: Loaded) -> Iterator[Problem]:
     """Adapters are trained next to frozen initial weights, whose optimizer state is not loaded."""
     lora = loaded.config.lora
     checkpoint = loaded.config.checkpoint
+    # Adapters are only useful together with the weights that they were trained with.
     initial = derived.initial_weights(loaded.config)
     if initial is None and not lora.random_base:
         yield problem(
@@ -116,6 +117,7 @@ def adapted_modules(loaded: Loaded) -> Iterator[Problem]:
             fix=f"use at most {width}",
         )
 
+    # The output layer may share its weight, or be trained fully. An adapter on it would conflict with both.
     head = next((name for name in c.lora.target_modules if name in _HEADS), None)
     if head is None:
         return

@@ -155,8 +155,10 @@ def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
     """
     t = loaded.config.training
     p = loaded.config.parallelism
+    # By default, a step is one local batch per data-parallel rank.
     if t.global_batch_size == -1:
         return t.local_batch_size
+    # A shard degree of -1 depends on the number of ranks.
     if world_size is None and p.data_parallel_shard_degree == -1:
         return None
     world_size = world_size or derived.other_degrees(loaded.config) * p.data_parallel_shard_degree
@@ -179,6 +181,7 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
         return
     option = "parallelism.pipeline_parallel_microbatch_size"
     batches = rows // size
+    # These schedules cannot start with fewer micro-batches than stages.
     schedule = stages.schedule_name(p.pipeline_parallel_schedule)
     needs_batch_per_stage = schedule in stages.SINGLE or schedule == "DualPipeV"
     if batches < 1 or (batches < count and needs_batch_per_stage):
@@ -186,6 +189,7 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
         fix = f"raise training.local_batch_size or training.global_batch_size to {count * size} per data rank"
         yield problem(loaded, option, rule, f"{fix}, or use smaller micro-batches")
     elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        # PyTorch divides the micro-batches into equal rounds of at least one per rank.
         rounds = max(1, batches // degree)
         if batches % rounds:
             rule = f"makes {batches} micro-batches, which do not fill rounds of {degree}"
@@ -231,6 +235,7 @@ def check_context(loaded: Loaded) -> Iterator[Problem]:
             rule="is for FlexAttention's block masks, which the models do not use",
             fix='use "headtail" or "none"',
         )
+    # Ulysses exchanges sequences for heads: each rank attends with some of the heads.
     heads = sizes.get("num_kv_heads") or sizes.get("num_heads")
     if p.context_parallel_method != "ulysses" or not isinstance(heads, int):
         return

@@ -152,6 +152,7 @@ def _check_options_of_other_tasks(loaded: Loaded) -> Iterator[Problem]:
     """Options that this task does not read. A user's task file may build on any task, and read all
     options.
     """
+    # Only these tasks list all options that they read.
     task_options = _OPTIONS.get(loaded.config.task.name)
     if task_options is None:
         return
@@ -186,6 +187,8 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
     task = loaded.config.task
     data = loaded.config.data
     yield from _check_rows(loaded)
+
+    # Weights of the loss.
     if not 0 < task.beta < math.inf:
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
     fields = {"data.prompt_field": data.prompt_field}
@@ -247,6 +250,7 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
         )
     if (len(task.labels) or task.num_labels) < 2:
         yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
+    # A file either has a header with names, or its columns are numbered.
     if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
         yield problem(
             loaded,
@@ -267,6 +271,7 @@ def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
     for option in (*labels, *OF_DOCUMENTS, "data.separator"):
         if is_changed(loaded, option):
             yield problem(loaded, option, f"has no effect with task.name={task.name}", "remove it")
+    # Sequence-to-sequence models have no options of their own.
     known = ("mask_fraction", "mask_token_id") if task.name == MASKED else ()
     for name, value in task.options.items():
         where = loaded.origins.get(f"task.options.{name}", loaded.where("task.options"))
