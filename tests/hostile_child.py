@@ -179,7 +179,7 @@ def open_run(path: Path) -> None:
     failure.write_exit(path, None, 0)
     for name in ("metrics.jsonl", "validation.jsonl"):
         history = JsonlFile(path / name, start_step=5)
-        from shardtrain.metrics.record import tags_of
+        from shardtrain.metrics.step_record import tags_of
 
         for fields in history.history:
             tags_of(fields, "cpu")

@@ -21,8 +21,8 @@ from shardtrain.metrics.meters import MeterWindow, WindowMeans
 from shardtrain.metrics.open_sinks import open_sinks
 from shardtrain.metrics.peak_memory import read_peak
 from shardtrain.metrics.progress_line import ProgressLine
-from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Sink
+from shardtrain.metrics.step_record import Record, Reduce, RunFacts
 from shardtrain.metrics.waiting import Waiting
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.heartbeat import asked_seconds, repeat

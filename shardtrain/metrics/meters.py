@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardtrain.metrics.record import Reduce
+from shardtrain.metrics.step_record import Reduce
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.schema import Config
-from shardtrain.metrics.record import RunFacts
 from shardtrain.metrics.sinks import Sink, SinkContext, console
 from shardtrain.metrics.sinks.metrics_jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own_sink import OwnSink
+from shardtrain.metrics.step_record import RunFacts
 
 
 def open_sinks(config: Config, run_folder: Path, facts: RunFacts) -> Iterator[Sink]:

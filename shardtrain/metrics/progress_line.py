@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardtrain.metrics.record import TOTAL_SPEED, Record
+from shardtrain.metrics.step_record import TOTAL_SPEED, Record
 from shardtrain.utils.progress import Progress
 from shardtrain.utils.units import format_seconds
 

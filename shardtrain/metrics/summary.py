@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardtrain.metrics.record import TOTAL_SPEED, Record, RunFacts
+from shardtrain.metrics.step_record import TOTAL_SPEED, Record, RunFacts
 from shardtrain.utils.log import logger
 from shardtrain.utils.sparkline import bars_for, sparkline
 from shardtrain.utils.units import format_count, format_seconds

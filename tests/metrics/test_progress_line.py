@@ -7,8 +7,8 @@ import torch
 
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.peak_memory import HostMemory
-from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks.console import StepTable
+from shardtrain.metrics.step_record import Record
 from shardtrain.utils import log
 
 

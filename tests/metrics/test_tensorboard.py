@@ -13,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.peak_memory import DeviceMemory
-from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import tensorboard
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
+from shardtrain.metrics.step_record import Record
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardtrain.config.schema import Config
-from shardtrain.metrics.record import Record, RunFacts
+from shardtrain.metrics.step_record import Record, RunFacts
 
 
 class Sink(Protocol):

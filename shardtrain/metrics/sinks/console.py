@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-from shardtrain.metrics.record import Record
+from shardtrain.metrics.step_record import Record
 from shardtrain.utils.log import color_allowed, logger
 from shardtrain.utils.units import format_seconds
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardtrain.metrics.record import Record, finite_or_none
+from shardtrain.metrics.step_record import Record, finite_or_none
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.log import logger

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import SinkContext
+from shardtrain.metrics.step_record import Record
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger, redact

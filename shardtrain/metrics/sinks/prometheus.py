@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import SinkContext
 from shardtrain.metrics.sinks.tensorboard import require_package
+from shardtrain.metrics.step_record import Record
 from shardtrain.utils.log import logger
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.metrics.record import Record, tags_of
 from shardtrain.metrics.sinks import SinkContext, validation_tags
+from shardtrain.metrics.step_record import Record, tags_of
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import SinkContext, validation_tags
+from shardtrain.metrics.step_record import Record
 from shardtrain.utils.log import logger, redact
 from shardtrain.utils.redact import redact_all
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import SinkContext
 from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
+from shardtrain.metrics.step_record import Record
 
 INIT_SECONDS = 60.0
 """Maximum time to connect to the service at the start, in a separate thread."""

@@ -7,6 +7,7 @@ name the cause.
 - ``verify_rank`` runs the steps of one rank.
 - ``compare``, ``diagnose`` and ``judge`` evaluate the results.
 - ``verify_report`` prints them.
+- ``compare_recordings`` compares two recordings of any trainers, with ``recordings`` and ``recorded_differences``.
 
 Torch is imported only before ranks start.
 """
@@ -45,8 +46,13 @@ def main(words: Sequence[str]) -> int:
 
     Raises:
         ConfigError: an argument, the configuration, a requested mesh or the model file is invalid.
+        DataError: a recording is missing or damaged.
     """
     request = read(words)
+    if request.compare:
+        from shardtrain.tools.verify import compare_recordings
+
+        return compare_recordings.main(request.compare, request.rounding, request.json)
     loaded = load(request)
     if request.real:
         from shardtrain.tools.verify import real
@@ -87,7 +93,7 @@ def load(request: VerifyOptions) -> Loaded:
     """Load the configuration to verify. A model file is verified with its smallest flavor and
     default options.
 
-    ConfigError: the configuration is invalid, or its task has another kind of loss.
+    Raises:
         ConfigError: the configuration is wrong, or its task has another kind of loss.
     """
     path = request.path

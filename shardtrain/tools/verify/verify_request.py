@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.utils.errors import ConfigError, Problem
@@ -13,6 +14,7 @@ USAGE = """\
 usage: shardtrain verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...] [--schedule NAME ...] [--steps 3]
                          [--full] [--json] [--allow-impossible] [--section.key VALUE ...]
        shardtrain verify --real [CONFIG.toml | model.py] [--memory GIB] [--json] [--section.key VALUE ...]
+       shardtrain verify --compare RUN_A RUN_B [--rounding RUN_C] [--json]
 
 Train the same batches on one process and on each mesh, in float32, and compare initial weights, loss, every gradient,
 the gradient norm and the updated weights. Status 0: all the same. Status 4: a mesh differs, fails, or was requested
@@ -29,6 +31,8 @@ and is not possible; the reason is printed.
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
   --memory    GiB of memory for --real; the default is three quarters of the free memory. A check that does not fit
               is left out, and its row gives the reason
+  --compare   two recordings of the same training (shardtrain.record): name the first step and tensor that differ
+  --rounding  a third recording, in which only rounding differs from RUN_A; its difference sets the tolerance
 
   shardtrain verify
   shardtrain verify my_model.py --mesh tp=2 --mesh "pp=2,dp_shard=2"
@@ -47,6 +51,8 @@ class VerifyOptions:
     json: bool = False
     allow_impossible: bool = False
     real: bool = False
+    compare: tuple[str, ...] = ()
+    rounding: str | None = None
     memory_gib: float = 0.0
     overrides: tuple[str, ...] = ()
 
@@ -59,6 +65,8 @@ def read(words: Sequence[str]) -> VerifyOptions:
     """
     taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"), USAGE)
     own = taken.own
+    if "--compare" in own or "--rounding" in own:
+        return _comparison(own, taken.rest)
     if "--memory" in own and "--real" not in own:
         fix = "remove it"
         raise ConfigError(Problem("--memory", None, "has no effect without --real", fix, "command line"))
@@ -84,6 +92,19 @@ def read(words: Sequence[str]) -> VerifyOptions:
     )
 
 
+def _comparison(own: Mapping[str, Any], rest: Sequence[str]) -> VerifyOptions:
+    """Return the options of a comparison of two recordings, which has no configuration."""
+    folders = tuple(own.get("--compare", ()))
+    if len(folders) != 2:
+        rule = f"takes the folders of two recordings, and {len(folders)} were given"
+        raise ConfigError(Problem("--compare", " ".join(folders) or None, rule, "name two", "command line"))
+    others = [*sorted(own.keys() - {"--compare", "--rounding", "--json"}), *rest]
+    if others:
+        rule = "has no effect with --compare, which trains nothing"
+        raise ConfigError(Problem(others[0], None, rule, "remove it", "command line"))
+    return VerifyOptions(compare=folders, rounding=own.get("--rounding"), json="--json" in own)
+
+
 def _gib(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
         raise ValueError("must be a number of GiB above 0")
@@ -95,4 +116,6 @@ OPTIONS = {
     "--schedule": VerbOption(example="1F1B", is_list=True),
     "--steps": VerbOption(number_of("steps"), "3"),
     "--memory": VerbOption(_gib, "8"),
+    "--compare": VerbOption(example="recordings/a recordings/b", is_list=True),
+    "--rounding": VerbOption(example="recordings/c"),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardtrain.launch import failure
 from shardtrain.launch.goodput.account import MEANINGS
-from shardtrain.metrics.record import TOTAL_SPEED
+from shardtrain.metrics.step_record import TOTAL_SPEED
 from shardtrain.tools.runs.report.chart import COLORS, Chart, ChartLine, format_number
 from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
 from shardtrain.utils.redact import visible

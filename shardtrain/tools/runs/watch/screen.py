@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardtrain.metrics.record import TOTAL_SPEED
+from shardtrain.metrics.step_record import TOTAL_SPEED
 from shardtrain.tools.runs.report.chart import format_number
 from shardtrain.tools.runs.watch.following import FollowedRun
 from shardtrain.utils.redact import redact, visible

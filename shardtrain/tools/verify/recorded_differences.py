@@ -1,0 +1,342 @@
+"""Compare two recordings of the same training, and name the first step and tensor that differ beyond rounding.
+
+Recordings of one training on two meshes must agree in this order at each step: samples, learning rate, weights,
+gradients, loss, norm. The first one that does not is the fault or its first effect.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardtrain.tools.verify.recordings import NUM_PROJECTIONS, Recording, Step, Vector, distance
+from shardtrain.utils.errors import ConfigError, Problem
+
+TOLERANCES = {"float64": 1e-11, "float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "float8": 0.2}
+"""Relative difference of a gradient in the first step that counts as rounding, by the lowest precision.
+
+About a hundred units of rounding: sums of a few thousand terms in another order, through some layers.
+"""
+GROWTH = 2.0
+"""Factor by which the tolerance grows with each step, because training amplifies rounding."""
+MOST = 0.5
+"""Maximum tolerance. A larger relative difference is never rounding."""
+OF_WEIGHTS = 0.1
+"""Tolerance of weights divided by that of gradients. An update is small compared with the weights."""
+ROUNDING = 8
+"""Tolerance divided by the difference of a third recording, in which only rounding differs."""
+SMALL = 0.05
+"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to that norm."""
+EXACT_NUMBER = 1e-6
+"""Tolerance of numbers that do not depend on the order of sums."""
+MOST_SAMPLES = 4
+"""Maximum number of samples in a message."""
+EXACT_FACTOR = 1e-3
+"""Relative distance of a measured factor from a ratio of counts that explains it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference of two recordings.
+
+    Attributes:
+        step: Number of the step.
+        what: "samples", "tokens", "lr", "weights", "gradients", "loss" or "grad_norm".
+        names: Tensors that differ there, in the order of the model; empty for numbers.
+        error: Relative difference of the first of them.
+        tolerance: Difference that would count as rounding.
+        cause: Likely cause, or "".
+    """
+
+    step: int
+    what: str
+    names: tuple[str, ...]
+    error: float
+    tolerance: float
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of a comparison.
+
+    Attributes:
+        num_steps: Number of steps that both recordings have.
+        largest: Largest relative difference of gradients and weights over all steps.
+        missing: Parameters that only one recording has, as sentences.
+    """
+
+    num_steps: int
+    largest: Mapping[str, float]
+    missing: tuple[str, ...]
+    first: Difference | None
+
+
+def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Comparison:
+    """Compare recording ``b`` with ``a``. ``rounding`` differs from ``a`` by rounding only, and sets the tolerance.
+
+    Raises:
+        ConfigError: the recordings have different seeds, or no common step.
+    """
+    for other in (b, rounding):
+        if other is not None and other.seed != a.seed:
+            rule = f"has projections of seed {other.seed}, but {a.folder} has those of seed {a.seed}"
+            raise ConfigError(Problem("recording", str(other.folder), rule, "record both with the same seed"))
+    steps_b = {step.number: step for step in b.steps}
+    pairs = [(step, steps_b[step.number]) for step in a.steps if step.number in steps_b]
+    if not pairs:
+        rule = f"has no step in common with {a.folder}"
+        raise ConfigError(Problem("recording", str(b.folder), rule, "number the steps of both runs alike"))
+
+    tolerances = _tolerances(a, b, [step.number for step, _ in pairs], rounding)
+    largest = {"gradients": 0.0, "weights": 0.0}
+    first: Difference | None = None
+    for index, (step_a, step_b) in enumerate(pairs):
+        errors = {"gradients": errors_of(step_a.gradients, step_b.gradients)}
+        errors["weights"] = errors_of(step_a.weights, step_b.weights)
+        for kind, by_name in errors.items():
+            largest[kind] = max([largest[kind], *by_name.values()])
+        if first is None:
+            first = _first_of_step(a, b, pairs[: index + 1], errors, tolerances[step_a.number])
+    return Comparison(len(pairs), largest, tuple(_missing(a, b)), first)
+
+
+def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, float]:
+    """Return the relative difference of each tensor that both have."""
+    total = math.sqrt(sum(vector.norm**2 for vector in one.values() if not math.isnan(vector.norm)))
+    errors = {}
+    for name, vector in one.items():
+        if name not in other:
+            continue
+        scale = max(vector.norm, SMALL * total, 1e-300)
+        error = max(distance(vector.projections, other[name].projections), abs(vector.norm - other[name].norm)) / scale
+        errors[name] = math.inf if math.isnan(error) else error
+    return errors
+
+
+def _tolerances(
+    a: Recording, b: Recording, numbers: Sequence[int], rounding: Recording | None
+) -> dict[int, dict[str, float]]:
+    """Return the tolerance of gradients and weights at each step."""
+    usual = max(TOLERANCES[a.precision], TOLERANCES[b.precision])
+    steps_a = {step.number: step for step in a.steps}
+    steps_of_rounding = {step.number: step for step in rounding.steps} if rounding is not None else {}
+    measured = {"gradients": 0.0, "weights": 0.0}
+    tolerances = {}
+    for index, number in enumerate(numbers):
+        grown = min(MOST, usual * GROWTH**index)
+        allowed = {"gradients": grown, "weights": OF_WEIGHTS * grown}
+        if number in steps_of_rounding:
+            of_a, of_rounding = steps_a[number], steps_of_rounding[number]
+            for kind in measured:
+                errors = errors_of(getattr(of_a, kind), getattr(of_rounding, kind))
+                measured[kind] = max([measured[kind], *errors.values()])
+                floor = TOLERANCES["float64"]
+                allowed[kind] = min(MOST, max(floor, ROUNDING * measured[kind]))
+        tolerances[number] = allowed
+    return tolerances
+
+
+def _missing(a: Recording, b: Recording) -> list[str]:
+    sentences = []
+    for one, other in ((a, b), (b, a)):
+        for name, shape in one.shapes.items():
+            if name not in other.shapes:
+                sentence = f"{one.folder} has a parameter {name}, but {other.folder} has none"
+                same = [known for known, of_known in one.shapes.items() if of_known == shape and known in other.shapes]
+                if same:
+                    sentence += f": if it is tied to {same[0]}, wrapping or sharding the model untied it"
+                sentences.append(sentence)
+            elif one is a and other.shapes[name] != shape:
+                sentences.append(f"{name} has shape {shape} in {a.folder}, but {other.shapes[name]} in {b.folder}")
+    return sentences
+
+
+def _first_of_step(
+    a: Recording,
+    b: Recording,
+    pairs: Sequence[tuple[Step, Step]],
+    errors: Mapping[str, Mapping[str, float]],
+    allowed: Mapping[str, float],
+) -> Difference | None:
+    """Return the first difference of the last of ``pairs``, or None."""
+    step_a, step_b = pairs[-1]
+    number = step_a.number
+    data = _other_data(step_a, step_b)
+    if data:
+        return Difference(number, "samples", (), 1.0, 0.0, data)
+    if _differ(step_a.lr, step_b.lr, EXACT_NUMBER):
+        cause = f"the learning rate is {step_a.lr:g} in {a.folder} and {step_b.lr:g} in {b.folder}"
+        return Difference(number, "lr", (), _relative(step_a.lr, step_b.lr), EXACT_NUMBER, cause)
+    for kind in ("weights", "gradients"):
+        names = tuple(name for name, error in errors[kind].items() if error > allowed[kind])
+        cause = _differing_replicas(b, step_b, kind) or _differing_replicas(a, step_a, kind)
+        if not names and not cause:
+            continue
+        if not cause and kind == "weights":
+            cause = _cause_of_weights(pairs)
+        elif not cause:
+            cause = _cause_of_gradients(a, b, step_a, step_b, names)
+        error = errors[kind][names[0]] if names else math.inf
+        return Difference(number, kind, names, error, allowed[kind], cause)
+
+    # The weights and gradients agree. A number that the program computes from them may still be wrong.
+    tolerance = allowed["gradients"]
+    loss_a, loss_b = mean_loss(step_a), mean_loss(step_b)
+    if _differ(loss_a, loss_b, tolerance):
+        cause = "only the reported loss differs: in one run it is not the mean over all tokens"
+        return Difference(number, "loss", (), _relative(loss_a, loss_b), tolerance, cause)
+    if _differ(step_a.grad_norm, step_b.grad_norm, tolerance):
+        cause = "only the reported norm differs: in one run it is that of one rank's part, or of clipped gradients"
+        error = _relative(step_a.grad_norm, step_b.grad_norm)
+        return Difference(number, "grad_norm", (), error, tolerance, cause)
+    return None
+
+
+def _differ(one: float | None, other: float | None, tolerance: float) -> bool:
+    """True if both runs recorded a number and the numbers differ."""
+    return one is not None and other is not None and _relative(one, other) > tolerance
+
+
+def mean_loss(step: Step) -> float | None:
+    """Return the mean loss of all ranks, weighted by their tokens if these were recorded."""
+    if step.losses is None:
+        return None
+    if step.num_tokens is None or sum(step.num_tokens) == 0:
+        return statistics.fmean(step.losses)
+    weighted = sum(loss * tokens for loss, tokens in zip(step.losses, step.num_tokens, strict=True))
+    return weighted / sum(step.num_tokens)
+
+
+def _other_data(step_a: Step, step_b: Step) -> str:
+    """Describe the difference if the steps have other samples or another number of tokens, or return ""."""
+    samples_a, samples_b = step_a.samples, step_b.samples
+    if samples_a is not None and samples_b is not None and samples_a != samples_b:
+        more = sorted((Counter(samples_b) - Counter(samples_a)).keys())
+        fewer = sorted((Counter(samples_a) - Counter(samples_b)).keys())
+        if more and set(more) <= set(samples_a):
+            return f"other data: the second run has samples more than once ({', '.join(more[:MOST_SAMPLES])})"
+        only = f"only the first has {_some(fewer)}, only the second {_some(more)}"
+        return f"other data: {len(samples_a)} and {len(samples_b)} samples; {only}"
+    if step_a.num_tokens is not None and step_b.num_tokens is not None:
+        num_a, num_b = sum(step_a.num_tokens), sum(step_b.num_tokens)
+        if num_a != num_b:
+            return f"other data, or tokens counted in another way: {num_a} and {num_b} tokens"
+    return ""
+
+
+def _some(samples: Sequence[str]) -> str:
+    return ", ".join(samples[:MOST_SAMPLES]) or "none"
+
+
+def _differing_replicas(recording: Recording, step: Step, kind: str) -> str:
+    """Describe ranks that hold different numbers for the same part of a tensor, or return ""."""
+    vectors = step.gradients if kind == "gradients" else step.weights
+    names = [name for name, vector in vectors.items() if vector.replicas_differ]
+    if not names:
+        return ""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    missing = "gradients are not reduced over them" if kind == "gradients" else "their weights or updates differ"
+    return f"missing reduction: ranks of {recording.folder} hold different {kind} of {names[0]}{others}; {missing}"
+
+
+def _cause_of_weights(pairs: Sequence[tuple[Step, Step]]) -> str:
+    if len(pairs) == 1:
+        return "the initial weights differ: set the same seed, and draw weights independently of the rank"
+    (before_a, before_b), (after_a, after_b) = pairs[-2:]
+    factors = []
+    for name, vector in after_a.weights.items():
+        if name not in after_b.weights or name not in before_b.weights:
+            continue
+        of_a = _minus(vector, before_a.weights[name])
+        of_b = _minus(after_b.weights[name], before_b.weights[name])
+        factors.append(_factor(of_a, of_b))
+    common = _common(factors)
+    cause = f"the gradients of step {before_a.number} agree, so the optimizer's update differs"
+    if common is not None:
+        cause += f": it is {common:.4g} times as large"
+    return cause
+
+
+def _minus(one: Vector, other: Vector) -> tuple[float, ...]:
+    return tuple(a - b for a, b in zip(one.projections, other.projections, strict=True))
+
+
+def _cause_of_gradients(a: Recording, b: Recording, step_a: Step, step_b: Step, names: Sequence[str]) -> str:
+    """Return the likely cause of different gradients, or ""."""
+    factors = [_factor(step_a.gradients[name].projections, step_b.gradients[name].projections) for name in names]
+    common = _common(factors)
+    if common is None:
+        return _uneven_tokens(a, b, step_a, step_b)
+    num_same = len(step_a.gradients.keys() & step_b.gradients.keys()) - len(names)
+    subject = "all gradients are" if num_same == 0 else "these gradients, and no others, are"
+    explained = _explained(common, a, b, step_a, step_b)
+    text = f"{subject} {common:.6g} times as large"
+    if num_same and _is_close(common, 2.0, EXACT_FACTOR):
+        explained = ": they are counted twice, for example by a tied weight whose gradient is also reduced separately"
+    return text + explained
+
+
+def _explained(factor: float, a: Recording, b: Recording, step_a: Step, step_b: Step) -> str:
+    """Explain a factor by the numbers of ranks or tokens."""
+    ratios = {
+        f" = 1 / {b.num_ranks}, the number of ranks: averaged over ranks where they must be summed": 1 / b.num_ranks,
+        f" = {b.num_ranks}, the number of ranks: summed over ranks where they must be averaged": float(b.num_ranks),
+        f" = {a.num_ranks} / {b.num_ranks}, the ratio of ranks: averaged where they must be summed, in both": (
+            a.num_ranks / b.num_ranks
+        ),
+        f" = {b.num_ranks} / {a.num_ranks}, the ratio of ranks: summed where they must be averaged, in both": (
+            b.num_ranks / a.num_ranks
+        ),
+    }
+    if step_b.num_tokens is not None and sum(step_b.num_tokens):
+        total = sum(step_b.num_tokens)
+        ratios[f" = {total}, the number of tokens: not divided by it"] = float(total)
+        ratios[f" = 1 / {total}, the number of tokens: divided by it twice"] = 1 / total
+    for text, ratio in ratios.items():
+        if not _is_close(ratio, 1.0, EXACT_FACTOR) and _is_close(factor, ratio, EXACT_FACTOR):
+            return text
+    return ""
+
+
+def _uneven_tokens(a: Recording, b: Recording, step_a: Step, step_b: Step) -> str:
+    for recording, step in ((b, step_b), (a, step_a)):
+        if step.num_tokens is not None and len(set(step.num_tokens)) > 1:
+            counts = ", ".join(map(str, step.num_tokens[:4])) + (", ..." if len(step.num_tokens) > 4 else "")
+            return (
+                f"mean of means: ranks of {recording.folder} have {counts} tokens, and each may divide its loss by its "
+                "own number; divide by the number of all ranks"
+            )
+    return ""
+
+
+def _factor(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Return c if ``other`` is c times ``one`` within ``EXACT_FACTOR``, else None."""
+    squared = sum(number * number for number in one)
+    if squared == 0 or math.isnan(squared):
+        return None
+    factor = sum(x * y for x, y in zip(one, other, strict=True)) / squared
+    rest = sum((y - factor * x) ** 2 for x, y in zip(one, other, strict=True))
+    is_multiple = math.sqrt(rest / NUM_PROJECTIONS) <= EXACT_FACTOR * abs(factor) * math.sqrt(squared / NUM_PROJECTIONS)
+    return factor if is_multiple else None
+
+
+def _common(factors: Sequence[float | None]) -> float | None:
+    """Return the factor that all tensors have, or None."""
+    known = [factor for factor in factors if factor is not None]
+    if not known or len(known) < len(factors):
+        return None
+    middle = statistics.median(known)
+    is_common = all(_is_close(factor, middle, EXACT_FACTOR) for factor in known)
+    return middle if is_common and not _is_close(middle, 1.0, EXACT_FACTOR) else None
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1e-300)
+
+
+def _is_close(one: float, other: float, tolerance: float) -> bool:
+    return _relative(one, other) <= tolerance

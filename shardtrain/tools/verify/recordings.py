@@ -1,0 +1,224 @@
+"""Read recordings of ``shardtrain.record`` and combine the parts of all ranks into full tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.record import FORMAT, NUM_PROJECTIONS, PRECISIONS
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import DataError
+
+MAX_LINE_BYTES = 1 << 28
+"""Maximum bytes of one step of one rank, enough for a million parameters."""
+REPLICA_TOLERANCE = 1e-6
+"""Maximum relative distance of ranks that hold the same part. Replicas have the same bits in a correct program."""
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Norm and projections of a full tensor.
+
+    Attributes:
+        norm: Norm of the tensor; NaN if it is not finite.
+        projections: ``NUM_PROJECTIONS`` random projections.
+        replicas_differ: True if ranks hold different numbers for the same part.
+    """
+
+    norm: float
+    projections: tuple[float, ...]
+    replicas_differ: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recording, over all ranks. Values that were not recorded are None.
+
+    Attributes:
+        losses: Mean loss of each rank with other samples.
+        num_tokens: Tokens with a loss of each rank with other samples.
+        samples: Identifiers of the samples of all ranks, sorted.
+    """
+
+    number: int
+    losses: tuple[float, ...] | None
+    num_tokens: tuple[int, ...] | None
+    lr: float | None
+    grad_norm: float | None
+    samples: tuple[str, ...] | None
+    gradients: Mapping[str, Vector]
+    weights: Mapping[str, Vector]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recording of all ranks of a program.
+
+    Attributes:
+        shapes: Shape of each parameter by name, in the order of the model.
+        precision: Lowest precision of the computation.
+    """
+
+    folder: Path
+    num_ranks: int
+    seed: int
+    precision: str
+    shapes: Mapping[str, tuple[int, ...]]
+    steps: tuple[Step, ...]
+
+
+def read(folder: Path) -> Recording:
+    """Read a recording.
+
+    Raises:
+        DataError: the folder has no recording, a rank's file is missing, or a file is damaged.
+    """
+    paths = {_rank_of(path): path for path in folder.glob("rank-*.jsonl")}
+    if not paths:
+        raise DataError(f"{folder} has no recording (rank-0.jsonl); write one with shardtrain.record.Recorder")
+    headers = {}
+    steps_of_ranks: dict[int, dict[int, dict[str, Any]]] = {}
+    for rank, path in sorted(paths.items()):
+        lines = _lines(path)
+        headers[rank] = _header(path, next(lines, {}))
+        steps_of_ranks[rank] = {_step_number(path, line): line for line in lines}
+    num_ranks = headers[min(headers)]["num_ranks"]
+    missing = sorted(set(range(num_ranks)) - paths.keys())
+    if missing or len(paths) != num_ranks:
+        what = f"has no rank-{missing[0]}.jsonl" if missing else f"has files of {len(paths)} ranks"
+        raise DataError(f"{folder} {what}, but its program had {num_ranks} ranks; record into a new folder")
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for header in headers.values():
+        # With pipeline stages, each rank has other parameters.
+        shapes |= {name: tuple(shape) for name, shape in header["shapes"].items()}
+    common = set.intersection(*(set(steps) for steps in steps_of_ranks.values()))
+    # Of ranks with the same samples, only the first counts.
+    data_ranks = [headers[rank]["data_rank"] for rank in range(num_ranks)]
+    firsts = sorted(data_ranks.index(data_rank) for data_rank in set(data_ranks))
+    steps = []
+    for number in sorted(common):
+        records = [steps_of_ranks[rank][number] for rank in range(num_ranks)]
+        try:
+            steps.append(_combined(number, records, firsts, shapes))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{folder}: step {number} is damaged ({type(error).__name__}); record it again") from None
+    if not steps:
+        raise DataError(f"{folder} has no step that all {num_ranks} ranks recorded; call write on every rank")
+    first = headers[0]
+    return Recording(folder, num_ranks, first["seed"], first["precision"], shapes, tuple(steps))
+
+
+def _rank_of(path: Path) -> int:
+    number = path.stem.removeprefix("rank-")
+    if not number.isdecimal():
+        raise DataError(f"{path} is not a file of a recording; remove it, or record into a new folder")
+    return int(number)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                # The last line of a killed program may be incomplete.
+                if not line.endswith(b"\n"):
+                    return
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("a line is not an object")
+                yield record
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({str(error)[:100]}); record it again") from None
+
+
+def _header(path: Path, header: Mapping[str, Any]) -> Mapping[str, Any]:
+    match header:
+        case {
+            "format": int(number),
+            "num_ranks": int(num_ranks),
+            "data_rank": int(),
+            "seed": int(),
+            "precision": str(precision),
+            "shapes": dict(),
+        } if num_ranks > 0 and precision in PRECISIONS:
+            if number == FORMAT:
+                return header
+            raise DataError(f"{path} has format {number}, but this version reads {FORMAT}; record it with this version")
+    raise DataError(f"{path} does not start with the description of a recording; record it again")
+
+
+def _step_number(path: Path, record: Mapping[str, Any]) -> int:
+    number = record.get("step")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise DataError(f"{path} has a line without the number of a step; record it again")
+    return number
+
+
+def _combined(
+    number: int, records: list[dict[str, Any]], firsts: list[int], shapes: Mapping[str, tuple[int, ...]]
+) -> Step:
+    """Combine the records of all ranks about a step. ``firsts`` are the first ranks with each part of the samples."""
+    losses = [records[rank]["loss"] for rank in firsts]
+    tokens = [records[rank]["num_tokens"] for rank in firsts]
+    samples = [records[rank]["samples"] for rank in firsts]
+    all_samples = None
+    if all(ids is not None for ids in samples):
+        all_samples = tuple(sorted(str(one) for ids in samples for one in ids))
+    return Step(
+        number=number,
+        losses=None if None in losses else tuple(map(float, losses)),
+        num_tokens=None if None in tokens else tuple(map(int, tokens)),
+        lr=records[0]["lr"],
+        grad_norm=records[0]["grad_norm"],
+        samples=all_samples,
+        gradients=_vectors([record["gradients"] for record in records], shapes),
+        weights=_vectors([record["weights"] for record in records], shapes),
+    )
+
+
+def _vectors(parts_of_ranks: list[dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Vector]:
+    vectors = {}
+    for name, shape in shapes.items():
+        parts = [parts[name] for parts in parts_of_ranks if name in parts]
+        if parts:
+            vectors[name] = _full(parts, math.prod(shape))
+    return vectors
+
+
+def _full(parts: list[Any], numel: int) -> Vector:
+    """Combine the parts of a tensor: add the parts at different positions, and compare replicas of each part."""
+    squared_norm = 0.0
+    sums = [0.0] * NUM_PROJECTIONS
+    num_found = 0
+    replicas_differ = False
+    first_at: dict[str, tuple[float, list[float]]] = {}
+    for slices, squared, projections in parts:
+        numbers = [math.nan if number is None else float(number) for number in projections]
+        if len(numbers) != NUM_PROJECTIONS:
+            raise ValueError("wrong number of projections")
+        squared = math.nan if squared is None else float(squared)
+        position = json.dumps(slices)
+        if position in first_at:
+            norm = math.sqrt(abs(first_at[position][0]))
+            replicas_differ |= distance(numbers, first_at[position][1]) > REPLICA_TOLERANCE * norm
+            continue
+        first_at[position] = (squared, numbers)
+        squared_norm += squared
+        sums = [total + number for total, number in zip(sums, numbers, strict=True)]
+        num_found += math.prod(stop - start for start, stop in slices)
+    if num_found != numel:
+        raise ValueError("parts of a tensor are missing")
+    norm = math.nan if math.isnan(squared_norm) else math.sqrt(abs(squared_norm))
+    return Vector(norm, tuple(sums), replicas_differ)
+
+
+def distance(one: list[float] | tuple[float, ...], other: list[float] | tuple[float, ...]) -> float:
+    """Estimate the distance of two tensors from their projections. NaN counts as infinity."""
+    squared = sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) / NUM_PROJECTIONS
+    return math.inf if math.isnan(squared) else math.sqrt(squared)
