@@ -21,7 +21,7 @@ SINGLE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 WRITTEN = "PipelineScheduleMulti"
 SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
-NEWER = ("llama4", "gpt_oss", "deepseek_v2")
+NEWER = ("llama4", "gpt_oss", "deepseek_v2", "qwen3_next")
 """Families added after most seeds had been searched. They are drawn only on request, to keep older cases unchanged."""
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", *NEWER)
 AS_IS = "transformers"
@@ -59,6 +59,11 @@ SHAPES: dict[str, dict[str, str]] = {
         "dim": "32", "num_heads": "4", "q_lora_rank": "0", "kv_lora_rank": "12", "qk_nope_head_dim": "8",
         "qk_rope_head_dim": "4", "v_head_dim": "8", "num_dense_layers": "1", "ffn_dim": "64", "moe_ffn_dim": "16",
         "num_experts": "8", "num_shared_experts": "2", "top_k": "2", "init_std": "0.1",
+    },
+    "qwen3_next": {
+        **ATTENTION, "num_kv_heads": "2", "rotary_pct": "0.5", "moe_ffn_dim": "24", "shared_ffn_dim": "16",
+        "num_experts": "8", "top_k": "2", "linear_key_heads": "2", "linear_value_heads": "4",
+        "linear_key_head_dim": "12", "linear_value_head_dim": "10",
     },
 }  # fmt: skip
 """The fields that make each family tiny. BASE sets the number of layers and the vocabulary size for all of them."""

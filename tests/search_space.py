@@ -90,7 +90,7 @@ def _draw_more(rng: random.Random, families: Sequence[str], features: Sequence[s
         case = _draw(rng, families)
         draft = search_more.Draft(dict(case.options), case.accumulation)
         search_more.add(rng, draft, features)
-        case = Case(draft.options, draft.accumulation)
+        case = Case(_with_adapters_in_every_layer(draft.options), draft.accumulation)
         if accepts_any:
             return case
         if list(broken(case)):
@@ -141,7 +141,15 @@ def _draw(rng: random.Random, families: Sequence[str] = FAMILIES) -> Case:
     options |= _data(rng, options)
     options |= _recompute(rng)
     options |= _task(rng, family, options)
-    return Case(options, accumulation)
+    return Case(_with_adapters_in_every_layer(options), accumulation)
+
+
+def _with_adapters_in_every_layer(options: dict[str, str]) -> dict[str, str]:
+    """Let adapters of attention be in layers with a recurrence too: a stage may have only these."""
+    targets = options.get("lora.target_modules", "")
+    if options.get("model.name") == "qwen3_next" and "layers.*.attn." in targets:
+        return {**options, "lora.target_modules": targets.replace("layers.*.attn.", "layers.*.*.")}
+    return options
 
 
 def _mesh(rng: random.Random, family: str, num_ranks: int) -> dict[str, str]:
@@ -186,7 +194,7 @@ def _model(rng: random.Random, family: str) -> dict[str, str]:
         options[f"{M}tied_embeddings"] = "true"
     if family in ("mistral", "llama3") and rng.random() < (0.7 if family == "mistral" else 0.15):
         options[f"{M}sliding_window"] = rng.choice(("1", "5", "11", "16", "40"))
-    if family != "neox" and rng.random() < 0.25:
+    if family not in ("neox", "qwen3_next") and rng.random() < 0.25:
         options["model.norm_type"] = rng.choice(("layernorm", "np_layernorm", "fused_rmsnorm"))
     if "num_kv_heads" in SHAPES[family] and rng.random() < 0.3:
         options[f"{M}num_kv_heads"] = rng.choice(("1", "4"))
@@ -232,6 +240,13 @@ def _newer(rng: random.Random, family: str) -> dict[str, str]:
             "num_shared_experts": ("0", "2"),
             "use_qk_norm": ("false",),
             "attn_temperature_tuning": ("false",),
+        }
+    elif family == "qwen3_next":
+        drawn = {
+            "full_attention_interval": ("1", "3"),
+            "linear_conv_width": ("1", "2", "7"),
+            "linear_key_heads": ("1", "4"),
+            "rotary_pct": ("0.25", "1"),
         }
     elif family == "gpt_oss":
         drawn = {
@@ -383,6 +398,8 @@ def _of_tensors(case: Case) -> Iterator[Broken]:
         "num_kv_heads": kv_heads,
         "ffn_dim": size("ffn_dim"),
         "shared experts": size("num_shared_experts") * size("moe_ffn_dim"),
+        "shared_ffn_dim": size("shared_ffn_dim"),
+        "linear_key_heads": size("linear_key_heads"),
         "vocab_size": size("vocab_size"),
     }
     for name, count in sizes.items():

@@ -38,6 +38,8 @@ _PEAK_FLOPS_PER_CORE = 2e11
 """One core of AMD's Zen 5 in float32, and of Zen 4 in bfloat16."""
 _PEAK_FLOPS_PER_CORE_AMX = 2e12
 """One core with AMX in bfloat16."""
+_EAGER_RECURRENCE = "a recurrence stays eager"
+"""Reason of a graph break."""
 
 
 def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
@@ -91,8 +93,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
     With tensor parallelism or experts, compile attention and feed-forward separately.
 
-    Experts stay eager, because the number of rows of each is not known in advance. With context
-    parallelism, layers that recompute are compiled already, see ``is_compiled_within``.
+    Experts stay eager, because the number of rows of each is not known in advance, and recurrences,
+    because a graph would repeat their loop over blocks of tokens. With context parallelism or a
+    recurrence, layers that recompute are compiled already, see ``is_compiled_within``.
     """
     if not _compiles_layers(config):
         return
@@ -113,6 +116,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     for name, layer in getattr(model, layout.layers).items():
         path = f"{layout.layers}.{name}"
+        for core in _recurrences(layer, path, layout):
+            if "forward" not in vars(core):  # context parallelism has disabled it already
+                core.forward = torch.compiler.disable(core.forward, reason=_EAGER_RECURRENCE)  # type: ignore[method-assign]
         is_recomputed = "forward" in vars(layer)
         if is_recomputed and is_compiled_within(layer, path, layout, mesh, config):
             continue
@@ -214,7 +220,7 @@ def left_out(config: Config) -> str | None:
     from torch._dynamo.utils import counters
 
     # These cores disable the compiler on purpose.
-    on_purpose = ("SplitAttentionCore", "RoutedCore")
+    on_purpose = ("SplitAttentionCore", "SplitRecurrenceCore", "RoutedCore", _EAGER_RECURRENCE)
     reasons = [str(reason) for reason in counters["graph_break"]]
     reasons = [reason for reason in reasons if not any(name in reason for name in on_purpose)]
     if not reasons:
@@ -229,14 +235,22 @@ def left_out(config: Config) -> str | None:
 def is_compiled_within(layer: nn.Module, path: str, layout: Layout, mesh: Mesh, config: Config) -> bool:
     """True if a layer is compiled inside its recomputed region instead of around it.
 
-    With context parallelism the attention core stays eager. If the compiler wraps a recomputed region
-    that contains an eager part, it silently compiles nothing of the region. Inside the region, only the
-    core breaks the graph.
+    With context parallelism the attention core stays eager, and a recurrence always does. If the
+    compiler wraps a recomputed region that contains an eager part, it silently compiles nothing of the
+    region. Inside the region, only the core breaks the graph.
     """
-    if not _compiles_layers(config) or mesh.size("cp") == 1:
+    has_eager_core = mesh.size("cp") > 1 or bool(_recurrences(layer, path, layout))
+    if not _compiles_layers(config) or not has_eager_core:
         return False
     parts = _compiled_parts(layer, path, layout, mesh)
     return parts == [layer]
+
+
+def _recurrences(layer: nn.Module, path: str, layout: Layout) -> list[nn.Module]:
+    """Return the cores of recurrences in a layer."""
+    if not layout.recurrence:
+        return []
+    return [module for name, module in layer.named_modules() if matches(f"{path}.{name}", layout.recurrence)]
 
 
 def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:

@@ -93,6 +93,9 @@ class SplitRecurrenceCore(nn.Module):
 
     def _before(self, x_BtX: Tensor, length: int, count: int) -> Tensor:
         """Return the ``count`` tokens before each of this rank's chunks, (p, B, w, X), with zeros before the row."""
+        if count == 0:
+            rows, _, *features = x_BtX.shape
+            return x_BtX.new_zeros(len(self._chunks), rows, 0, *features)
         ends = [last_tokens(x_BtX[:, start : start + length], count) for start in range(0, x_BtX.size(1), length)]
         known = min(count, length)
         return _Before.apply(torch.stack(ends), known, self)  # type: ignore[no-any-return]
