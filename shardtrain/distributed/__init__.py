@@ -15,6 +15,7 @@ from shardtrain.distributed import (
     expert_parallel,
     float8_modules,
     fsdp,
+    hf_experts,
     outside_reads,
     pipeline_parallel,
 )
@@ -51,7 +52,10 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     # steps on the full model
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
-    if layout.expert:
+    splits_hf_experts = expert_parallel.splits_hf_experts(model, config)
+    if splits_hf_experts:
+        hf_experts.check(model, config)
+    if layout.expert or splits_hf_experts:
         # A collective, so ranks whose stage has no experts must call it too.
         expert_parallel.mesh_of_experts(mesh, config)
     if mesh.size("cp", "tp") > 1:
@@ -76,6 +80,8 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
             context_parallel.apply(module, layout, mesh, config)
         if layout.expert:
             expert_parallel.apply(module, layout, mesh, config)
+        if splits_hf_experts:
+            expert_parallel.apply_to_hf(module, mesh, config)
         # before compile, so that a layer is compiled together with its recomputation
         if config.activation_checkpoint.mode != "none":
             activation_checkpoint.apply(module, layout, mesh, config)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardtrain.config.schema import Config
+from shardtrain.distributed import hf_experts
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.local_weights import use_local_weights
@@ -36,6 +37,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 AXIS = "ep"
 _RECOMPUTING = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+_IS_SPLIT = "is_split_over_ep"
+"""Attribute of experts that are split over ep."""
 TOKEN_AXES = (*LOSS_AXES, "tp")
 """Ranks along these axes send different tokens to a layer's experts.
 
@@ -84,6 +87,32 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             moe.dispatch = AllToAllDispatch(expert_mesh.get_group(AXIS))
 
 
+def apply_to_hf(model: Any, mesh: Mesh, config: Config) -> None:
+    """Split the stacked experts of a network of ``transformers`` over ep, in place.
+
+    Raises:
+        ConfigError: the experts cannot be split.
+    """
+    expert_mesh = mesh_of_experts(mesh, config)
+    tensor_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+    for experts in model.experts.values():
+        dispatch = AllToAllDispatch(expert_mesh.get_group(AXIS))
+        hf_experts.use_dispatch(experts, model.compute_experts, dispatch, tensor_group)
+        _split_experts(experts, expert_mesh[AXIS])
+
+
+def splits_hf_experts(model: nn.Module, config: Config) -> bool:
+    """True if the model is a network of ``transformers`` whose experts are split over ep."""
+    return config.parallelism.expert_parallel_degree > 1 and hasattr(model, "hf")
+
+
+def are_sharded_separately(parts: Sequence[nn.Module], config: Config) -> bool:
+    """True if this rank's modules contain experts that are not sharded like other weights."""
+    if has_experts(parts):
+        return True
+    return any(splits_hf_experts(part, config) and part.experts for part in parts)
+
+
 def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, Any]) -> None:
     """Make the experts of a layer a separate FSDP unit, sharded over all ranks that hold different
     tokens.
@@ -96,22 +125,25 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
         options: the arguments of ``fully_shard`` for the layer.
     """
     has_same_mesh = config.parallelism.expert_parallel_degree * mesh.size("cp", "tp") == 1
-    for _, moe in _named_blocks([layer]):
-        num_experts = moe.experts.w1.shape[0]
+    stacks = [moe.experts for _, moe in _named_blocks([layer])]
+    if config.parallelism.expert_parallel_degree > 1:
+        stacks = [module for module in layer.modules() if hasattr(module, _IS_SPLIT)]
+    for experts in stacks:
+        num_experts = next(experts.parameters()).shape[0]
         if has_same_mesh and mesh.size("dp_shard") <= num_experts:
             continue
         expert_mesh = mesh_of_experts(mesh, config)
         num_shards = expert_mesh["efsdp"].size()
         # With more ranks than experts, split each expert along another dimension.
         dim = 0 if num_shards * config.parallelism.expert_parallel_degree <= num_experts else 1
-        _check_even(moe.experts, dim, num_shards, config)
+        _check_even(experts, dim, num_shards, config)
         unit_mesh = expert_mesh["efsdp"]
         if mesh.size("dp_replicate") > 1:
             unit_mesh = expert_mesh["dp_replicate", "efsdp"]
         unit_options = {**options, "mesh": unit_mesh}
-        fully_shard(moe.experts, **unit_options, shard_placement_fn=partial(_placement, dim))
+        fully_shard(experts, **unit_options, shard_placement_fn=partial(_placement, dim))
         if config.activation_checkpoint.mode == "selective":
-            _hide_from_modes(moe.experts)
+            _hide_from_modes(experts)
 
 
 def has_experts(parts: Sequence[nn.Module]) -> bool:
@@ -226,7 +258,7 @@ class AllToAllDispatch(nn.Module):
         super().__init__()
         self._group = group
 
-    def forward(self, experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
+    def forward(self, experts: Callable[..., Tensor], x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Return the experts' outputs (R, D) for rows (R, D) that are sorted by expert (a collective).
 
         ``count_E`` is the number of rows for each expert.
@@ -313,6 +345,7 @@ def _split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         split = DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
         experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
     use_local_weights(experts)
+    setattr(experts, _IS_SPLIT, True)
 
 
 def _placement(dim: int, _: nn.Parameter) -> Shard:

@@ -43,7 +43,7 @@ def is_needed(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> bool:
     has_cast = derived.compute_dtype(config) != config.training.dtype
     if size == 1 and not has_cast and not offloads(config, mesh.device):
         return False
-    return not derived.does_without_fsdp(config, size, expert_parallel.has_experts(parts))
+    return not derived.does_without_fsdp(config, size, expert_parallel.are_sharded_separately(parts, config))
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -83,7 +83,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     fully_shard(model, reshard_after_forward=reshard and not keeps_last, **options)
     if accelerator.is_accelerator(mesh.device):
         gather_ahead(model, layout)
-    sums_over_ranks = options["mesh"].size() > 1 or expert_parallel.has_experts([model])
+    sums_over_ranks = options["mesh"].size() > 1 or expert_parallel.are_sharded_separately([model], config)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed, not averaged: the loss was divided once, by the global number of
@@ -106,7 +106,8 @@ def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
         for module in model.modules():
             if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
                 module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
-    if derived.computes_with_copies(config, mesh.device_mesh.size(), expert_parallel.has_experts([model])):
+    has_experts = expert_parallel.are_sharded_separately([model], config)
+    if derived.computes_with_copies(config, mesh.device_mesh.size(), has_experts):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
     # An in-place operation on an output that is a view removes FSDP's hook, and backward then lacks the
     # gathered weights. On a view from tensor parallelism, autograd rejects the operation. Models of this

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardtrain.layout import Draw, Layout
 from shardtrain.models import architecture as architectures
+from shardtrain.models import experts_interface
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -211,6 +212,16 @@ class Model(nn.Module):
         instance_plan = getattr(self.hf, "_tp_plan", None) or {}
         plan = {**class_plan, **instance_plan}
         return {PREFIX + pattern: style for pattern, style in plan.items()}
+
+    @property
+    def experts(self) -> dict[str, nn.Module]:
+        """Path -> stacked experts that the experts interface of ``transformers`` runs."""
+        return {path: module for path, module in self.named_modules() if experts_interface.is_experts(module)}
+
+    @staticmethod
+    def compute_experts(experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        """Return the outputs of rows that are sorted by expert; see ``experts_interface.compute``."""
+        return experts_interface.compute(experts, x_RD, count_E)
 
     def _end(self, module: nn.Module | None) -> nn.Module:
         """Return an embedding or head, or an ``nn.Identity`` if the architecture has none or its

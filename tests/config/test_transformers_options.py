@@ -37,7 +37,6 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "option", "message"),
     [
-        (["--parallelism.expert_parallel_degree=2"], "parallelism.expert_parallel_degree=2", "not dealt out"),
         (["--parallelism.tensor_parallel_degree=4"], "parallelism.tensor_parallel_degree=4", "num_key_value_heads=2"),
         (["--model.overrides.attention=flash"], 'model.overrides.attention="flash"', "use auto, sdpa, eager"),
         (["--optimizer.name=Muon"], "optimizer.muon_adamw_patterns", "names no parameter"),
@@ -56,6 +55,11 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
             ["--compile.enable", "--parallelism.tensor_parallel_degree=2"],
             "compile.enable=true",
             "gets gradients wrong",
+        ),
+        (
+            ["--compile.enable", "--parallelism.expert_parallel_degree=2"],
+            "compile.enable=true",
+            "with experts that are split over ranks",
         ),
     ],
 )

@@ -2,122 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_architectures import ARCHITECTURES, hf_folder
+from hf_architectures import ARCHITECTURES
+from hf_meshes import deep_folder, difference, first_step, hf_tiny, piped
 from ranks import run_ranks
 from tiers import cases
-from tiny import assert_bitwise, make_run, tiny_config, train_whole, whole
-from torch import Tensor
+from tiny import train_whole
 
 from shardtrain import models
-from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
 from shardtrain.distributed import hf_stages
-from shardtrain.ops.dtensor import to_full
-from shardtrain.train import trainer
-from shardtrain.train.resume import resume
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
-
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
-
-
-def deep_folder(name: str) -> Path:
-    """Return the folder of an architecture with four layers."""
-    fields = ARCHITECTURES[name][1]
-    changes: dict[str, Any] = {"n_layer" if "n_layer" in fields else "num_hidden_layers": 4}
-    for key in _PER_LAYER:
-        if len(fields.get(key, ())) == 2:
-            changes[key] = tuple(fields[key]) * 2
-    return hf_folder(name, **changes)
-
-
-NOT_LOADED = ("qwen3_5_moe", "kimi_linear")
-"""Architectures whose saved names only ``transformers`` can convert, so their random weights are trained."""
-
-
-def hf_tiny(path: Path, output: Path, **sections: Any) -> Config:
-    """Return the tiny configuration of a folder, which loads its weights."""
-    training = {"seq_len": 32, "max_norm": 1e9, "local_batch_size": 4, "global_batch_size": 4}
-    load = {} if path.name in NOT_LOADED else {"initial_load_path": str(path), "initial_load_in_hf": True}
-    merged: dict[str, Any] = {
-        **sections,
-        "job": {"dump_folder": str(output)},
-        "training": {**training, **sections.get("training", {})},
-        "checkpoint": {"enable": True, **load, **sections.get("checkpoint", {})},
-    }
-    config = tiny_config(**merged)
-    model = dataclasses.replace(config.model, name="transformers", flavor="folder", overrides={"path": str(path)})
-    return dataclasses.replace(config, model=model)
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstStep:
-    """Initial weights without a checkpoint, and the first step with the weights of a folder."""
-
-    initial: dict[str, Tensor]
-    loss: float
-    grad_norm: float
-    gradients: dict[str, Tensor]
-
-
-def first_step(rank: int, config: Config) -> FirstStep:
-    run = make_run(rank, config)
-    initial = whole(run)
-    checkpoints = Checkpoints(config)
-    resume(run, checkpoints)
-    checkpoints.close()
-    gradients: dict[str, Tensor] = {}
-    update = run.runner.update
-
-    def keep(optimizer: torch.optim.Optimizer) -> None:
-        for name, parameter in run.runner.parameters().items():
-            if parameter.grad is not None:
-                gradients[name] = to_full(parameter.grad).clone()
-        update(optimizer)
-
-    run.runner.update = keep  # type: ignore[method-assign]
-    outcome = trainer.step(run)
-    assert outcome is not None
-    loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")).item()
-    return FirstStep(initial, loss / outcome.global_tokens, outcome.grad_norm, gradients)
-
-
-def piped(degree: int, schedule: str, **more: Any) -> dict[str, Any]:
-    return {
-        "pipeline_parallel_degree": degree,
-        "pipeline_parallel_schedule": schedule,
-        "pipeline_parallel_first_stage_less_layers": 0,
-        "pipeline_parallel_last_stage_less_layers": 0,
-        **more,
-    }
-
-
-def difference(results: list[FirstStep], expected: FirstStep) -> float:
-    """Return the largest relative difference of loss and gradients, after checking names and initial weights."""
-    largest = 0.0
-    names: set[str] = set()
-    scale = max(float(gradient.norm()) for gradient in expected.gradients.values())
-    for result in results:
-        names |= result.initial.keys()
-        for name, weight in result.initial.items():
-            assert_bitwise({name: weight}, {name: expected.initial[name]})
-        largest = max(largest, abs(result.loss - expected.loss) / expected.loss)
-        largest = max(largest, abs(result.grad_norm - expected.grad_norm) / expected.grad_norm)
-        assert result.gradients.keys() == result.initial.keys() & expected.gradients.keys()
-        for name, gradient in result.gradients.items():
-            size = max(float(expected.gradients[name].norm()), 1e-3 * scale)
-            largest = max(largest, float((gradient - expected.gradients[name]).norm()) / size)
-    assert names == expected.initial.keys()
-    return largest
-
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 1F1B": (2, piped(2, "1F1B")),

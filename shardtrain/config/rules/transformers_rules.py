@@ -48,7 +48,6 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
             fix=f"use {', '.join(ATTENTION)}",
             where=loaded.origins.get("model.overrides.attention", ""),
         )
-    yield from _check_mesh(loaded)
     yield from _check_options(loaded)
     option, folder = _folder(c)
     where = loaded.origins.get(option, "")
@@ -98,21 +97,6 @@ def _read(folder: str) -> Mapping[str, Any] | str:
     return "has a config.json that is not a JSON object"
 
 
-def _check_mesh(loaded: Loaded) -> Iterator[Problem]:
-    reasons = {
-        "expert_parallel_degree": "its experts are its own modules, which are not dealt out to ranks",
-    }
-    for name, reason in reasons.items():
-        degree = getattr(loaded.config.parallelism, name)
-        if degree > 1:
-            yield problem(
-                loaded,
-                f"parallelism.{name}",
-                rule=f"cannot be used with model.name={NAME}: {reason}",
-                fix="set it to 1 and use data_parallel_shard_degree, or a model file of this package",
-            )
-
-
 def _check_options(loaded: Loaded) -> Iterator[Problem]:
     c = loaded.config
     tp = c.parallelism.tensor_parallel_degree
@@ -139,6 +123,9 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
             rule=f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}",
             fix="set it to false, or tensor_parallel_degree to 1",
         )
+    if c.parallelism.expert_parallel_degree > 1 and c.compile.enable and "model" in c.compile.components:
+        rule = f"is not supported for model.name={NAME} with experts that are split over ranks"
+        yield problem(loaded, "compile.enable", rule, "set it to false, or expert_parallel_degree to 1")
     patterns = c.optimizer.muon_adamw_patterns
     if c.optimizer.name == "Muon" and patterns == Config().optimizer.muon_adamw_patterns:
         yield problem(

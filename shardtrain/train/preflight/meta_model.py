@@ -12,7 +12,14 @@ from torch import nn
 from shardtrain import distributed, models, optim, tasks
 from shardtrain.config import stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import fake_backend, float8_modules, hf_stages, pipeline_parallel
+from shardtrain.distributed import (
+    expert_parallel,
+    fake_backend,
+    float8_modules,
+    hf_experts,
+    hf_stages,
+    pipeline_parallel,
+)
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import SPLIT_STYLES, Layout, style_of
@@ -58,6 +65,8 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         tensor_parallel.check(model, layout, config)
     if config.parallelism.context_parallel_degree > 1 and hasattr(model, "hf"):
         context_parallel.check_network(model, config)
+    if expert_parallel.splits_hf_experts(model, config):
+        hf_experts.check(model, config)
     # Adapters, float8 and the optimizer check their own options.
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     float8_modules.check(model, config)
