@@ -239,7 +239,7 @@ def _shifted(numbers: Tensor, bits: int) -> Tensor:
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by their names without wrappers."""
     named = {}
     for name, parameter in model.named_parameters():

@@ -138,7 +138,7 @@ def test_a_correct_program_has_the_recording_of_one_process(tmp_path: Path, kind
 
 # fault -> program, what differs first, and a part of the cause
 FAULTS = {
-    "no divide factor": ("fsdp", "gradients", "all gradients are 0.5 times as large = 1 / 2, the number of ranks"),
+    "no divide factor": ("fsdp", "gradients", "all gradients are 0.5 times as large = 1 / 2, by the numbers of ranks"),
     "own tokens": ("ddp", "gradients", "mean of means: ranks of .* have 14, 50 tokens"),
     "the same samples": ("ddp", "samples", "the second run has samples more than once"),
     "no reduction": ("ddp", "gradients", "missing reduction: ranks of .* hold different gradients of embed.weight"),

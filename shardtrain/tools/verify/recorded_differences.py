@@ -168,9 +168,10 @@ def _first_of_step(
     data = _other_data(step_a, step_b)
     if data:
         return Difference(number, "samples", (), 1.0, 0.0, data)
-    if _differ(step_a.lr, step_b.lr, EXACT_NUMBER):
+    error = _difference(step_a.lr, step_b.lr, EXACT_NUMBER)
+    if error is not None:
         cause = f"the learning rate is {step_a.lr:g} in {a.folder} and {step_b.lr:g} in {b.folder}"
-        return Difference(number, "lr", (), _relative(step_a.lr, step_b.lr), EXACT_NUMBER, cause)
+        return Difference(number, "lr", (), error, EXACT_NUMBER, cause)
     for kind in ("weights", "gradients"):
         names = tuple(name for name, error in errors[kind].items() if error > allowed[kind])
         cause = _differing_replicas(b, step_b, kind) or _differing_replicas(a, step_a, kind)
@@ -185,20 +186,23 @@ def _first_of_step(
 
     # The weights and gradients agree. A number that the program computes from them may still be wrong.
     tolerance = allowed["gradients"]
-    loss_a, loss_b = mean_loss(step_a), mean_loss(step_b)
-    if _differ(loss_a, loss_b, tolerance):
+    error = _difference(mean_loss(step_a), mean_loss(step_b), tolerance)
+    if error is not None:
         cause = "only the reported loss differs: in one run it is not the mean over all tokens"
-        return Difference(number, "loss", (), _relative(loss_a, loss_b), tolerance, cause)
-    if _differ(step_a.grad_norm, step_b.grad_norm, tolerance):
+        return Difference(number, "loss", (), error, tolerance, cause)
+    error = _difference(step_a.grad_norm, step_b.grad_norm, tolerance)
+    if error is not None:
         cause = "only the reported norm differs: in one run it is that of one rank's part, or of clipped gradients"
-        error = _relative(step_a.grad_norm, step_b.grad_norm)
         return Difference(number, "grad_norm", (), error, tolerance, cause)
     return None
 
 
-def _differ(one: float | None, other: float | None, tolerance: float) -> bool:
-    """True if both runs recorded a number and the numbers differ."""
-    return one is not None and other is not None and _relative(one, other) > tolerance
+def _difference(one: float | None, other: float | None, tolerance: float) -> float | None:
+    """Return the relative difference of two recorded numbers if it is larger than ``tolerance``, else None."""
+    if one is None or other is None:
+        return None
+    error = _relative(one, other)
+    return error if error > tolerance else None
 
 
 def mean_loss(step: Step) -> float | None:
@@ -273,32 +277,31 @@ def _cause_of_gradients(a: Recording, b: Recording, step_a: Step, step_b: Step, 
         return _uneven_tokens(a, b, step_a, step_b)
     num_same = len(step_a.gradients.keys() & step_b.gradients.keys()) - len(names)
     subject = "all gradients are" if num_same == 0 else "these gradients, and no others, are"
-    explained = _explained(common, a, b, step_a, step_b)
+    explained = _explained(common, a, b, step_b)
     text = f"{subject} {common:.6g} times as large"
     if num_same and _is_close(common, 2.0, EXACT_FACTOR):
         explained = ": they are counted twice, for example by a tied weight whose gradient is also reduced separately"
     return text + explained
 
 
-def _explained(factor: float, a: Recording, b: Recording, step_a: Step, step_b: Step) -> str:
+def _explained(factor: float, a: Recording, b: Recording, step_b: Step) -> str:
     """Explain a factor by the numbers of ranks or tokens."""
-    ratios = {
-        f" = 1 / {b.num_ranks}, the number of ranks: averaged over ranks where they must be summed": 1 / b.num_ranks,
-        f" = {b.num_ranks}, the number of ranks: summed over ranks where they must be averaged": float(b.num_ranks),
-        f" = {a.num_ranks} / {b.num_ranks}, the ratio of ranks: averaged where they must be summed, in both": (
-            a.num_ranks / b.num_ranks
-        ),
-        f" = {b.num_ranks} / {a.num_ranks}, the ratio of ranks: summed where they must be averaged, in both": (
-            b.num_ranks / a.num_ranks
-        ),
-    }
-    if step_b.num_tokens is not None and sum(step_b.num_tokens):
-        total = sum(step_b.num_tokens)
-        ratios[f" = {total}, the number of tokens: not divided by it"] = float(total)
-        ratios[f" = 1 / {total}, the number of tokens: divided by it twice"] = 1 / total
-    for text, ratio in ratios.items():
-        if not _is_close(ratio, 1.0, EXACT_FACTOR) and _is_close(factor, ratio, EXACT_FACTOR):
-            return text
+    if step_b.num_tokens is not None:
+        total = float(sum(step_b.num_tokens))
+        if total and _is_close(factor, total, EXACT_FACTOR):
+            return f" = {total:.0f}, the number of tokens: not divided by it"
+        if total and _is_close(factor, 1 / total, EXACT_FACTOR):
+            return f" = 1 / {total:.0f}, the number of tokens: divided by it twice"
+    for ranks_a, ranks_b, what in (
+        (a.num_ranks, b.num_ranks, "ranks"),
+        (a.num_data_ranks, b.num_data_ranks, "ranks with other samples"),
+    ):
+        ratio = f"{ranks_b} / {ranks_a}" if ranks_a > 1 else f"{ranks_b}"
+        inverse = f"{ranks_a} / {ranks_b}"
+        if ranks_a != ranks_b and _is_close(factor, ranks_a / ranks_b, EXACT_FACTOR):
+            return f" = {inverse}, by the numbers of {what}: averaged over ranks where they must be summed"
+        if ranks_a != ranks_b and _is_close(factor, ranks_b / ranks_a, EXACT_FACTOR):
+            return f" = {ratio}, by the numbers of {what}: summed over ranks where they must be averaged"
     return ""
 
 

@@ -59,12 +59,14 @@ class Recording:
     """A recording of all ranks of a program.
 
     Attributes:
+        num_data_ranks: Number of ranks with other samples.
         shapes: Shape of each parameter by name, in the order of the model.
         precision: Lowest precision of the computation.
     """
 
     folder: Path
     num_ranks: int
+    num_data_ranks: int
     seed: int
     precision: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -110,7 +112,7 @@ def read(folder: Path) -> Recording:
     if not steps:
         raise DataError(f"{folder} has no step that all {num_ranks} ranks recorded; call write on every rank")
     first = headers[0]
-    return Recording(folder, num_ranks, first["seed"], first["precision"], shapes, tuple(steps))
+    return Recording(folder, num_ranks, len(firsts), first["seed"], first["precision"], shapes, tuple(steps))
 
 
 def _rank_of(path: Path) -> int:
