@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 TENSOR_STYLES = {
     "embed": "embedding: vocabulary rows split over tp, output split along the sequence",
@@ -82,14 +82,17 @@ class Draw:
         depth: Divide std by sqrt(2 (i + 1)) for layer i ("layer") or by sqrt(2 L) for all L layers ("total"). The
             residual stream then keeps its variance (GPT-2, section 2.3).
         low, high: Bounds of ``log_uniform``, the logarithm of a uniform variable. It ignores ``std``.
+        compute: For "computed", return the full parameter as a CPU tensor, for a seed that differs between
+            parameters. It is for small parameters with a formula of their own.
     """
 
-    distribution: Literal["normal", "truncated_normal", "uniform", "log_uniform", "ones", "zeros"]
+    distribution: Literal["normal", "truncated_normal", "uniform", "log_uniform", "ones", "zeros", "computed"]
     std: float = 1.0
     cutoff: float = 2.0
     depth: Depth = "none"
     low: float = 0.0
     high: float = 1.0
+    compute: Callable[[int], Any] | None = field(default=None, repr=False, compare=False)
 
 
 @lru_cache(maxsize=4096)

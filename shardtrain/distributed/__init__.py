@@ -60,6 +60,8 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
         expert_parallel.mesh_of_experts(mesh, config)
     if mesh.size("cp", "tp") > 1:
         context_parallel.check_cores(model, layout, mesh, config)
+    if mesh.size("tp") > 1:
+        tensor_parallel.prepare(model, config)
     if config.model.converters:
         float8_modules.convert(model, layout, mesh, config)
     if mesh.device.type == "cpu":

@@ -9,6 +9,8 @@ recorder notes the distribution of each.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 import logging
@@ -83,6 +85,7 @@ def read(folder: str) -> Any:
         rule = f"holds weights that are quantized by {method} (quantization_config), which are not read here"
         raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantization"))
 
+    content = _with_special_floats(content)
     # Parse without the keys that name code
     with _collected_warnings() as warnings:
         try:
@@ -171,7 +174,63 @@ def build(folder: str, architecture: str, attention: str, num_labels: int = 0, v
     if warnings and folder not in _warned_folders:
         _warned_folders.add(folder)
         logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}")
-    return MetaModel(module, {name: recorder.draw(p) for name, p in module.named_parameters()})
+    draws = {}
+    for name, parameter in module.named_parameters():
+        draw = recorder.draw(parameter)
+        if math.isnan(draw.std) and parameter.numel() <= _MAX_CONSTANT_NUMEL:
+            draw = _computed(module, name) or draw
+        draws[name] = draw
+    return MetaModel(module, draws)
+
+
+def _computed(network: nn.Module, name: str) -> Draw | None:
+    """Return the initial values of a small parameter that the architecture computes with a formula.
+
+    The draw runs ``_init_weights`` for the owner of the parameter, with all other parameters on the meta device.
+    Return None if that does not set the parameter.
+    """
+    path, _, attribute = name.rpartition(".")
+    initialize = _initializer_of(network, path)
+    if initialize is None:
+        return None
+    # A copy: when the values are drawn, the parameters of the network have memory, which this must not change.
+    owner = copy.deepcopy(network.get_submodule(path))
+    shape = owner.get_parameter(attribute).shape
+
+    def compute(seed: int) -> Tensor:
+        values = nn.Parameter(torch.full(shape, math.nan, dtype=torch.float32, device="cpu"))
+        owner._parameters[attribute] = values
+        with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
+            torch.manual_seed(seed)
+            initialize(owner)
+        return values.detach()
+
+    is_set = not bool(compute(0).isnan().any())
+    return Draw("computed", compute=compute) if is_set else None
+
+
+def _initializer_of(network: nn.Module, path: str) -> Any:
+    """Return ``_init_weights`` of the innermost network of ``transformers`` that contains a module, or None."""
+    initialize = getattr(network, "_init_weights", None)
+    names = path.split(".") if path else []
+    for count in range(1, len(names) + 1):
+        outer = network.get_submodule(".".join(names[:count]))
+        initialize = getattr(outer, "_init_weights", initialize)
+    return initialize
+
+
+def follows_from_config(network: nn.Module, path: str, name: str) -> bool:
+    """True if ``_init_weights`` sets a buffer to the value that it has, whatever it was before."""
+    initialize = _initializer_of(network, path)
+    owner = copy.deepcopy(network.get_submodule(path))
+    buffer = owner.get_buffer(name)
+    if initialize is None or not buffer.is_floating_point():
+        return False
+    value = buffer.clone()
+    buffer.fill_(math.nan)
+    with torch.random.fork_rng(devices=()), torch.no_grad(), torch.device("cpu"):
+        initialize(owner)
+    return torch.equal(owner.get_buffer(name), value)
 
 
 _warnings: dict[str, list[str]] = {}
@@ -272,6 +331,21 @@ def _without(value: Any, pattern: re.Pattern[str]) -> Any:
     return value
 
 
+def _with_special_floats(value: Any) -> Any:
+    """Return a copy of a JSON value with infinities and NaN, which ``transformers`` writes as objects.
+
+    >>> _with_special_floats({"limit": [0.0, {"__float__": "Infinity"}]})
+    {'limit': [0.0, inf]}
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_special_floats(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_special_floats(inner) for inner in value]
+    return value
+
+
 def _rope_types(content: Mapping[str, Any]) -> list[Any]:
     """Return the types of rotary angles in config.json; newer files may have one table per kind of layer."""
     types = []
@@ -314,15 +388,34 @@ class _InitRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._draws: dict[tuple[int, int], Draw] = {}
+        self._kept: list[Tensor] = []
+        """Results of operations: the address of a freed one may be used again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
-        if is_meta and name.endswith("_"):
-            numbers = [value for value in args[1:] if isinstance(value, int | float)]
+        output = func(*args, **kwargs)
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_meta:
+            return output
+        numbers = [float(value) for value in args[1:] if isinstance(value, int | float)]
+        if name == "copy_":
+            self._store(args[0], self._known(args[1]))
+        elif name.endswith("_"):
             self._record(name, args[0], numbers, kwargs)
-        return func(*args, **kwargs)
+        elif name in ("mul", "div") and numbers:
+            factor = numbers[0] if name == "mul" else 1 / numbers[0]
+            self._record_scaled(output, self._known(args[0]), abs(factor))
+        return output
+
+    def _record_scaled(self, output: Tensor, draw: Draw | None, factor: float) -> None:
+        """Record the result of a multiplication, which ``_init_weights`` may copy to a parameter."""
+        if draw is not None and draw.distribution in ("normal", "truncated_normal", "uniform"):
+            self._store(output, dataclasses.replace(draw, std=draw.std * factor))
+            self._kept.append(output)
+
+    def _known(self, tensor: Tensor) -> Draw | None:
+        by_storage, by_object = self._places(tensor)
+        return self._draws.get(by_storage) or self._draws.get(by_object)
 
     def record_constant(self, meta_param: Tensor, value: Tensor) -> None:
         """Record a parameter that is constructed as all zeros or all ones, such as the weight of a norm."""
@@ -338,9 +431,7 @@ class _InitRecorder(TorchDispatchMode):
         """Return the initial distribution of a parameter; its ``std`` is NaN if the recorded
         operations are unknown.
         """
-        by_storage, by_object = self._places(parameter)
-        draw = self._draws.get(by_storage) or self._draws.get(by_object)
-        return draw or Draw("normal", std=math.nan)
+        return self._known(parameter) or Draw("normal", std=math.nan)
 
     @staticmethod
     def _places(tensor: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:

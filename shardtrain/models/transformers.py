@@ -273,23 +273,27 @@ def _blocks(hf: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
-    """Turn non-persistent buffers into plain attributes, which no cast and no ``to_empty`` changes.
+    """Turn buffers that follow from config.json into plain attributes, which no cast and no ``to_empty`` changes.
 
-    Return their modules and names. Raise ConfigError for a persistent buffer that does not start at zero.
+    These are the non-persistent ones, and those that ``_init_weights`` sets to their value.
+    Return their modules and names. Raise ConfigError for another buffer that does not start at zero.
     """
     taken = []
     for path, module in hf.named_modules():
         for name, value in list(module._buffers.items()):
             if value is None:
                 continue
-            if name in module._non_persistent_buffers_set:
+            is_persistent = name not in module._non_persistent_buffers_set
+            # All other persistent buffers are initialized to zeros
+            if is_persistent and not bool(value.any()):
+                continue
+            if not is_persistent or architectures.follows_from_config(hf, path, name):
                 # Module.__setattr__ is bypassed, because it would register the tensor as a buffer again
                 module._non_persistent_buffers_set.discard(name)
                 del module._buffers[name]
                 module.__dict__[name] = value
                 taken.append((module, name))
-            elif bool(value.any()):
-                # Persistent buffers are initialized to zeros, which would lose any other value
+            else:
                 rule = f"names {c.class_name}, whose buffer {path}.{name} does not start at zero"
                 raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
     return taken

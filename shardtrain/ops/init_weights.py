@@ -61,6 +61,10 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
     if draw.distribution in ("ones", "zeros"):
         local.fill_(1.0 if draw.distribution == "ones" else 0.0)
         return
+    if draw.distribution == "computed":
+        assert draw.compute is not None
+        local.copy_(draw.compute(_seed_of(seed, name, 0))[slices])
+        return
     if parameter.ndim == 0:
         value = torch.empty(1, dtype=torch.float32, device=local.device)
         _fill_block(value, draw, _generator(seed, name, 0, local.device))
@@ -127,6 +131,10 @@ def _shape_(values: Tensor, draw: Draw) -> None:
 
 
 def _generator(seed: int, name: str, block: int, device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(_seed_of(seed, name, block))
+
+
+def _seed_of(seed: int, name: str, block: int) -> int:
     # Every generator accepts a seed of 56 bits. Hashing all three values gives each block its own stream.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=7).digest()
-    return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big"))
+    return int.from_bytes(digest, "big")

@@ -128,11 +128,8 @@ def resolve(model: Any, config: Config) -> Resolved:
 
 
 def apply(model: Any, mesh: Mesh, config: Config) -> None:
-    """Split a model by its ``tensor_plan``, in place. Every parameter becomes a DTensor.
-
-    Raises ConfigError as ``resolve``.
-    """
-    resolved = resolve(model, config)
+    """Split a model or a pipeline stage by ``model.resolved_plan``, in place. Every parameter becomes a DTensor."""
+    resolved: Resolved = model.resolved_plan
     ties = tied_names(model)
     head = _path(model, model.hf.get_output_embeddings())
     keeps_logits_split = not config.parallelism.disable_loss_parallel
@@ -146,10 +143,10 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     # Adapters are split separately, because styles would treat their factors as weights.
     factors = adapter_styles.set_aside(model, resolved.names.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
-    for path, name in resolved.names.items():
-        if name in _EMBEDDING:
+    for path, module in model.named_modules():
+        if resolved.names.get(path) in _EMBEDDING and isinstance(module, nn.Embedding):
             # The output is a view. If a network changes a view in place, FSDP loses the hooks on it.
-            model.get_submodule(path).register_forward_hook(_copy_output)
+            module.register_forward_hook(_copy_output)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
     adapter_styles.put_back(model, resolved.names.get, mesh.submesh(AXIS), factors)
 
@@ -346,6 +343,10 @@ def _style(
 ) -> ParallelStyle | None:
     """Return the parallel style of a module, or None for a module without weights of its own."""
     name = resolved.names.get(path)
+    if not any(True for _ in module.parameters(recurse=False)):
+        # Another pipeline stage may have the module of this path.
+        is_present = any(True for _ in module.parameters())
+        return SummedOutput() if name == "all_reduce" and is_present else None
     if name == "colwise":
         return ColwiseParallel()
     if name in HEADS:
@@ -365,11 +366,7 @@ def _style(
         return GatheredWeights(resolved.gathered[path])
     if path in resolved.of_heads:
         return SplitHeadParameters(resolved.of_heads[path])
-    if any(True for _ in module.parameters(recurse=False)):
-        # Networks compute causal convolutions with the weights of a child, without calling it.
-        is_convolution = isinstance(module, nn.Conv1d)
-        readers = [model.get_submodule(_owner_path(path))] if is_convolution else []
-        return PlannedReplicatedWeights(resolved.partial.get(path, ()), readers)
-    if name == "all_reduce":
-        return SummedOutput()
-    return None
+    # Networks compute causal convolutions with the weights of a child, without calling it.
+    is_convolution = isinstance(module, nn.Conv1d)
+    readers = [model.get_submodule(_owner_path(path))] if is_convolution else []
+    return PlannedReplicatedWeights(resolved.partial.get(path, ()), readers)

@@ -51,6 +51,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if mesh.size(AXIS) == 1:
         return
     if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other styles
+        if not hasattr(model, "resolved_plan"):
+            prepare(model, config)
         return hf_plan.apply(model, mesh, config)
     splitting = Splitting(
         ranks=mesh.size(AXIS),
@@ -84,6 +86,16 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     adapter_styles.put_back(model, partial(style_of, layout), mesh.submesh(AXIS), factors)
     _split_alibi_slopes(model, layout, mesh)
     refuse_replicated_dropout(model, layout, mesh, config)
+
+
+def prepare(model: nn.Module, config: Config) -> None:
+    """Resolve the plan of a ``transformers`` network, before pipeline stages leave out parts of its forward.
+
+    Raises:
+        ConfigError: the plan cannot be used.
+    """
+    if hasattr(model, "tensor_plan"):
+        model.resolved_plan = hf_plan.resolve(model, config)
 
 
 def check(model: nn.Module, layout: Layout, config: Config) -> None:

@@ -25,8 +25,8 @@ from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("transformers")
 
-DEFAULT = ["phi3", "deepseek_v32"]
-"""Split inputs (phi3), latent attention and experts (deepseek_v32)."""
+DEFAULT = ["deepseek_v32", "qwen3_next"]
+"""Latent attention and experts (deepseek_v32), convolutions and norms of heads (qwen3_next)."""
 WITHOUT_PLAN = {"stablelm", "falcon", "gpt2", "opt"}
 WITHOUT_SPLIT_HEAD = {"nemotron_h"}
 

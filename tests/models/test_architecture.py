@@ -1,0 +1,115 @@
+"""Initial weights of ``transformers`` networks follow the ``_init_weights`` of their architecture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_architectures import ARCHITECTURES, hf_config, installed
+from tiers import cases
+from torch import Tensor, nn
+
+from shardtrain import models
+from shardtrain.models import architecture
+from shardtrain.ops import init_weights
+from shardtrain.utils.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+DEFAULT = ["qwen3_next", "kimi_linear", "minimax", "bamba", "nemotron_h"]
+
+
+def built(name: str, path: Path) -> Any:
+    """Build the meta model of a tiny architecture from its config.json."""
+    config = hf_config(name)
+    config.architectures = [ARCHITECTURES[name][0]]
+    config.save_pretrained(path)
+    module = models.find("transformers")
+    return models.build(module, module.Config(str(path)))
+
+
+def drawn(model: Any, seed: int = 0) -> dict[str, Tensor]:
+    """Return the initial weights of all parameters."""
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weights[name] = torch.empty(parameter.shape)
+        init_weights.draw_(weights[name], name, model.draws[name], seed)
+    return weights
+
+
+@pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in ARCHITECTURES if name not in DEFAULT]))
+def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> None:
+    """Mean and standard deviation of each parameter equal those of a model of ``transformers``, within 6 errors."""
+    import transformers
+
+    if name not in installed():
+        pytest.skip("this version of transformers does not have it")
+    model = built(name, tmp_path)
+    weights = drawn(model)
+    torch.manual_seed(1)
+    original = getattr(transformers, ARCHITECTURES[name][0])(hf_config(name))
+    expected_weights = {f"hf.{path}": parameter.detach() for path, parameter in original.named_parameters()}
+    assert expected_weights.keys() == weights.keys()
+    for path, expected in expected_weights.items():
+        weight = weights[path]
+        assert not weight.isnan().any(), path
+        if expected.unique().numel() == 1:
+            assert torch.equal(weight, expected), path
+            continue
+        spread = float(expected.std())
+        error = 6 * spread / math.sqrt(expected.numel())
+        # Formulas such as log(1), log(2), ... have no randomness. Others differ by the error of a sample.
+        assert abs(float(weight.mean() - expected.mean())) <= 2 * error, path
+        assert abs(float(weight.std()) - spread) <= 2 * error, path
+
+
+def test_formulas_depend_on_seed_and_name_and_stay_in_range(tmp_path: Path) -> None:
+    model = built("qwen3_next", tmp_path)
+    name = "hf.model.layers.0.linear_attn.A_log"
+    first, again, other = (drawn(model, seed)[name] for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.ge(math.log(0.01)).all() and first.le(math.log(16)).all()
+
+
+def test_values_without_randomness_equal_those_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    weights = drawn(built("bamba", tmp_path / "bamba"))
+    heads = torch.arange(1, 9, dtype=torch.float32)
+    assert torch.equal(weights["hf.model.layers.0.mamba.A_log"], heads.log())
+
+    model = built("minimax", tmp_path / "minimax")
+    original = transformers.MiniMaxForCausalLM(hf_config("minimax"))
+    expected = original.model.layers[0].self_attn
+    ours = model.hf.model.layers[0].self_attn
+    for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"):
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+    assert "model.layers.0.self_attn.slope_rate" in model.computed
+
+
+class Network(nn.Module):
+    """A network with a scale that ``_init_weights`` sets, and a statistic that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((2,), 3.0))
+        self.register_buffer("statistic", torch.ones(2))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        module.scale.fill_(3.0)  # type: ignore[operator, union-attr]
+
+
+def test_only_buffers_that_initialization_sets_follow_from_the_config() -> None:
+    network = Network()
+    assert architecture.follows_from_config(network, "", "scale")
+    assert not architecture.follows_from_config(network, "", "statistic")
+    assert network.scale.eq(3).all() and network.statistic.eq(1).all()  # type: ignore[operator, union-attr]
+
+
+def test_buffer_with_other_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "follows_from_config", lambda *_: False)
+    with pytest.raises(ConfigError, match="whose buffer model.layers.0.self_attn.slope_rate does not start at zero"):
+        built("minimax", tmp_path)
