@@ -35,7 +35,10 @@ def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_by
         device = hardware.find("cpu" if is_cpu else "h100")
         found = planning.lighter(config, world_size, device, memory_bytes)
         if found:
-            return ["each of these changes needs less memory (docs/plan.md):", *(f"  {line}" for line in found)]
+            return [
+                "each of these changes needs less memory (docs/plan.md):",
+                *(f"  {line}" for line in found),
+            ]
     return []
 
 

@@ -36,8 +36,9 @@ class Calibrated:
     def line(self, folder: str) -> str:
         """Return a sentence about the calibration."""
         return (
-            f"calibrated by {folder}: {self.steps} logged steps on {self.world_size} devices took {self.ratio:.2f} "
-            f"times as long as planned; rates of {self.device.name} are scaled by it"
+            f"calibrated by {folder}: {self.steps} logged steps on {self.world_size} devices took "
+            f"{self.ratio:.2f} times as long as planned; rates of {self.device.name} are scaled by "
+            "it"
         )
 
 
@@ -54,18 +55,30 @@ def learn(folder: Path, device: Device) -> Calibrated:
     record = run_files.read(folder)
     resolved = RunFolder(folder).config
     if not resolved.is_file():
-        rule = f"has no {resolved.name}"
-        fix = "name the folder of a run"
-        raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--calibrate",
+                str(folder),
+                rule=f"has no {resolved.name}",
+                fix="name the folder of a run",
+                where="command line",
+            )
+        )
     metrics = {name: list(series.values) for name, series in record.metrics.items()}
     step_seconds = metrics.get("step_seconds", [])
     total_rates = metrics.get("tokens_per_second", [])
     device_rates = metrics.get("tps", [])
     rates = list(zip(total_rates, device_rates, strict=False))
     if len(step_seconds) < FEWEST_STEPS or not rates or not rates[-1][1] > 0:
-        rule = f"has only {len(step_seconds)} logged steps with times"
-        fix = f"use a run with at least {FEWEST_STEPS} logged steps (see metrics.log_freq)"
-        raise ConfigError(Problem("--calibrate", str(folder), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--calibrate",
+                str(folder),
+                rule=f"has only {len(step_seconds)} logged steps with times",
+                fix=f"use a run with at least {FEWEST_STEPS} logged steps (see metrics.log_freq)",
+                where="command line",
+            )
+        )
     # The last logged rates of all devices and of one device tell the number of devices.
     total_rate, device_rate = rates[-1]
     world_size = max(1, round(total_rate / device_rate))
@@ -75,9 +88,14 @@ def learn(folder: Path, device: Device) -> Calibrated:
     second_half = step_seconds[len(step_seconds) // 2 :]
     ratio = statistics.median(second_half) / plan.time.seconds
     if not 1 / _FARTHEST < ratio < _FARTHEST:
-        rule = f"took {ratio:.3g} times as long as planned on {device.name}"
-        fix = "set --device to the device of that run"
-        raise ConfigError(Problem("--calibrate", str(folder), rule, fix))
+        raise ConfigError(
+            Problem(
+                "--calibrate",
+                str(folder),
+                rule=f"took {ratio:.3g} times as long as planned on {device.name}",
+                fix="set --device to the device of that run",
+            )
+        )
     return Calibrated(device.slower(ratio), ratio, world_size, len(step_seconds))
 
 
@@ -119,7 +137,9 @@ def learn_report(path: Path, device: Device) -> Measured:
         threads = int(rates["threads"])
         collectives = []
         for one in rates["collectives"]:
-            collectives.append((int(one["ranks"]), int(one["ranks_per_host"]), float(one["bytes_per_second"])))
+            collectives.append(
+                (int(one["ranks"]), int(one["ranks_per_host"]), float(one["bytes_per_second"])),
+            )
     except OSError as error:
         raise wrong(f"cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -150,7 +170,9 @@ def _with_rates(
     # The planned rate of matrix products, relative to the measured one.
     dtype = next((dtype for dtype in flops if dtype in device.flops), None)
     if dtype is None:
-        raise wrong(f"measured products in {', '.join(flops)}, for which the row of {device.name} has no peak")
+        raise wrong(
+            f"measured products in {', '.join(flops)}, for which the row of {device.name} has no peak",
+        )
     rate = flops[dtype]
     if device.is_cpu:
         # The row of a CPU describes one core, but the measurement used several threads.
@@ -167,7 +189,10 @@ def _with_rates(
                 within_host.append(rank_rate)
             if per_host < ranks:
                 between_hosts.append(rank_rate / per_host)
-        for name, field, link_rates in (("links", "link", within_host), ("network", "network", between_hosts)):
+        for name, field, link_rates in (
+            ("links", "link", within_host),
+            ("network", "network", between_hosts),
+        ):
             if not link_rates:
                 continue
             link: Link = getattr(device, field)

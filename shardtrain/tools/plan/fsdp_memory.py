@@ -40,8 +40,12 @@ class GatheredBytes:
         layer_gradients = [unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_layer]
         embed = unsharded(model.first, job.tp, job.ep) if is_first else 0
         head = unsharded(model.last, job.tp, job.ep) if is_last else 0
-        embed_gradient = unsharded(embed_trained, job.tp, job.ep) if embed_trained else 0
-        head_gradient = unsharded(head_trained, job.tp, job.ep) if head_trained else 0
+        embed_gradient = 0
+        if embed_trained:
+            embed_gradient = unsharded(embed_trained, job.tp, job.ep)
+        head_gradient = 0
+        if head_trained:
+            head_gradient = unsharded(head_trained, job.tp, job.ep)
         if model.tied and is_first and is_last:
             head = 0
             head_gradient = 0

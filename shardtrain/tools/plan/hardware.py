@@ -106,9 +106,13 @@ class Device:
             ConfigError: the device has no peak for it.
         """
         if dtype not in self.flops:
-            rule = f"has no peak for {dtype} in its row, only for {', '.join(sorted(self.flops))}"
             raise ConfigError(
-                Problem("--device", self.name, rule, f"add {dtype} to its flops, or compute in another dtype")
+                Problem(
+                    "--device",
+                    self.name,
+                    rule=f"has no peak for {dtype} in its row, only for {', '.join(sorted(self.flops))}",
+                    fix=f"add {dtype} to its flops, or compute in another dtype",
+                )
             )
         return self.flops[dtype]
 
@@ -131,7 +135,9 @@ class Device:
 
     def with_nodes_of(self, per_node: int, link: str | None = None) -> Device:
         """Return the device in nodes of another size, optionally with another link from devices.toml."""
-        found = self.link if link is None else _link(link, devices.table()["links"], "link", "devices.toml")
+        found = self.link
+        if link is not None:
+            found = _link(link, devices.table()["links"], "link", "devices.toml")
         return replace(self, devices_per_node=per_node, link=found)
 
 
@@ -146,8 +152,14 @@ def find(name: str, option: str = "--device") -> Device:
         own = _read(Path(name), option)
         rows = _tables(own.get("devices", {}))
         if len(rows) != 1:
-            rule = f"has {len(rows)} tables [devices.NAME]"
-            raise ConfigError(Problem(option, name, rule, "write exactly one, as in docs/plan.md"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    name,
+                    rule=f"has {len(rows)} tables [devices.NAME]",
+                    fix="write exactly one, as in docs/plan.md",
+                )
+            )
         ((own_name, row),) = rows.items()
         return _device(own_name, row, {**links, **_tables(own.get("links", {}))}, name)
     known = devices.find(name)
@@ -171,10 +183,23 @@ def _read(path: Path, option: str) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
-        raise ConfigError(Problem(option, str(path), rule, "use an existing file")) from error
+        raise ConfigError(
+            Problem(
+                option,
+                str(path),
+                rule=f"cannot be read: {error.strerror}",
+                fix="use an existing file",
+            )
+        ) from error
     except ValueError as error:
-        raise ConfigError(Problem(option, str(path), f"is not TOML: {error}", "correct the file")) from error
+        raise ConfigError(
+            Problem(
+                option,
+                str(path),
+                rule=f"is not TOML: {error}",
+                fix="correct the file",
+            )
+        ) from error
 
 
 def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: str) -> Device:
@@ -201,7 +226,13 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     # Peaks in FLOP/s, by dtype.
     flops = row["flops"]
     if not isinstance(flops, Mapping) or not flops:
-        raise _wrong(f"{path}.flops", flops, "is not a table of peaks by dtype", "write bfloat16 = 989e12", where)
+        raise _wrong(
+            f"{path}.flops",
+            flops,
+            "is not a table of peaks by dtype",
+            "write bfloat16 = 989e12",
+            where,
+        )
     for dtype, value in flops.items():
         _check_number(f"{path}.flops.{dtype}", value, _LARGEST["flops"], where)
         if value < 1e6:
@@ -224,7 +255,13 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
 
 def _link(name: Any, links: Mapping[str, Any], path: str, where: str) -> Link:
     if not isinstance(name, str) or name not in links:
-        raise _wrong(path, name, "is not a known link", f"use one of {', '.join(sorted(links))}, or add it", where)
+        raise _wrong(
+            path,
+            name,
+            "is not a known link",
+            f"use one of {', '.join(sorted(links))}, or add it",
+            where,
+        )
     table = f"links.{name}"
     row = {"efficiency": 0.75, "peers": 0, **links[name]}
     required_keys = {field.name for field in fields(Link)} - {"name"}
@@ -247,13 +284,25 @@ def _check_keys(row: Mapping[str, Any], wanted: set[str], path: str, where: str)
     for key in sorted(wanted - set(row)):
         raise _wrong(f"{path}.{key}", None, "is missing", "add it, as in docs/plan.md", where)
     for key in sorted(set(row) - wanted):
-        raise _wrong(f"{path}.{key}", row[key], "is not a known key", f"use {', '.join(sorted(wanted))}", where)
+        raise _wrong(
+            f"{path}.{key}",
+            row[key],
+            "is not a known key",
+            f"use {', '.join(sorted(wanted))}",
+            where,
+        )
 
 
 def _check_number(path: str, value: Any, largest: float, where: str, zero: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 0 or (value == 0 and not zero) or value > largest:
-        raise _wrong(path, value, f"is not between 0 and {largest:g}", "write the number of a real device", where)
+        raise _wrong(
+            path,
+            value,
+            f"is not between 0 and {largest:g}",
+            "write the number of a real device",
+            where,
+        )
 
 
 def _check_shares(row: Mapping[str, Any], keys: tuple[str, ...], path: str, where: str) -> None:

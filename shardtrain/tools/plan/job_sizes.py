@@ -276,7 +276,9 @@ class _LowPrecision:
         if has_mx:
             runs_in_8_bits["linear"] = linear.mx.recipe_name != "mxfp8_emulated"
             if runs_in_8_bits["linear"]:
-                notes.append("MX is counted as float8; its products need CUDA compute capability 10.0 and above")
+                notes.append(
+                    "MX is counted as float8; its products need CUDA compute capability 10.0 and above",
+                )
         if not all(runs_in_8_bits.values()):
             name = "MX" if has_mx else "float8"
             notes.append(f"{name} is emulated, which is slower than the planned products in the compute type")

@@ -121,7 +121,13 @@ class _AttentionBytes:
     score_matrices: int
 
 
-def _attention_bytes(layer: Layer, job: PlannedJob, norm: int, gathered: int, kernels: Kernels) -> _AttentionBytes:
+def _attention_bytes(
+    layer: Layer,
+    job: PlannedJob,
+    norm: int,
+    gathered: int,
+    kernels: Kernels,
+) -> _AttentionBytes:
     """Count attention: its norm, queries, keys, values, output, and the log-sum-exp of the scores
     in float32.
     """

@@ -54,7 +54,12 @@ def lines(
             wrapped.append(line)
         else:
             indent = " " * (len(line) - len(line.lstrip()))
-            wrapped += textwrap.wrap(line, max(columns, width), initial_indent=indent, subsequent_indent=indent + "  ")
+            wrapped += textwrap.wrap(
+                line,
+                max(columns, width),
+                initial_indent=indent,
+                subsequent_indent=indent + "  ",
+            )
     return wrapped
 
 
@@ -67,10 +72,11 @@ def _head(plan: Plan) -> Iterator[str]:
     if job.pp > 1:
         pipeline = f", {job.schedule} of {len(job.stages)} stages"
     yield f"mesh: {mesh}{pipeline}; recompute {job.recompute}"
-    micro_batches = "micro-batches" if job.num_microbatches > 1 else "micro-batch"
+    micro_batches = "micro-batch"
+    if job.num_microbatches > 1:
+        micro_batches = "micro-batches"
     yield (
-        f"batch: {job.rows} x {job.seq_len} tokens, "
-        f"{job.num_microbatches} {micro_batches}, "
+        f"batch: {job.rows} x {job.seq_len} tokens, {job.num_microbatches} {micro_batches}, "
         f"{format_count(job.tokens_per_step)} tokens per step"
     )
     for note in job.notes:
@@ -171,11 +177,14 @@ def _budget(
         count, longer = plan.failures(tokens, save_seconds)
         took = "training never ends with failures: save more often"
         if longer < math.inf:
-            cost = f", ${longer * 24 * plan.world_size * dollars_per_hour:,.0f}" if dollars_per_hour else ""
+            cost = ""
+            if dollars_per_hour:
+                cost = f", ${longer * 24 * plan.world_size * dollars_per_hour:,.0f}"
             took = f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
         text = (
-            f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, as in the run of Llama 3 405B; "
-            f"saved every {format_seconds(save_seconds)}, restarts take {format_seconds(RESTART_SECONDS)})"
+            f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, "
+            f"as in the run of Llama 3 405B; saved every {format_seconds(save_seconds)}, "
+            f"restarts take {format_seconds(RESTART_SECONDS)})"
         )
         yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     else:

@@ -142,7 +142,12 @@ def main(words: Sequence[str]) -> int:
     taken = command_line.take(words, OPTIONS, FLAGS)
     if taken.help:
         margin = " " * 22
-        names = textwrap.fill(", ".join(devices.names()), 100, initial_indent=margin, subsequent_indent=margin)
+        names = textwrap.fill(
+            ", ".join(devices.names()),
+            100,
+            initial_indent=margin,
+            subsequent_indent=margin,
+        )
         print(HELP.format(devices=names), end="")
         return 0
 
@@ -151,9 +156,15 @@ def main(words: Sequence[str]) -> int:
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         if getattr(arguments, name) is not None:
-            rule = "is for starting processes, but plan starts none"
-            fix = "use --gpus or --nodes"
-            raise ConfigError(Problem(f"--{name}", getattr(arguments, name), rule, fix, "command line"))
+            raise ConfigError(
+                Problem(
+                    f"--{name}",
+                    getattr(arguments, name),
+                    rule="is for starting processes, but plan starts none",
+                    fix="use --gpus or --nodes",
+                    where="command line",
+                )
+            )
     device = hardware.find(options.device)
     loaded = configs.load(arguments.path, arguments.overrides)
     if options.output:
@@ -170,7 +181,9 @@ def main(words: Sequence[str]) -> int:
         print(learned.line(options.calibrate), file=sys.stderr)
     if options.nodes is not None:
         options.gpus = options.nodes * device.devices_per_node
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    columns = None
+    if sys.stdout.isatty():
+        columns = shutil.get_terminal_size().columns
     world_size = options.gpus or planning.smallest_world(loaded.config, device)
 
     # A search ranks variations of the configuration.
@@ -192,7 +205,9 @@ def main(words: Sequence[str]) -> int:
     # Without a search, plan the configuration itself.
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)
-    largest = planning.largest(loaded.config, world_size, device) if options.largest else None
+    largest = None
+    if options.largest:
+        largest = planning.largest(loaded.config, world_size, device)
     save_seconds = _seconds_between_saves(loaded.config.checkpoint, plan.time.seconds)
     if options.json:
         more: dict[str, Any] = {"largest": largest} if largest else {}
@@ -234,8 +249,15 @@ def _require_writable(path: Path, configuration: Path | None) -> None:
     if path.is_dir():
         raise ConfigError(Problem("-o", str(path), "is a folder", fix, "command line"))
     if configuration is not None and path.exists() and path.samefile(configuration):
-        rule = "is the configuration that is planned"
-        raise ConfigError(Problem("-o", str(path), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "-o",
+                str(path),
+                rule="is the configuration that is planned",
+                fix=fix,
+                where="command line",
+            )
+        )
 
 
 def _write(path: Path, text: str) -> None:

@@ -189,14 +189,30 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
 
 def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels) -> Plan:
     """Plan a job. The plan has no suggested fixes."""
-    orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
+    orders = schedule.orders(
+        job.schedule,
+        job.pp,
+        len(job.stages),
+        job.num_microbatches,
+        job.recomputes_layers,
+    )
     ranks = tuple(rank_memory.of_ranks(model, job, orders, kernels))
     sizes = {axis: getattr(job, axis) for axis in AXES}
     if job.ep > 1:
         sizes["ep"] = job.ep
     time = timing.of_step(model, job, device, orders)
     overhead_bytes = overhead(max(rank.peak for rank in ranks), device)
-    return Plan(model.name, model.num_params, device, sizes, job, ranks, overhead_bytes, time, model.flops_per_token)
+    return Plan(
+        model.name,
+        model.num_params,
+        device,
+        sizes,
+        job,
+        ranks,
+        overhead_bytes,
+        time,
+        model.flops_per_token,
+    )
 
 
 def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
@@ -272,12 +288,16 @@ def kernels_of(device: Device, config: Config, world_size: int) -> rank_memory.K
         return "cpu"
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, environment.usable_cores() // world_size))
     measured = kernel_speed.remembered(threads)
-    return "cpu by rows" if measured is not None and measured.uses("rms_norm") else "cpu"
+    if measured is not None and measured.uses("rms_norm"):
+        return "cpu by rows"
+    return "cpu"
 
 
 def overhead(used: int, device: Device) -> int:
     """Return the bytes of the driver and of fragmentation, if ranks use ``used`` bytes."""
-    return 0 if device.is_cpu else CONTEXT_BYTES + int(used * FRAGMENTS)
+    if device.is_cpu:
+        return 0
+    return CONTEXT_BYTES + int(used * FRAGMENTS)
 
 
 def smallest_world(config: Config, device: Device) -> int:
@@ -409,7 +429,9 @@ def refuse_unfit(loaded: Loaded, world_size: int) -> None:
     plan = make(loaded.config, world_size, device)
     if plan.fits:
         return
-    fix = f"for example {plan.fixes[0]}" if plan.fixes else "use more devices, or a smaller model"
+    fix = "use more devices, or a smaller model"
+    if plan.fixes:
+        fix = f"for example {plan.fixes[0]}"
     rule = (
         f"has {format_bytes(device.memory_bytes)}, but each of {world_size} ranks is planned to need "
         f"{format_bytes(plan.peak_bytes)} (shardtrain plan shows details)"

@@ -133,7 +133,9 @@ def most_kept(
     # Follow the memory through the actions, and note its maxima.
     for action in actions:
         kept = kept_by_stage.get(action.stage, 0)
-        waiting = waiting_by_stage.get(action.stage, 0) if waiting_by_stage else 0
+        waiting = 0
+        if waiting_by_stage:
+            waiting = waiting_by_stage.get(action.stage, 0)
         if action.kind == "F":
             in_flight += 1
             current_bytes += kept

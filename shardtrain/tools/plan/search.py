@@ -92,8 +92,15 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     """
     config = loaded.config
     if float8 and "float8" not in device.flops:
-        fix = "remove it"
-        raise ConfigError(Problem("--float8", device.name, "has no float8 products", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--float8",
+                device.name,
+                rule="has no float8 products",
+                fix="remove it",
+                where="command line",
+            )
+        )
     converters: list[list[str]] = [config.model.converters]
     if float8 and not {LINEAR, MX} & set(config.model.converters):
         converters.append([*config.model.converters, LINEAR])
@@ -119,6 +126,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
         if names != config.model.converters:
             options = {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
+        # Inner stages must have layers. The first and the last have the embedding and the head.
         job = job_sizes.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
         has_empty_stage = any(len(layers) == 0 for layers in job.stages[1:-1])
         if has_empty_stage or job.num_microbatches < 1:
@@ -145,6 +153,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
         if plan.fits:
             ranked.append(Ranked(options, plan))
     ranked.sort(key=lambda one: (-one.plan.tps, one.plan.peak_bytes))
+    # If none fits, show how much memory is missing.
     closest = None
     if least is not None and not ranked:
         _, options, job = least
@@ -177,7 +186,12 @@ def _candidates(
                 yield from _batches(config, mesh, pp, len(model.layers), rows, global_batch)
 
 
-def _splits(model: ModelShape, seq_len: int, world_size: int, device: Device) -> Iterator[tuple[int, int, int]]:
+def _splits(
+    model: ModelShape,
+    seq_len: int,
+    world_size: int,
+    device: Device,
+) -> Iterator[tuple[int, int, int]]:
     """Yield the degrees of tensor, pipeline and context parallelism that divide the model and the ranks."""
     layer = model.layers[0]
     # Tensor parallelism stays within a node.
@@ -191,6 +205,7 @@ def _splits(model: ModelShape, seq_len: int, world_size: int, device: Device) ->
     cps = [1]
     if can_split:
         cps += [degree for degree in (2, 4, 8) if seq_len // degree >= 2048]
+    # With context parallelism, each rank has two chunks of a sequence, which tensor parallelism splits.
     for tp in tps:
         for pp in _divisors(world_size // tp):
             if pp > min(len(model.layers), 64):
@@ -211,6 +226,7 @@ def _batches(
     for size in _divisors(rows):
         if size > _LARGEST_MICROBATCH:
             continue
+        # A pipeline needs at least one micro-batch per rank.
         schedules: list[str | None] = [None]
         if pp > 1:
             count = rows // size
@@ -222,6 +238,7 @@ def _batches(
                 schedules.append("Interleaved1F1B")
                 if not config.compile.enable:
                     schedules.append("ZBVZeroBubble")
+        # Without a pipeline, the micro-batch is the local batch, and gradients are accumulated.
         for schedule, recompute in itertools.product(schedules, _RECOMPUTE):
             options = dict(mesh)
             if schedule:

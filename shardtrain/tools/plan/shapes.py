@@ -235,8 +235,14 @@ def read(config: Config) -> ModelShape:
             layer_by_kind[kind] = layer_shape
         layer_shapes.append(layer_by_kind[kind])
     if not layer_shapes:
-        rule = f"has no modules in LAYOUT.layers={layout.layers!r}"
-        raise ConfigError(Problem("model.name", config.model.name, rule, "a plan needs at least one layer"))
+        raise ConfigError(
+            Problem(
+                "model.name",
+                config.model.name,
+                rule=f"has no modules in LAYOUT.layers={layout.layers!r}",
+                fix="a plan needs at least one layer",
+            )
+        )
     last_modules = set(layout.last)
     tied = False
     for names in tied_names(model):

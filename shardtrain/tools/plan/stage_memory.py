@@ -127,7 +127,14 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         # The input that the first layer saves is the buffer in which the stage received it.
         extra -= stream
     most = max(moment.activations for moment in moments)
-    return StageBytes(kept + end_bytes, extra, output, most, _waiting_bytes(model, job, index), tuple(moments))
+    return StageBytes(
+        kept + end_bytes,
+        extra,
+        output,
+        most,
+        _waiting_bytes(model, job, index),
+        tuple(moments),
+    )
 
 
 def _layers(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) -> list[LayerBytes]:
@@ -177,7 +184,9 @@ def _chunk_bytes(job: PlannedJob, columns: int, kernels: Kernels) -> int:
     width = job.compute_width
     tokens = job.local_tokens
     has_small_chunks = kernels != "cuda" and not job.fused
-    chunk_numel = cross_entropy.CPU_CHUNK_NUMEL if has_small_chunks else cross_entropy.CHUNK_NUMEL
+    chunk_numel = cross_entropy.CHUNK_NUMEL
+    if has_small_chunks:
+        chunk_numel = cross_entropy.CPU_CHUNK_NUMEL
     rows = min(tokens, max(1, chunk_numel // columns))
     is_split = job.tp > 1 and job.loss_parallel
     # ops/split_cross_entropy.py keeps exponentials, in the memory of the gradient if that is float32.

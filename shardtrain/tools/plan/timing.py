@@ -64,7 +64,12 @@ class StepTime:
         return sorted(self.costs.items(), key=lambda item: -item[1])[:count]
 
 
-def of_step(model: ModelShape, job: PlannedJob, device: Device, orders: Sequence[Sequence[Action]] | None) -> StepTime:
+def of_step(
+    model: ModelShape,
+    job: PlannedJob,
+    device: Device,
+    orders: Sequence[Sequence[Action]] | None,
+) -> StepTime:
     """Estimate the time of a step.
 
     ``orders`` has the actions of each pipeline rank (``schedule.orders``). None estimates the
@@ -140,7 +145,12 @@ def _with_threads(device: Device, ranks: int) -> Device:
     return replace(faster, launch_seconds=device.launch_seconds, link=device.link, network=device.network)
 
 
-def _stage(model: ModelShape, job: PlannedJob, device: Device, index: int) -> tuple[dict[str, float], dict[str, float]]:
+def _stage(
+    model: ModelShape,
+    job: PlannedJob,
+    device: Device,
+    index: int,
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return the seconds of forward and of backward of a micro-batch on one stage, by cost.
 
     They include the part of FSDP's gathers that does not overlap with computation.
@@ -158,6 +168,7 @@ def _stage(model: ModelShape, job: PlannedJob, device: Device, index: int) -> tu
         seconds = layer_pass(model.layers[numbers[0]], job, device, model.dim)
         _add(forward, seconds.forward, len(numbers))
         _add(backward, seconds.backward, len(numbers))
+        # Recomputation repeats the forward pass, or a part of it, within backward.
         if mode == "full":
             _add(backward, seconds.forward, len(numbers))
         elif mode == "op":
@@ -165,6 +176,7 @@ def _stage(model: ModelShape, job: PlannedJob, device: Device, index: int) -> tu
         elif mode == "core":
             _add(backward, {"attention": seconds.forward["attention"]}, len(numbers))
 
+    # The last stage also computes logits and loss.
     if index == len(job.stages) - 1:
         columns = -(-model.vocab // job.tp)
         head = Linear("head", model.dim, columns, "replicate")
@@ -179,6 +191,7 @@ def _stage(model: ModelShape, job: PlannedJob, device: Device, index: int) -> tu
         loss_bytes = job.local_tokens * columns * bytes_per_logit
         forward["head and loss"] = product + loss_bytes / memory_rate(device)
         backward["head and loss"] = 2 * product
+    # FSDP gathers the weights once per pass if it frees them after each use.
     gather = 0.0
     if job.fsdp and job.frees_gathered:
         gather = _gather_seconds(model, job, device, index)
@@ -188,7 +201,12 @@ def _stage(model: ModelShape, job: PlannedJob, device: Device, index: int) -> tu
     return forward, backward
 
 
-def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapping[str, float]) -> dict[str, float]:
+def _once_a_step(
+    model: ModelShape,
+    job: PlannedJob,
+    device: Device,
+    costs: Mapping[str, float],
+) -> dict[str, float]:
     """Return the seconds of work that happens once per step: reducing gradients, casts, and the optimizer.
 
     ``costs`` are those of all micro-batches.
@@ -236,6 +254,7 @@ def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapp
         num_units = sum(len(job.stages[index]) for index in stages) + 2
         gather = held * job.stored_width / bandwidth(device, job.dp_replicate, replica_stride)
         seconds["optimizer"] += gather + num_units * ring_seconds(device, job.dp_replicate, replica_stride)
+    # With offload, the host updates, and gradients and weights move between device and host.
     if job.offload != "nothing":
         seconds["optimizer"] = (moved_bytes * 2) / HOST_BYTES_PER_SECOND
     return seconds
@@ -283,9 +302,11 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
     ranks = job.dp_shard * job.cp
     if ranks == 1 and not device.is_cpu:
         return 0.0
+    # In float8, the weights of layers have one byte per element. Embedding and head stay as they are.
     size = float(_elements(model, job, index) * job.compute_width)
     if job.float8_gather:
         size -= _layer_elements(model, job, index) * (job.compute_width - 1)
+    # Each layer is one collective, and so are the first and the last modules.
     num_units = len(job.stages[index]) + 2
     shard_stride = stride(job, "cp")
     rate = shared_memory_rate(device, ranks, bandwidth(device, ranks, shard_stride))
@@ -305,8 +326,10 @@ def _reduce_seconds(model: ModelShape, job: PlannedJob, device: Device, stages: 
     ranks = job.dp_shard * job.cp
     host = host_seconds(device, COLLECTIVE_LAUNCHES)
     total = 0.0
+    # FSDP copies gradients into one buffer per unit, and the result out of it.
     if job.fsdp:
         total += copy_seconds(device, size * (1 + 1 / ranks))
+    # Reduce-scatter over the shards, then all-reduce of the shards over the replicas.
     if ranks > 1:
         shard_stride = stride(job, "cp")
         rate = shared_memory_rate(device, ranks, bandwidth(device, ranks, shard_stride))

@@ -61,7 +61,10 @@ def main(words: Sequence[str]) -> int:
 
     task = plan(loaded, request)
     if not request.json:
-        print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
+        print(
+            f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process",
+            flush=True,
+        )
         for note in task.notes:
             print(f"  {note}", flush=True)
     # Import PyTorch only now, so an invalid argument is reported immediately. Import it in this process,
@@ -109,9 +112,15 @@ def load(request: VerifyOptions) -> Loaded:
     if config.task.name == "language_model":
         return loaded
     if config.task.name != "masked_language_model":
-        rule = "has its own loss, and verify only compares next-token losses"
-        fix = 'verify the model under task.name="language_model": the mesh is the same'
-        raise ConfigError(Problem("task.name", config.task.name, rule, fix, loaded.where("task.name")))
+        raise ConfigError(
+            Problem(
+                "task.name",
+                config.task.name,
+                rule="has its own loss, and verify only compares next-token losses",
+                fix='verify the model under task.name="language_model": the mesh is the same',
+                where=loaded.where("task.name"),
+            )
+        )
 
     # Both losses are the cross-entropy of some of the tokens, and only some synthetic tokens have targets. So
     # a masked language model is verified with the task language_model. The masking of rows is not compared.
@@ -181,7 +190,9 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
         needed = max((mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem), default=1)
         if available < needed:
             rule = f"requires {needed} devices, but this machine has {available}"
-            problems.append(str(Problem("training.device", device, rule, 'use "cpu", or smaller meshes with --mesh')))
+            problems.append(
+                str(Problem("training.device", device, rule, 'use "cpu", or smaller meshes with --mesh')),
+            )
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return task
@@ -205,7 +216,11 @@ def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | No
     return dict(answer)
 
 
-def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) -> tuple[VerifyTask, list[str]]:
+def probe(
+    task: VerifyTask,
+    folder: Path,
+    kinds: Collection[str] | None = None,
+) -> tuple[VerifyTask, list[str]]:
     """Test the model itself for the properties that every mesh requires, before any mesh runs.
 
     The probes run in separate processes, because this process must not compute before it forks the ranks.
@@ -242,9 +257,14 @@ def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) 
     except forked_workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None
-        fix = "correct the model file"
-        rule = f"cannot be built: {error}"
-        raise ConfigError(Problem("model.name", config.model.name, rule, fix)) from None
+        raise ConfigError(
+            Problem(
+                "model.name",
+                config.model.name,
+                rule=f"cannot be built: {error}",
+                fix="correct the model file",
+            )
+        ) from None
     if answer["broken"]:
         raise ConfigError(answer["broken"])
 
@@ -281,7 +301,12 @@ def shaken(task: VerifyTask, trainer: Trainer, folder: Path) -> Path:
     return record_folder
 
 
-def _run_on_one_process(task: VerifyTask, trainer: Trainer, record_folder: Path, shaken: bool = False) -> None:
+def _run_on_one_process(
+    task: VerifyTask,
+    trainer: Trainer,
+    record_folder: Path,
+    shaken: bool = False,
+) -> None:
     from shardtrain.tools.verify.verify_rank import run_steps
 
     record_folder.mkdir(parents=True)
@@ -291,13 +316,22 @@ def _run_on_one_process(task: VerifyTask, trainer: Trainer, record_folder: Path,
         raise ConfigError(f"the model does not train on one process: {error}") from error
 
 
-def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: VerifyTask, folder: Path) -> None:
+def _run_ranks(
+    count: int,
+    steps: Any,
+    trainer: Trainer,
+    config: Config,
+    task: VerifyTask,
+    folder: Path,
+) -> None:
     from shardtrain.ops import accelerator
 
     device = config.training.device
     device_type = "cpu" if device == "auto" else device
     backend = accelerator.collectives(device_type)
-    limit = forked_workers.TIMEOUT_SECONDS if task.unit_gain else forked_workers.FULL_TIMEOUT_SECONDS
+    limit = forked_workers.FULL_TIMEOUT_SECONDS
+    if task.unit_gain:
+        limit = forked_workers.TIMEOUT_SECONDS
     arguments = (trainer, config, task, str(folder))
     forked_workers.run(count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit)
 

@@ -121,8 +121,8 @@ def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
     """Add the message of one mesh to the verdict. ``copy`` describes the compared model."""
     if row.verdict == "same":
         text = (
-            f"{copy} on {row.mesh} agrees with one process: loss {row.loss:.1e}, gradients {row.gradient:.1e}, "
-            f"weights {row.weights:.1e} off"
+            f"{copy} on {row.mesh} agrees with one process: loss {row.loss:.1e}, "
+            f"gradients {row.gradient:.1e}, weights {row.weights:.1e} off"
         )
         if row.rounding:
             text = f"{text}; {row.rounding}"
@@ -145,8 +145,9 @@ def _fix(row: MeshResult) -> str:
     style = match[1]
     if style in ("gather", "colwise"):
         return (
-            "a colwise matrix is cut into equal stretches of rows, so order queries, keys and values by head "
-            "(unflatten(-1, (-1, 3, head_dim))), or give each its own linear"
+            "a colwise matrix is cut into equal stretches of rows, so order queries, "
+            "keys and values by head (unflatten(-1, (-1, 3, head_dim))), "
+            "or give each its own linear"
         )
     return f'"{style}" means {TENSOR_STYLES[style]}: correct the style or the forward'
 

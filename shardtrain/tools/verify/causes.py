@@ -127,7 +127,10 @@ def own_counts(e: Evidence) -> str | None:
             total = total + part * e.batch.num_targets / _num_targets(e, rows)
         if not is_known:
             continue
-        for factor, combination in ((1 / len(shares), "then averaged: a mean of means"), (1.0, "then summed")):
+        for factor, combination in (
+            (1 / len(shares), "then averaged: a mean of means"),
+            (1.0, "then summed"),
+        ):
             if e.explains_on_all_ranks(e.suspect, total * factor):
                 return f"each {unit} divided by its own count of target tokens and {combination}"
     return None
@@ -310,8 +313,8 @@ def _core(e: Evidence) -> str | None:
     output_error = largest_errors.get("out", 0.0)
     if output_error > 1e-4:
         return (
-            f"attention over the parts of cp is wrong (causal mask or exchange): queries, keys and values agree, "
-            f"its output is off by {output_error:.2g}"
+            "attention over the parts of cp is wrong (causal mask or exchange): queries, "
+            f"keys and values agree, its output is off by {output_error:.2g}"
         )
     return None
 
@@ -376,8 +379,8 @@ def unscaled_loss(e: Evidence) -> str | None:
     if factor is None:
         return None
     return (
-        "forward adds its own loss in backward, which is not divided by the number of tokens of the step, so it "
-        f"counts {factor:.4g} times; the gradient of the loss itself agrees"
+        "forward adds its own loss in backward, which is not divided by the number of tokens of "
+        f"the step, so it counts {factor:.4g} times; the gradient of the loss itself agrees"
     )
 
 

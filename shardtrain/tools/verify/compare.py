@@ -140,10 +140,11 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
             return 0, layout.first.index(top)
         if top == layout.layers:
             number = rest.partition(".")[0]
-            index = int(number) if number.isdecimal() else 0
-            return 1, index
-        index = layout.last.index(top) if top in layout.last else -1
-        return 2, index
+            return 1, int(number) if number.isdecimal() else 0
+        # A module that the layout does not name comes between the layers and the last modules.
+        if top not in layout.last:
+            return 2, -1
+        return 2, layout.last.index(top)
 
     return sorted(names, key=place)
 
@@ -277,7 +278,9 @@ def _first_of_step(
             if part.shape != wanted.shape or not torch.allclose(part, wanted, 1e-5, 1e-6):
                 wrong_buffers.append(name)
                 break
-    return First("buffers", step, wrong_buffers, 0.0) if wrong_buffers else None
+    if wrong_buffers:
+        return First("buffers", step, wrong_buffers, 0.0)
+    return None
 
 
 def scale_of(expected: Expected, step: int, name: str) -> float:

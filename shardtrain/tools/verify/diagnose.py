@@ -73,7 +73,9 @@ def _explain_gradient(e: Evidence) -> str:
     if absent:
         return f"no gradient: the loss on this mesh does not depend on {absent[0]}"
     # Activations are recorded only in the first step. They show where the forward pass differs.
-    place = first_divergence.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
+    place = ""
+    if e.first.loss_differs and e.first.step == 0:
+        place = first_divergence.first_difference(e)
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
         if cause:

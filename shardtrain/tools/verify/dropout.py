@@ -63,7 +63,13 @@ def _identity(name: str, original: Callable[..., Tensor]) -> Callable[..., Tenso
     """Return a function that has the signature of a dropout but returns its input."""
 
     @functools.wraps(original)
-    def keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **other: Any) -> Tensor:
+    def keep(
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+        **other: Any,
+    ) -> Tensor:
         # The argument is named "train" in the functions of ``torch`` and "training" in those of
         # ``torch.nn.functional``.
         if training and other.get("train", True) and p:

@@ -74,7 +74,13 @@ class Evidence:
     def batch(self) -> Batch:
         """All rows of the step with the first difference."""
         _, shape, _ = model_of(self.config)
-        return whole_batch(self.config.debug.seed, self.first.step, self.sequences, self.tokens, shape.vocab_size)
+        return whole_batch(
+            self.config.debug.seed,
+            self.first.step,
+            self.sequences,
+            self.tokens,
+            shape.vocab_size,
+        )
 
     @cached_property
     def shares(self) -> Shares:
@@ -225,7 +231,9 @@ class Evidence:
 
     def share(self, name: str, fixed: Mapping[str, int]) -> Tensor | None:
         """Return the part of a gradient that comes from the ranks at the given places."""
-        positions = self.positions(fixed) if {"cp", "tp"} & fixed.keys() else None
+        positions = None
+        if {"cp", "tp"} & fixed.keys():
+            positions = self.positions(fixed)
         return self.shares.gradient(name, self.rows(fixed), positions)
 
 

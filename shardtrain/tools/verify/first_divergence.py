@@ -54,8 +54,8 @@ def first_backward_difference(e: Evidence) -> str:
         return ""
     module, rank = culprit
     return (
-        f"the backward pass first differs on rank {rank} in {module}: the gradient of its output agrees, that of "
-        "its inputs does not"
+        f"the backward pass first differs on rank {rank} in {module}: "
+        "the gradient of its output agrees, that of its inputs does not"
     )
 
 
@@ -120,7 +120,16 @@ def _moved_layer(e: Evidence) -> str | None:
                 continue
             # The input of this layer differs. Look for a layer on one process that has the same input.
             for other in layers:
-                if other != path and _agree(e, record, mine, f"trace/{expected_calls.index(other)}/in") is True:
+                if (
+                    other != path
+                    and _agree(
+                        e,
+                        record,
+                        mine,
+                        f"trace/{expected_calls.index(other)}/in",
+                    )
+                    is True
+                ):
                     return f"layers in another order: {path} has the input that {other} has on one process"
     return None
 
@@ -136,7 +145,9 @@ def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | No
             continue
         expected_key = f"{theirs}/{key.rpartition('/')[2]}"
         full = e.expected.record.parts.get(expected_key)
-        wanted = None if full is None else _part_of_rank(e, record, full, record.parts[key].shape)
+        wanted = None
+        if full is not None:
+            wanted = _part_of_rank(e, record, full, record.parts[key].shape)
         if wanted is None:
             continue
         if differs(record.parts[key], wanted, e.close(expected_key, CLOSE)):

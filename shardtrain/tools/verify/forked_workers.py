@@ -60,8 +60,8 @@ def run(
     Raises:
         RankFailed: a process raised an exception, died, or did not answer in time. The others are stopped.
     """
-    # Forked ranks do not need to import modules again. This process has not computed anything, so no PyTorch thread
-    # holds a lock that the forks would copy.
+    # Forked ranks do not need to import modules again. This process has not computed anything, so
+    # no PyTorch thread holds a lock that the forks would copy.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     # Flush, because otherwise the forks would print buffered output again.
@@ -83,7 +83,11 @@ def run(
         _end(processes)
 
 
-def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limit_seconds: float) -> list[Any]:
+def _collect(
+    receivers: list[Connection],
+    processes: Sequence[BaseProcess],
+    limit_seconds: float,
+) -> list[Any]:
     """Return the answers of all ranks.
 
     Raises:

@@ -69,8 +69,9 @@ def judge(
         effect = getattr(moved_at[step], differences.first.kind, -1.0)
         if differences.first.error <= ROUNDING * effect:
             cause = (
-                f"{BLIND}, which could hide an error of this size: on one process, changing weights by one unit in "
-                f"the last place has as much effect ({effect:.1e}); compare with fewer steps, layers or tokens"
+                f"{BLIND}, which could hide an error of this size: on one process, "
+                f"changing weights by one unit in the last place has as much effect ({effect:.1e}); "
+                "compare with fewer steps, layers or tokens"
             )
         else:
             evidence = Evidence(config, sizes, expected, records, differences.first, shaken, allowed[step])
@@ -78,9 +79,9 @@ def judge(
     elif shaken is not None:
         most = allowed[-1]
         rounding = (
-            f"this model amplifies rounding: differences are accepted up to {ROUNDING} times the effect of changing "
-            "its weights by one unit in the last place on one process, which is "
-            f"{most.loss:.1e} of the loss and {most.gradient:.1e} of a gradient"
+            f"this model amplifies rounding: differences are accepted up to {ROUNDING} times the "
+            "effect of changing its weights by one unit in the last place on one process, "
+            f"which is {most.loss:.1e} of the loss and {most.gradient:.1e} of a gradient"
         )
 
     # Dropout is off in the comparison, so equal numbers do not reveal a dropout that makes ranks

@@ -85,7 +85,7 @@ class MeshPlan:
         if RESHARD in self.options:
             parts.append(f"reshard {self.options[RESHARD]}")
         if RECOMPUTE in self.options:
-            parts.append(f"recompute {self.options[RECOMPUTE]} {self.options.get(SELECTIVE, '')}".strip())
+            parts.append((f"recompute {self.options[RECOMPUTE]} {self.options.get(SELECTIVE, '')}").strip())
         return ", ".join(parts)
 
     @property
@@ -161,9 +161,15 @@ def requested(
     """
     plans = [plan for mesh in meshes for plan in _plans(loaded, mesh, schedules)]
     if schedules and not any(plan.schedule for plan in plans):
-        rule = "has no effect without pipeline stages"
-        fix = 'add a mesh with pp, like --mesh "pp=2"'
-        raise ConfigError(Problem("--schedule", schedules[0], rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--schedule",
+                schedules[0],
+                rule="has no effect without pipeline stages",
+                fix='add a mesh with pp, like --mesh "pp=2"',
+                where="command line",
+            )
+        )
     problems = [line for plan in plans for line in plan.problem.splitlines()]
     if problems and not allow_impossible:
         raise ConfigError(list(dict.fromkeys(problems)))

@@ -81,17 +81,19 @@ class ModuleWatch:
         is_on_residual = all(layout.style_of(self.layout, parent) is None for parent in parents)
         if is_on_residual and "must match the size of tensor" in error:
             return (
-                f"{where}, where each rank has a part of the sequence and can only add another part of it; end a "
-                'gathered module with a "rowwise" linear, and compute positions in their own module with the style '
+                f"{where}, where each rank has a part of the sequence and can only add another part "
+                "of it; end a "
+                'gathered module with a "rowwise" linear, '
+                "and compute positions in their own module with the style "
                 '"embed"'
             )
         if style is None:
             return f"{where}, which has no style in LAYOUT.tensor; give one to it or to a module that contains it"
         if "mixed torch.Tensor and DTensor" in error:
             return (
-                f"{where}: a gathered tensor is a DTensor, but the output of a linear is a plain tensor; create new "
-                "tensors from the output of a linear (q.new_zeros instead of x.new_zeros), and combine gathered "
-                "tensors with others only after a linear"
+                f"{where}: a gathered tensor is a DTensor, but the output of a linear is a plain "
+                "tensor; create new tensors from the output of a linear (q.new_zeros instead of "
+                "x.new_zeros), and combine gathered tensors with others only after a linear"
             )
         fix = "correct the style, or its forward for a part of the heads or of the sequence"
         return f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
@@ -130,7 +132,13 @@ class ModuleWatch:
         self.tensors[f"dropped/{number}"] = local_copy(dropped)
         self.drops.append((module, name))
 
-    def _record(self, number: int, kind: str, leaves: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+    def _record(
+        self,
+        number: int,
+        kind: str,
+        leaves: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+    ) -> None:
         for index, (leaf, copied) in enumerate(zip(leaves, copies, strict=True)):
             key = f"{number}/{kind}/{index}"
             if copied is not None:

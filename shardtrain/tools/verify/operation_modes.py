@@ -41,7 +41,9 @@ class LocatingMode(TorchDispatchMode):
         self._stack: list[str] = []
         self._handles = []
         for path, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path)))
+            self._handles.append(
+                module.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path)),
+            )
             self._handles.append(module.register_forward_hook(self._leave))
 
     def _leave(self, *_: Any) -> None:

@@ -75,7 +75,9 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
         shallow = full
     if _count(shallow) <= SMALL:
         error = failure(shallow, depth)
-        problem = f"it does not run on {TOKENS} tokens on one process: {error}" if error else ""
+        problem = ""
+        if error:
+            problem = f"it does not run on {TOKENS} tokens on one process: {error}"
         return answer(depth, problem)
 
     # Then try smaller widths, from the smallest. If none can be built and run, keep the widths.
@@ -88,7 +90,10 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     if _count(shallow) <= LARGEST and not failure(shallow, depth):
         return answer(depth)
     num_layers = len(_layers(module, shallow))
-    return answer(depth, f"its sizes cannot be made smaller: {_count(shallow):,} parameters in {num_layers} layers")
+    return answer(
+        depth,
+        f"its sizes cannot be made smaller: {_count(shallow):,} parameters in {num_layers} layers",
+    )
 
 
 def _shape(module: Any, config: Config, overrides: Mapping[str, Any]) -> Any:
@@ -142,25 +147,30 @@ def _depth(
     """
     depth = len(_layers(module, full))
     kinds = _kinds(module, full)
+    numbers = range(max(1, least), min(depth, max(least, MOST_LAYERS) + 1))
     # Any field with this value may be the number of layers. Try fields with "layer" in their name first.
     fields = [name for name, value in sizes.items() if value == depth]
-    for name in sorted(fields, key=lambda name: "layer" not in name):
+    fields.sort(key=lambda name: "layer" not in name)
+    for name in fields:
+        # Some kinds may only exist in deeper layers, so keep the number of layers that misses the fewest.
         best: dict[str, int] = {}
-        num_missing = len(kinds)
-        for number in range(max(1, least), min(depth, max(least, MOST_LAYERS) + 1)):
+        fewest_missing = len(kinds)
+        for number in numbers:
+            # Some numbers may be invalid, for example if layers alternate.
             shallow = _build(module, config, {**overrides, name: number})
             if shallow is None:
                 continue
+            # The field has another meaning.
             if len(_layers(module, shallow)) != number:
-                break  # this field has another meaning
+                break
             missing = len(kinds - _kinds(module, shallow))
-            if not best or missing < num_missing:
+            if not missing:
+                return {name: number}, []
+            if not best or missing < fewest_missing:
                 best = {name: number}
-                num_missing = missing
-            if not num_missing:
-                return best, []
+                fewest_missing = missing
         if best:
-            return best, [f"{num_missing} of {len(kinds)}"]
+            return best, [f"{fewest_missing} of {len(kinds)}"]
     return {}, []
 
 
@@ -190,7 +200,9 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
         for name, value in sizes.items():
             if name not in heads:
                 change |= _smaller_size(name, value, factor, head_divisor, tp, heads, clamp)
-        has_narrow_heads = any("head" in name and name not in heads and width < 4 for name, width in change.items())
+        # Each head keeps at least 4 features.
+        head_widths = [width for name, width in change.items() if "head" in name and name not in heads]
+        has_narrow_heads = any(width < 4 for width in head_widths)
         if change and change not in seen and not has_narrow_heads:
             seen.append(change)
             yield change
@@ -207,11 +219,15 @@ def _smaller_size(
     if _NOT_A_SIZE.search(name) or value < 16:
         return {}
     if _LENGTH.search(name):
-        return {name: _MOST_POSITIONS} if clamp and value > _MOST_POSITIONS else {}
+        if clamp and value > _MOST_POSITIONS:
+            return {name: _MOST_POSITIONS}
+        return {}
     if "vocab" in name:
         return {name: min(value, 64 * tp)}  # no other size is a multiple of the vocabulary
     if "expert" in name and _COUNT.search(name) and "dim" not in name:
-        return {name: _EXPERTS} if clamp and value > _EXPERTS and value % _EXPERTS == 0 else {}
+        if clamp and value > _EXPERTS and value % _EXPERTS == 0:
+            return {name: _EXPERTS}
+        return {}
     if _COUNT.search(name) and not name.endswith(("dim", "size", "embd", "inner")):
         return {}
 
@@ -243,4 +259,6 @@ def _failure(model: nn.Module, shape: Any) -> str:
     except Exception as error:  # a user's file may raise anything
         lines = str(error).splitlines() or [""]
         return f"{type(error).__name__}: {lines[0]}"
-    return "" if isinstance(out, torch.Tensor) else f"it returns {type(out).__name__}"
+    if isinstance(out, torch.Tensor):
+        return ""
+    return f"it returns {type(out).__name__}"

@@ -61,7 +61,9 @@ def unchanged_tokens(count: int, tokens: slice) -> Pick:
 
 
 def half_of_tokens(count: int, start: int) -> Pick:
-    """Return a ``Pick`` that compares ``count // 2`` tokens from ``start`` with a pass over only these tokens."""
+    """Return a ``Pick`` that compares ``count // 2`` tokens from ``start``
+    with a pass over only these tokens.
+    """
 
     def pick(full: Tensor, half: Tensor) -> tuple[Tensor, Tensor] | None:
         if full.ndim != half.ndim:
@@ -77,7 +79,13 @@ def half_of_tokens(count: int, start: int) -> Pick:
     return pick
 
 
-def first_with_other_inputs(one: Trace, other: Trace, paths: Sequence[str], pick: Pick, tolerance: float) -> str | None:
+def first_with_other_inputs(
+    one: Trace,
+    other: Trace,
+    paths: Sequence[str],
+    pick: Pick,
+    tolerance: float,
+) -> str | None:
     """Return the path of the first call in ``paths`` whose inputs differ between two passes, or None.
 
     Both passes must have called the modules in the same order.

@@ -205,7 +205,13 @@ class Prober:
 
     # ---- helpers
 
-    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, keep_state: bool = False, **options: Any) -> Trace:
+    def _run(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        keep_state: bool = False,
+        **options: Any,
+    ) -> Trace:
         """Trace a forward pass.
 
         Restore the Python state that the model's code changes, unless ``keep_state`` is set.
@@ -273,8 +279,8 @@ class Prober:
                 if torch.equal(weight, weights[name]):
                     continue
                 rule = (
-                    f"changes the weight {name} in forward, but on a mesh a rank has only a part of it, and forward "
-                    "runs more than once per step"
+                    f"changes the weight {name} in forward, but on a mesh a rank has only a part of "
+                    "it, and forward runs more than once per step"
                 )
                 fix = "compute with a modified copy, like F.linear(x, F.normalize(self.weight, dim=-1)); avoid max_norm"
                 return self._break(rule, fix)
@@ -304,7 +310,10 @@ class Prober:
         if differs(rebuilt.out, first.out, REPEATED):
             culprit = self._describe(blame(first, rebuilt, entire, REPEATED))
             rule = f"returns different outputs when it is built a second time in one process, first in {culprit}"
-            self._break(rule, "keep no counters on a class or a Python module; pass the layer's number as an argument")
+            self._break(
+                rule,
+                "keep no counters on a class or a Python module; pass the layer's number as an argument",
+            )
         return None
 
     def _explain_repeats(self, path: str | None, changed: Sequence[str]) -> None:
@@ -365,9 +374,14 @@ class Prober:
         if not reseeded:
             return
         paths_of_draws = [path for path in reseeded if path]
-        where = f" before a draw in {self._describe(paths_of_draws[0])}" if paths_of_draws else ""
+        where = ""
+        if paths_of_draws:
+            where = f" before a draw in {self._describe(paths_of_draws[0])}"
         rule = f"sets the seed of a global random generator in forward{where}, so every step draws the same numbers"
-        self._break(rule, "remove torch.manual_seed and random.seed from forward; training sets debug.seed once")
+        self._break(
+            rule,
+            "remove torch.manual_seed and random.seed from forward; training sets debug.seed once",
+        )
 
     def _check_lengths(self) -> None:
         """Require that a batch returns the same output in a new model and after a batch of another shape."""
@@ -395,7 +409,10 @@ class Prober:
                 continue
             state_name = changed[0] if changed else "state"
             rule = f"returns different outputs for {second} after {first}: it keeps {state_name}, and {symptom}"
-            return self._break(rule, "keep separate masks and tables for each length, or compute them in forward")
+            return self._break(
+                rule,
+                "keep separate masks and tables for each length, or compute them in forward",
+            )
         return None
 
     def _check_rows(self) -> None:
@@ -414,7 +431,10 @@ class Prober:
             if path in self._drawing:
                 fix = "draw no random numbers in forward: each rank has only some rows, so it draws different numbers"
                 return self._break(f"{rule} draws random numbers that depend on the number of rows", fix)
-            return self._break(f"{rule} depends on the number of rows", "make no output depend on the batch size")
+            return self._break(
+                f"{rule} depends on the number of rows",
+                "make no output depend on the batch size",
+            )
         return None
 
     def _sees_other_rows(self, batch: Trace) -> bool:
@@ -456,7 +476,11 @@ class Prober:
         # same way as one process.
         if bool(getattr(self._module, "CAUSAL", True)):
             rule = f"lets a token see later tokens in {where}, outside of an attention core, so its targets leak"
-            self._break(rule, "read only earlier positions; in an encoder, name the core in LAYOUT.context", "cp")
+            self._break(
+                rule,
+                "read only earlier positions; in an encoder, name the core in LAYOUT.context",
+                "cp",
+            )
 
     def _check_ranks(self) -> None:
         """Require that nothing depends on the rank or the number of ranks."""
@@ -487,8 +511,8 @@ class Prober:
             peer_draw = facts["draws"].get(pattern)
             if peer_draw != draw:
                 return (
-                    f"starts from other weights {on_rank}: initial() returns {peer_draw} for {pattern}, but {draw} "
-                    "on one process"
+                    f"starts from other weights {on_rank}: initial() returns {peer_draw} for "
+                    f"{pattern}, but {draw} on one process"
                 )
         sizes = _sizes(self._model)
         for name in sorted({*sizes, *facts["parameters"]}):
@@ -516,10 +540,13 @@ class Prober:
         if finder.first:
             path, dtype = finder.first
             rule = (
-                f"computes in {dtype} in {self._describe(path)} for weights of any dtype, and each mesh rounds "
-                "differently"
+                f"computes in {dtype} in {self._describe(path)} for weights of any dtype, "
+                "and each mesh rounds differently"
             )
-            self._break(rule, "remove the cast: training.mixed_precision_param sets the dtype of the computation")
+            self._break(
+                rule,
+                "remove the cast: training.mixed_precision_param sets the dtype of the computation",
+            )
 
     def _check_in_place_writes(self) -> None:
         """Require that no layer modifies its input.
@@ -609,16 +636,21 @@ class Prober:
         second = self._difference_of_half(fixed, self._count // 2)
         if second is not None and first is None and self._ignores_positions(fixed):
             rule = (
-                "must take positions from its argument: the second half of a sequence, run alone with its positions, "
-                f"differs from the full sequence, {second}, and changing the positions has no effect"
+                "must take positions from its argument: the second half of a sequence, "
+                f"run alone with its positions, differs from the full sequence, {second}, "
+                "and changing the positions has no effect"
             )
-            return self._break(rule, "use positions_BT instead of torch.arange for the positions of tokens", "cp")
+            return self._break(
+                rule,
+                "use positions_BT instead of torch.arange for the positions of tokens",
+                "cp",
+            )
         if first is None and second is None:
             return None
         half = "half" if first else "the second half"
         rule = (
-            f"returns other outputs for {half} of a sequence, with its positions, than in the full sequence, "
-            f"{first or second}"
+            f"returns other outputs for {half} of a sequence, with its positions, "
+            f"than in the full sequence, {first or second}"
         )
         fix = "make outputs independent of the number of tokens in a row and of their first position"
         return self._break(f"{rule}: a cp rank has a part of the row", fix, "cp")
@@ -663,7 +695,9 @@ class Prober:
         # Rotary embeddings of queries and keys change only the inputs of attention, because its
         # outputs are replayed.
         affected = first_with_other_inputs(full, half, fixed, pick, CLOSE)
-        return None if affected is None else f"where {affected} receives other queries, keys or values"
+        if affected is None:
+            return None
+        return f"where {affected} receives other queries, keys or values"
 
     def _check_shared_weights(self) -> None:
         """Reject a weight that a layer shares with another module, because each layer is sharded

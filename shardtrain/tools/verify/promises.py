@@ -57,7 +57,14 @@ def probe(
     module, shape, model = model_of(config)
     fill(model)
     batch = whole_batch(config.debug.seed, 0, 2, config.training.seq_len, shape.vocab_size)
-    checker = _PromiseChecker(kinds, config.model.name, model, module.LAYOUT, batch.tokens_BT, batch.positions_BT)
+    checker = _PromiseChecker(
+        kinds,
+        config.model.name,
+        model,
+        module.LAYOUT,
+        batch.tokens_BT,
+        batch.positions_BT,
+    )
     with torch.no_grad():
         if broken := checker.check_runs():
             return {"broken": broken, "notes": [], "impossible": {}}
@@ -71,7 +78,12 @@ def probe(
             if broken_chain:
                 impossible["pp"] = broken_chain
     if not (module.LAYOUT.context or module.LAYOUT.recurrence):
-        problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
+        problem = Problem(
+            "LAYOUT.context",
+            None,
+            rule="names no attention core, which cp replaces",
+            fix="name the module",
+        )
         impossible["cp"] = str(problem)
     return {"broken": broken, "notes": result.notes + casts.notes(), "impossible": impossible}
 
@@ -142,7 +154,9 @@ class _PromiseChecker:
             stack.pop()
 
         for path, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path or "the model")))
+            handles.append(
+                module.register_forward_pre_hook(lambda *_, path=path: stack.append(path or "the model")),
+            )
             handles.append(module.register_forward_hook(leave))
         try:
             with trial(model):
@@ -208,9 +222,15 @@ class _PromiseChecker:
             stage = pipeline_parallel.stage(copy.deepcopy(self._model), self._layout, set(keep))
             x, error, place = self._run(stage, x, self._positions_BT)
             if error:
-                return self._problem(f"{promise}: a stage with only {', '.join(keep)} fails in {place}: {error}", fix)
+                return self._problem(
+                    f"{promise}: a stage with only {', '.join(keep)} fails in {place}: {error}",
+                    fix,
+                )
         if x.shape != expected.shape or _error(x, expected) > CLOSE:
-            return self._problem(f"{promise}: run one after the other, they return other outputs than the model", fix)
+            return self._problem(
+                f"{promise}: run one after the other, they return other outputs than the model",
+                fix,
+            )
         return ""
 
     def _check_documents(self) -> list[str]:
@@ -278,8 +298,9 @@ class _PromiseChecker:
         halved_heads = self._core_heads(halved)
         if tuple(2 * count for count in halved_heads) != heads:
             rule = (
-                "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under "
-                f"tp=2, {self._layout.context} gets {halved_heads} heads instead of half of {heads}"
+                "breaks the promise to take heads and sizes from weight shapes: "
+                f"with half of its columns, as under tp=2, {self._layout.context} gets "
+                f"{halved_heads} heads instead of half of {heads}"
             )
             return [self._problem(rule, _SHAPE_FIX)]
         return []
@@ -348,7 +369,8 @@ class _PromiseChecker:
         replicated = self._replicated_next_to_sharded(halved)
         if replicated:
             rule = (
-                f'declares {replicated} "replicate" in LAYOUT.tensor, but its output is combined with a tensor '
+                f'declares {replicated} "replicate" in LAYOUT.tensor, '
+                "but its output is combined with a tensor "
                 "that is sharded along the feature dimension"
             )
             return self._problem(f"{rule}: under tp=2 {error}", 'declare it "colwise"')

@@ -58,13 +58,19 @@ class Shares:
 
     def losses_BT(self, logits_BTV: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Return the loss of each token, with shape (B, T). It is zero for tokens without a target."""
-        targets_BT = self.batch.targets_BT if targets_BT is None else targets_BT
+        if targets_BT is None:
+            targets_BT = self.batch.targets_BT
         flat_losses = F.cross_entropy(
             logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="none"
         )
         return flat_losses.view_as(targets_BT)
 
-    def gradient(self, name: str, rows: Sequence[int], positions: Sequence[int] | None = None) -> Tensor | None:
+    def gradient(
+        self,
+        name: str,
+        rows: Sequence[int],
+        positions: Sequence[int] | None = None,
+    ) -> Tensor | None:
         """Return the part of a parameter's gradient from its use at some rows and positions
         (default: all positions).
 
@@ -92,7 +98,12 @@ class Shares:
             mask_BT[chosen_B[:, None], chosen_T[None]] = True
             mask = mask_BT.view(*mask_BT.shape, *[1] * (output.ndim - 2))
             with torch.enable_grad():
-                (part,) = torch.autograd.grad(module(*inputs), [parameter], output.grad * mask, allow_unused=True)
+                (part,) = torch.autograd.grad(
+                    module(*inputs),
+                    [parameter],
+                    output.grad * mask,
+                    allow_unused=True,
+                )
             if part is not None:
                 total += part
         return total
@@ -113,7 +124,8 @@ class Shares:
     @torch.no_grad()
     def loss(self, positions_BT: Tensor | None = None) -> float:
         """Return the mean loss of the full batch, with other positions if given."""
-        positions_BT = self.batch.positions_BT if positions_BT is None else positions_BT
+        if positions_BT is None:
+            positions_BT = self.batch.positions_BT
         logits_BTV = self.model(self.batch.tokens_BT, positions_BT)
         return float(self.losses_BT(logits_BTV).sum()) / self.num_targets
 

@@ -86,7 +86,10 @@ def prepare(
     _reduce_rounding(sections, loaded.config, notes, steps)
 
     # All meshes divide the same global batch, so one record of one process serves all comparisons.
-    sequences = math.lcm(2, *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible))
+    sequences = math.lcm(
+        2,
+        *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible),
+    )
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
     fitted_plans = []
@@ -223,7 +226,12 @@ def _sequence_parts(degrees: Mapping[str, int]) -> int:
     return degrees.get("tp", 1) * cp_parts
 
 
-def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes: list[str], steps: int) -> None:
+def _reduce_rounding(
+    sections: dict[str, dict[str, Any]],
+    config: Config,
+    notes: list[str],
+    steps: int,
+) -> None:
     """Disable options that hide differences or amplify rounding in ``sections``, and add the
     changes to ``notes``.
     """
@@ -247,7 +255,9 @@ def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes:
     sections["lr_scheduler"] = {"name": "warmup_stable_decay", "warmup_steps": 0, "total_steps": None}
     sections["compile"] = {"enable": False}
     sections["model"] = {**sections.get("model", {}), "converters": []}
-    clipped = "gradients clipped only in the last step" if steps > 1 else "no clipping"
+    clipped = "no clipping"
+    if steps > 1:
+        clipped = "gradients clipped only in the last step"
     notes.append(f"float32; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
     # Options that need compilation or change numbers, each with a note.
     if compute_dtype(config) != "float32":
@@ -258,7 +268,9 @@ def _reduce_rounding(sections: dict[str, dict[str, Any]], config: Config, notes:
         notes.append("compile: off")
     if config.lora.enable:
         sections["lora"] = {"rank": min(config.lora.rank, 4), "dropout": 0.0, "base_dtype": "training"}
-        notes.append(f"lora: rank {config.lora.rank} -> {sections['lora']['rank']}, no dropout, frozen float32")
+        notes.append(
+            f"lora: rank {config.lora.rank} -> {sections['lora']['rank']}, no dropout, frozen float32",
+        )
     if config.activation_checkpoint.mode == "memory_budget":
         sections["activation_checkpoint"] = {"mode": "full", "visualize_memory_budget_pareto": False}
         notes.append("recompute: memory_budget, which needs compile -> full")

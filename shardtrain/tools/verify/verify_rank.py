@@ -63,10 +63,12 @@ class RankRecord:
         place: Index of the rank along each mesh axis.
         losses: Mean loss per step.
         norms: Gradient norm per step, before clipping.
-        parts: Local tensors by key: "initial/NAME", "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q", ...
-        slices: Position of a part in the full tensor, one slice per dimension, for each key of a parameter or
-            buffer.
-        facts: "balanced" (True if cp balances the sequence), "calls" and "drops" (see ``ModuleWatch``).
+        parts: Local tensors by key: "initial/NAME", "gradient/STEP/NAME", "weights/STEP/NAME",
+            "core/STEP/q", ...
+        slices: Position of a part in the full tensor, one slice per dimension, for
+            each key of a parameter or buffer.
+        facts: "balanced" (True if cp balances the sequence), "calls" and
+            "drops" (see ``ModuleWatch``).
     """
 
     rank: int
@@ -100,12 +102,19 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
     num_layers = len(getattr(model, module.LAYOUT.layers))
     parameters = dict(model.named_parameters())
     base_names = [name for name in parameters if not is_adapter(name)]
-    draws = init_weights.plan(base_names, module.initial(shape), module.LAYOUT, num_layers) | spec.draws(model)
+    draws = init_weights.plan(
+        base_names,
+        module.initial(shape),
+        module.LAYOUT,
+        num_layers,
+    ) | spec.draws(model)
     if not unit_gain:
         return draws
     unit_gain_draws = {}
     for name, draw in draws.items():
-        unit_std = parameters[name].size(-1) ** -0.5 if parameters[name].ndim else 0.0
+        unit_std = 0.0
+        if parameters[name].ndim:
+            unit_std = parameters[name].size(-1) ** -0.5
         if name.endswith(".lora_b"):
             # The product of a trained adapter is small compared with the weight.
             draw = Draw("normal", std=0.1 * unit_std)

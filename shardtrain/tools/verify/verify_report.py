@@ -37,7 +37,17 @@ class MeshResult:
 
 BLIND = "rounding may be all of it"
 """Start of the cause if a model amplifies rounding so much that the comparison proves nothing."""
-HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
+HEADER = (
+    "mesh",
+    "schedule and options",
+    "initial",
+    "loss",
+    "gradient",
+    "norm",
+    "weights",
+    "verdict",
+    "seconds",
+)
 
 
 def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:

@@ -68,15 +68,38 @@ def read(words: Sequence[str]) -> VerifyOptions:
     if "--compare" in own or "--rounding" in own:
         return _comparison(own, taken.rest)
     if "--memory" in own and "--real" not in own:
-        fix = "remove it"
-        raise ConfigError(Problem("--memory", None, "has no effect without --real", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--memory",
+                None,
+                rule="has no effect without --real",
+                fix="remove it",
+                where="command line",
+            )
+        )
     if "--real" in own:
-        for option in sorted({"--mesh", "--schedule", "--steps", "--full", "--allow-impossible"} & own.keys()):
-            rule = "has no effect with --real, whose meshes and sizes are fixed"
-            raise ConfigError(Problem(option, None, rule, "remove it", "command line"))
+        for option in sorted(
+            {"--mesh", "--schedule", "--steps", "--full", "--allow-impossible"} & own.keys(),
+        ):
+            raise ConfigError(
+                Problem(
+                    option,
+                    None,
+                    rule="has no effect with --real, whose meshes and sizes are fixed",
+                    fix="remove it",
+                    where="command line",
+                )
+            )
     elif "--allow-impossible" in own and "--mesh" not in own:
-        rule = "has no effect without --mesh: meshes of the default list may be impossible"
-        raise ConfigError(Problem("--allow-impossible", None, rule, "remove it", "command line"))
+        raise ConfigError(
+            Problem(
+                "--allow-impossible",
+                None,
+                rule="has no effect without --mesh: meshes of the default list may be impossible",
+                fix="remove it",
+                where="command line",
+            )
+        )
     path, overrides = taken.configuration()
     return VerifyOptions(
         path,

@@ -101,7 +101,9 @@ class CheckResult:
 
 def main(request: Any, loaded: Loaded) -> int:
     """Run all checks, print their rows, and return ``exit_code``."""
-    budget = int(request.memory_gib * 2**30) if request.memory_gib else int(SPARE * free_memory())
+    budget = int(SPARE * free_memory())
+    if request.memory_gib:
+        budget = int(request.memory_gib * 2**30)
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     if not request.json:
         print(f"verify {model} at real size against float64, with up to {format_bytes(budget)} of memory")
@@ -119,8 +121,9 @@ def main(request: Any, loaded: Loaded) -> int:
         finite = []
         for row in rows:
             # JSON has no infinity and no NaN.
-            is_number = row.error is not None and math.isfinite(row.error)
-            finite.append(asdict(replace(row, error=row.error if is_number else None)))
+            if row.error is not None and not math.isfinite(row.error):
+                row = replace(row, error=None)
+            finite.append(asdict(row))
         document = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
@@ -133,7 +136,9 @@ def free_memory() -> int:
     host = host_memory()
     limit, used = cgroup_memory()
     free = host.get("available", host["total"])
-    return min(free, limit - used) if limit else free
+    if limit:
+        return min(free, limit - used)
+    return free
 
 
 def exit_code(rows: Sequence[CheckResult]) -> int:
@@ -162,7 +167,10 @@ def measured(check: Check, budget: int) -> CheckResult:
     """Run one check, or skip it if it needs more than ``budget`` bytes."""
     row = CheckResult(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
     if check.needs > budget:
-        return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
+        return replace(
+            row,
+            note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed",
+        )
     started = time.perf_counter()
     try:
         with temporary_folder("real") as folder:
@@ -180,9 +188,22 @@ class _NotPossible(Exception):
     """The configuration does not allow a check. The message says why."""
 
 
-def _on_ranks(folder: Path, ranks: int, function: Callable[..., Any], *arguments: Any, alone: bool = False) -> Any:
+def _on_ranks(
+    folder: Path,
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    alone: bool = False,
+) -> Any:
     backend = "" if alone else "gloo"
-    return forked_workers.run(ranks, function, *arguments, folder=folder, backend=backend, limit_seconds=LIMIT_SECONDS)
+    return forked_workers.run(
+        ranks,
+        function,
+        *arguments,
+        folder=folder,
+        backend=backend,
+        limit_seconds=LIMIT_SECONDS,
+    )
 
 
 def general(sizes: Sizes) -> Iterator[Check]:
@@ -212,7 +233,11 @@ def general(sizes: Sizes) -> Iterator[Check]:
         yield norm(mesh, (rows, columns), "normal", "float32")
     for values in ("offset", "tiny", "one large"):
         yield norm(MESHES[0], (rows, columns), values, "float32")
-    for mesh, values in zip((MESHES[0], MESHES[1], MESHES[3]), ("one large", "normal", "offset"), strict=True):
+    for mesh, values in zip(
+        (MESHES[0], MESHES[1], MESHES[3]),
+        ("one large", "normal", "offset"),
+        strict=True,
+    ):
         yield norm(mesh, (sizes.far_rows, far_columns), values, "bfloat16")
 
     def loss(mesh: tuple[str, int, dict[str, int]], vocabulary: int, tokens: int, batches: int) -> Check:
@@ -239,8 +264,10 @@ def general(sizes: Sizes) -> Iterator[Check]:
 
         def measure(folder: Path) -> tuple[float, str]:
             # The type Path among the arguments is a placeholder for the folder, which exists only now.
-            own = [str(folder) if argument is Path else argument for argument in arguments]
-            (found,) = _on_ranks(folder, 1, function, *own, alone=True)
+            values = []
+            for argument in arguments:
+                values.append(str(folder) if argument is Path else argument)
+            (found,) = _on_ranks(folder, 1, function, *values, alone=True)
             return found["wrong"], "numbers that are wrong"
 
         return Check(name, size, "1", 1, needs, 0, measure)
@@ -249,7 +276,13 @@ def general(sizes: Sizes) -> Iterator[Check]:
     far_bytes = 2 * far
     small = 1 << 28
     yield exact("initial draws", f"{far:,} float32", small, beyond.drawn, sizes.far_rows)
-    yield exact("order of samples", f"{sizes.far_samples:,} samples", small, beyond.ordered, sizes.far_samples)
+    yield exact(
+        "order of samples",
+        f"{sizes.far_samples:,} samples",
+        small,
+        beyond.ordered,
+        sizes.far_samples,
+    )
     yield exact("checkpoint, far rows", size, small, beyond.stored_far, sizes.far_rows, Path)
     yield exact("checkpoint, whole", size, 2 * far_bytes, beyond.written, sizes.far_rows, Path)
     yield exact("scaled gradient", size, far_bytes, beyond.scaled, sizes.far_rows)
@@ -283,12 +316,22 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         yield Check("rotary angles", size, "1", 1, 1 << 28, angles.limit(length), measure)
 
     if loaded.config.model.name == "transformers":
-        yield _left_out(model, "a model of transformers is compared with transformers by import and export instead")
+        yield _left_out(
+            model,
+            "a model of transformers is compared with transformers by import and export instead",
+        )
         return
     with temporary_folder("real") as folder:
 
         def count(piece: real_layers.PartialModel) -> real_layers.PartialModel:
-            (found,) = _on_ranks(folder, 1, real_layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
+            (found,) = _on_ranks(
+                folder,
+                1,
+                real_layers.count,
+                piece.loaded.config,
+                piece.cut_embedding,
+                alone=True,
+            )
             return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
         for piece in real_layers.pieces(loaded, budget, count):
@@ -338,9 +381,25 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
         yield Check(
             f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees)
         )
-        yield Check(f"{piece.name}: norm", size, name, ranks, needs, SUM_LIMIT, functools.partial(later, "norm"))
+        yield Check(
+            f"{piece.name}: norm",
+            size,
+            name,
+            ranks,
+            needs,
+            SUM_LIMIT,
+            functools.partial(later, "norm"),
+        )
         bound = real_layers.gradient_limit(piece.widest)
-        yield Check(f"{piece.name}: gradients", size, name, ranks, needs, bound, functools.partial(later, "gradient"))
+        yield Check(
+            f"{piece.name}: gradients",
+            size,
+            name,
+            ranks,
+            needs,
+            bound,
+            functools.partial(later, "gradient"),
+        )
 
 
 _HEADER = ("check", "size", "mesh", "error", "limit", "verdict", "seconds")

@@ -95,7 +95,13 @@ class _WideEmbedding(torch.autograd.Function):
     # The table has no gradient. Autograd only calls backward for a result that depends on a tensor with a
     # gradient, so use an anchor, which is zero.
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, note: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        ids: Tensor,
+        weight: Tensor,
+        note: Callable[[Tensor], None],
+    ) -> Tensor:
         ctx.note = note
         return weight[ids].double() + anchor
 

@@ -83,14 +83,21 @@ class PartialModel:
         return 8 * self.numel + gathered + GIB // 4 * num_ranks
 
 
-def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialModel]) -> Iterator[PartialModel]:
+def pieces(
+    loaded: Loaded,
+    budget: int,
+    count: Callable[[PartialModel], PartialModel],
+) -> Iterator[PartialModel]:
     """Yield the full layer with its vocabulary if it fits into ``budget`` bytes, or else pieces that fit.
 
     ``count`` returns a piece with its numbers of parameters.
     """
-    # Keep one layer of each kind. If this takes two layers, the second one has experts or no rotary positions.
+    # Keep one layer of each kind. If this takes two layers, the second one
+    # has experts or no rotary positions.
     sizes = model_shape(loaded) or {}
-    shallow: dict[str, Any] = {"num_layers": 1} if "num_layers" in sizes else {}
+    shallow: dict[str, Any] = {}
+    if "num_layers" in sizes:
+        shallow = {"num_layers": 1}
     if sizes.get("no_rope_layer_interval"):
         shallow |= {"num_layers": 2, "no_rope_layer_interval": 2}
     if sizes.get("interleave_moe_layer_step", 1) > 1:
@@ -116,7 +123,9 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialM
     size_text = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
         inner = {**few, **_inner(sizes, ("moe_ffn_dim", "num_experts"))}
-        yield count(_piece("dense layer", loaded, inner, f"{size_text}, experts {sizes['num_experts']} -> 16", False))
+        yield count(
+            _piece("dense layer", loaded, inner, f"{size_text}, experts {sizes['num_experts']} -> 16", False),
+        )
         few |= _inner(sizes, ("ffn_dim",))
         size_text += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
     yield _layer(sizes, loaded, few, size_text, budget, count)
@@ -158,7 +167,9 @@ def _layer(
             text += f", experts {sizes['num_experts']} -> {experts}"
         if groups:
             text += ", one group"
-        overrides = {**few, "num_experts": experts, **groups} if experts else few
+        overrides = few
+        if experts:
+            overrides = {**few, "num_experts": experts, **groups}
         piece = count(_piece("layer", loaded, overrides, text, False))
         if not experts or piece.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
             return piece
@@ -297,7 +308,9 @@ class _Stream(SyntheticStream):
 
 
 def _rows(piece: PartialModel, vocabulary: int) -> int:
-    return min(FEW_ROWS, vocabulary) if piece.cut_embedding else vocabulary
+    if piece.cut_embedding:
+        return min(FEW_ROWS, vocabulary)
+    return vocabulary
 
 
 def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict[str, float]:
@@ -394,7 +407,14 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
     return math.fsum(differences), math.fsum(sizes)
 
 
-def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: PartialModel, path: str) -> dict[str, Any]:
+def step(
+    rank: int,
+    num_ranks: int,
+    trainer: Any,
+    config: Config,
+    piece: PartialModel,
+    path: str,
+) -> dict[str, Any]:
     """Run one training step as one rank. Return its loss and norm, and the errors of its gradients.
     Collective.
     """

@@ -65,7 +65,12 @@ def copies_of(tensor: Tensor, num_ranks: int) -> int:
     return num_ranks // parts
 
 
-def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dtype: torch.dtype) -> nn.Parameter:
+def gradient(
+    shape: tuple[int, ...],
+    placements: list[Placement],
+    mesh: Mesh,
+    dtype: torch.dtype,
+) -> nn.Parameter:
     """Return a sharded parameter that is its own gradient, so only the gradient needs memory."""
     device_mesh = mesh.submesh(*(mesh.device_mesh.mesh_dim_names or ()))
     with torch.device("meta"):
