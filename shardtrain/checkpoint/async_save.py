@@ -49,7 +49,12 @@ class Writing:
     ``seconds`` is the duration of the action, once it has ended.
     """
 
-    def __init__(self, step: int, action: Callable[[Callable[[], None]], None], is_export: bool = False) -> None:
+    def __init__(
+        self,
+        step: int,
+        action: Callable[[Callable[[], None]], None],
+        is_export: bool = False,
+    ) -> None:
         self.step = step
         self.is_export = is_export
         self.seconds = 0.0
@@ -108,7 +113,9 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
     If one fails, the others are cancelled and awaited without a limit. Return False on all ranks if
     the limit passes.
     """
-    deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
+    deadline = None
+    if limit_seconds is not None:
+        deadline = time.monotonic() + limit_seconds
     while True:
         # Wait in short turns, because another rank may write for longer than the timeout of a collective.
         seconds = 1.0
@@ -211,17 +218,22 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
 
 
 def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None:
-    """Write the marker that tells rank 0's thread that this rank's file is on disk. ``token`` identifies the save."""
+    """Write the marker that tells rank 0's thread that this rank's file is on disk.
+    ``token`` identifies the save.
+    """
     if isinstance(folder, ObjectPath):
-        # The name has all fields, so that one listing reads the markers of all ranks. A store may add a suffix before
-        # the first dot.
+        # The name has all fields, so that one listing reads the markers of all ranks. A store
+        # may add a suffix before the first dot.
         stem, _, ending = file.name.rpartition(".")
-        (folder / f"rank-{rank:05d}_{token}_{file.bytes}_{file.sha256}_{stem}_{ending}_.done").put(b"", new=False)
+        (folder / f"rank-{rank:05d}_{token}_{file.bytes}_{file.sha256}_{stem}_{ending}_.done").put(
+            b"",
+            new=False,
+        )
         return
     path = _marker(folder, rank)
     text = json.dumps([token, file.name, file.bytes, file.sha256])
-    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a network filesystem, this
-    # node may not see it yet.
+    # Rename a complete file, so a reader never sees half a marker. Wait for the folder: on a
+    # network filesystem, this node may not see it yet.
     part = path.with_suffix(".part")
     files.write_hashed(part, [memoryview(text.encode())], files.SEEN_SECONDS)
     files.rename(part, path)
@@ -232,8 +244,8 @@ def wait_for_markers(
 ) -> list[TensorFile]:
     """Wait for the markers of ranks, remove them, and return the files that the ranks have written, in order.
 
-    ``check_cancelled`` may raise. The requests to an object store do not depend on the number of ranks, except that a
-    listing returns a limited number of names per request.
+    ``check_cancelled`` may raise. The requests to an object store do not depend on the number of
+    ranks, except that a listing returns a limited number of names per request.
     """
     if not isinstance(folder, ObjectPath):
         return [_wait_for_marker(folder, rank, token, check_cancelled) for rank in ranks]

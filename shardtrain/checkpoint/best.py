@@ -80,13 +80,16 @@ class Best:
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             if state["step"] >= 0 and (self._keeps or self.patience):
                 logger.warning(
-                    f"the checkpoint's best validation result is of {state['metric']} ({state['mode']}), and this run "
-                    f"compares {self.metric} ({self.mode}): starting without one"
+                    f"the checkpoint's best validation result is of {state['metric']} "
+                    f"({state['mode']}), and this run compares {self.metric} ({self.mode}): "
+                    "starting without one"
                 )
             return
         self.step = state["step"]
         self.without_improvement = state["without_improvement"]
-        self.value = math.nan if self.step < 0 else float(state["value"])
+        self.value = math.nan
+        if self.step >= 0:
+            self.value = float(state["value"])
         # The checkpoint of the best step, or the best one before it if that is incomplete.
         candidates = (self.step, state["kept"])
         complete = [step for step in candidates if retention.is_complete(folder / f"step-{step}")]

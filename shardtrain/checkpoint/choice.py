@@ -30,7 +30,9 @@ class ChosenCheckpoint:
     reason: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.reason})" if self.reason else str(self.path)
+        if self.reason:
+            return f"{self.path} ({self.reason})"
+        return str(self.path)
 
 
 def is_step_name(word: str) -> bool:
@@ -42,18 +44,34 @@ def step_name(word: str | int) -> str:
     """Return ``word`` as a str if it is a step name; raises ConfigError."""
     if is_step_name(str(word)):
         return str(word)
-    fix = "write it like --step=best"
-    raise ConfigError(Problem("--step", word, "must be latest, best or a number", fix))
+    raise ConfigError(
+        Problem(
+            "--step",
+            word,
+            rule="must be latest, best or a number",
+            fix="write it like --step=best",
+        )
+    )
 
 
 def reject_step(step: str | None, path: Place) -> None:
     """Raise ConfigError if a step was requested but ``path`` is not the folder of a run."""
     if step is not None:
-        rule = f"requires the folder of a run, and {path} is not one"
-        raise ConfigError(Problem("--step", step, rule, "remove it, or give the run's folder"))
+        raise ConfigError(
+            Problem(
+                "--step",
+                step,
+                rule=f"requires the folder of a run, and {path} is not one",
+                fix="remove it, or give the run's folder",
+            )
+        )
 
 
-def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Manifest | None, str]]) -> ChosenCheckpoint:
+def choose(
+    folder: Place,
+    step: str | None,
+    verify: Callable[[Place], tuple[Manifest | None, str]],
+) -> ChosenCheckpoint:
     """Return the checkpoint of ``folder`` that ``step`` names (a collective).
 
     Args:
@@ -69,7 +87,10 @@ def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Mani
 
     # Rank 0 reads the folder for all: on a shared folder that lags, ranks would open different steps.
     steps, pointer = broadcast_json([retention.step_folders(folder), best.read_pointer(folder)])
-    best_step = pointer.get("step") if pointer.get("step") in steps else None
+    # The best checkpoint may have been deleted.
+    best_step = pointer.get("step")
+    if best_step not in steps:
+        best_step = None
 
     # The candidates, the best first.
     if step == LATEST:
@@ -106,6 +127,8 @@ def _reason(chosen: int, latest: int, best_step: int | None, pointer: dict[str, 
     if best_step is None:
         return ""
     if chosen == best_step:
-        other = "" if latest == chosen else f"; the latest is step {latest}: --step=latest"
+        other = f"; the latest is step {latest}: --step=latest"
+        if latest == chosen:
+            other = ""
         return f"best {best.describe(pointer)}{other}"
     return f"the best is step {best_step}: --step=best"

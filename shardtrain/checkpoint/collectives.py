@@ -209,7 +209,9 @@ def _is_alone() -> bool:
 
 def rank_and_size() -> tuple[int, int]:
     """Return rank and world size, or (0, 1) without a process group."""
-    return (0, 1) if _is_alone() else (dist.get_rank(), dist.get_world_size())
+    if _is_alone():
+        return (0, 1)
+    return (dist.get_rank(), dist.get_world_size())
 
 
 def _own_rank() -> int:
@@ -222,7 +224,9 @@ def _said(value: Any, urgency: int) -> Any:
     ``urgency`` modulo the world size is the number of the rank that passes it.
     """
     if _is_alone():
-        return json.loads(json.dumps(value)) if urgency < _NOBODY else None
+        if urgency < _NOBODY:
+            return json.loads(json.dumps(value))
+        return None
     first = torch.tensor([urgency])
     host_collectives.all_reduce(first, dist.ReduceOp.MIN)
     if int(first) == _NOBODY:

@@ -55,7 +55,10 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
             # Other nodes have just written the checkpoint. A network filesystem may not show it on
             # this node yet.
             files.wait_for_sizes(checkpoint, {MANIFEST: manifest_bytes})
-            files.wait_for_sizes(checkpoint, {file.name: file.bytes for file in manifest.read(checkpoint).files})
+            files.wait_for_sizes(
+                checkpoint,
+                {file.name: file.bytes for file in manifest.read(checkpoint).files},
+            )
             exporter.write_share(checkpoint, draft, rank, size, check_cancelled)
         if rank:
             if rank < size:

@@ -92,7 +92,11 @@ def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple
         time.sleep(0.1)
 
 
-def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> TensorFile:
+def write_hashed(
+    path: Path | ObjectPath,
+    blocks: Iterable[memoryview],
+    wait_seconds: float = 0.0,
+) -> TensorFile:
     """Write a new file from blocks of bytes, durably. Return its name, size and SHA-256.
 
     Args:
@@ -336,7 +340,9 @@ def _one_by_one(reader: StoredFileReader, views: Sequence[memoryview], position:
 
 def open_stored(path: Path | ObjectPath) -> StoredFileReader:
     """Open a stored file for reading. Raises OSError."""
-    return FileReader(path) if isinstance(path, Path) else ObjectReader(path)
+    if isinstance(path, Path):
+        return FileReader(path)
+    return ObjectReader(path)
 
 
 def find_damage(folder: Path | ObjectPath, file: TensorFile) -> str:

@@ -138,8 +138,9 @@ class Checkpoints(Saver):
         stored = self._verified_manifest(path)
         if stored.facts.get("weights_only") and rest:
             raise CheckpointError(
-                f"checkpoint {path} contains only weights, so the run cannot resume from it; start another run with "
-                "checkpoint.initial_load_path, or save with checkpoint.last_save_model_only=false"
+                f"checkpoint {path} contains only weights, so the run cannot resume from it; "
+                "start another run with checkpoint.initial_load_path, "
+                "or save with checkpoint.last_save_model_only=false"
             )
         tensors = {**weights, **rest}
         tensor_files.check_names(tensors, stored, path)
@@ -215,7 +216,8 @@ class Checkpoints(Saver):
         writable = first_word(exposed)
         if writable and not self._options.allow_shared_writable:
             raise ConfigError(
-                f"checkpoint.folder: {writable} is writable for every user, who could replace the weights; run "
+                f"checkpoint.folder: {writable} is writable for every user, "
+                "who could replace the weights; run "
                 f'"chmod o-w {writable}", or set checkpoint.allow_shared_writable=true'
             )
 
@@ -232,8 +234,9 @@ class Checkpoints(Saver):
         later = [step for step in steps if step > wanted]
         if later:
             logger.warning(
-                f"checkpoint.load_step={wanted} is not the newest: steps {', '.join(map(str, later))} stay in "
-                f"{self._folder}, and a start with load_step=-1 loads the newest of them until this run passes it"
+                f"checkpoint.load_step={wanted} is not the newest: steps "
+                f"{', '.join(map(str, later))} stay in {self._folder}, "
+                "and a start with load_step=-1 loads the newest of them until this run passes it"
             )
         return self._folder / f"step-{wanted}"
 
@@ -256,7 +259,9 @@ class Checkpoints(Saver):
                 self._verified = path, stored
                 self._holder = holder
                 if host:
-                    logger.warning(f"{path} is on {host}, and not on the node of rank 0, which keeps later checkpoints")
+                    logger.warning(
+                        f"{path} is on {host}, and not on the node of rank 0, which keeps later checkpoints",
+                    )
                 return ""
             damages.append(f"{damage} (on {host})" if host else damage)
         return "; ".join(damages)

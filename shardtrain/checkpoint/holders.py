@@ -159,10 +159,14 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
         for name, (dtype, shape, rule) in table.items():
             kind = (dtype, tuple(shape))
             if dtype not in ITEM_BYTES:
-                raise CheckpointError(f"{name} cannot be saved: its type {dtype} is not one of {', '.join(ITEM_BYTES)}")
+                raise CheckpointError(
+                    f"{name} cannot be saved: its type {dtype} is not one of {', '.join(ITEM_BYTES)}",
+                )
             if kinds.setdefault(name, kind) != kind:
                 rank = ranks_of[number][0]
-                raise CheckpointError(f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before")
+                raise CheckpointError(
+                    f"{name} cannot be saved: it is {kind} on rank {rank}, and {kinds[name]} before",
+                )
             rules.setdefault(name, []).append((number, rule))
 
     # Compute the boxes once per shape and splits, because a model has few of them.
@@ -193,7 +197,9 @@ def box_of(tensor: Tensor) -> Box:
     own_shape = tuple(local_tensor(tensor).shape)
     are_both_empty = 0 in own_shape and 0 in sizes
     if own_shape != sizes and not are_both_empty:
-        raise CheckpointError(f"a shard has shape {own_shape} instead of {sizes}: this sharding is not supported")
+        raise CheckpointError(
+            f"a shard has shape {own_shape} instead of {sizes}: this sharding is not supported",
+        )
     return offsets, sizes
 
 

@@ -32,7 +32,12 @@ def best_seconds(stall_seconds: float, mttf_seconds: float) -> float:
     return math.sqrt(2 * stall_seconds * mttf_seconds)
 
 
-def useful_share(interval_seconds: float, stall_seconds: float, mttf_seconds: float, restart_seconds: float) -> float:
+def useful_share(
+    interval_seconds: float,
+    stall_seconds: float,
+    mttf_seconds: float,
+    restart_seconds: float,
+) -> float:
     """Return the expected fraction of the time spent on training. A failure costs a restart and
     half an interval.
 

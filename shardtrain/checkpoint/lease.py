@@ -131,7 +131,9 @@ class Lease:
         files.write_durable(own, content.encode())
         try:
             if self._take(own):
-                logger.warning(f"the lease {self._path} was gone and is written again: what removes files there?")
+                logger.warning(
+                    f"the lease {self._path} was gone and is written again: what removes files there?",
+                )
         finally:
             own.unlink(missing_ok=True)
 
@@ -171,7 +173,9 @@ class Lease:
             raise self._taken_by(holder)
         if reason == DEAD:
             self.dead.add(str(holder.get("nonce")))
-        level = logging.INFO if holder.get("pid") == os.getpid() else logging.WARNING
+        level = logging.WARNING
+        if holder.get("pid") == os.getpid():
+            level = logging.INFO
         logger.log(level, f"took over {self._path} of {describe(holder)}: {reason}")
 
         # A third run may have taken the lease since it was read. Rename the file instead of
@@ -196,8 +200,8 @@ class Lease:
 
     def _taken_by(self, holder: dict[str, Any]) -> FolderTaken:
         return FolderTaken(
-            f"job.dump_folder: {self._path.parent} is being written by {describe(holder)}; stop that run, or give "
-            "this one another job.dump_folder"
+            f"job.dump_folder: {self._path.parent} is being written by {describe(holder)}; "
+            "stop that run, or give this one another job.dump_folder"
         )
 
     def _wait_for_a_beat(self, own: Path) -> str | None:
@@ -206,7 +210,9 @@ class Lease:
         Returns:
             The reason why the lease is free, "" if its holder is alive, or None if the holder released it.
         """
-        logger.info(f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
+        logger.info(
+            f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life",
+        )
         seen = _modified(self._path)
         start = time.monotonic()
         while seen is not None:
@@ -364,4 +370,6 @@ def _age_seconds(path: Path, own: Path) -> float | None:
     os.utime(own)
     now = _modified(own)
     then = _modified(path)
-    return None if now is None or then is None else (now - then) / 1e9
+    if now is None or then is None:
+        return None
+    return (now - then) / 1e9

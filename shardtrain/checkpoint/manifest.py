@@ -153,9 +153,9 @@ def least_bytes(tensors: Mapping[str, StoredTensor]) -> int:
 def too_large(num_bytes: int) -> str:
     """Return the message for a manifest of ``num_bytes``, which is too large."""
     return (
-        f"a checkpoint of this run would have a {MANIFEST} of {num_bytes / 2**30:.1f} GiB, but the limit is "
-        f"{MAX_BYTES / 2**30:g} GiB; split the tensors into fewer pieces, for example with a larger "
-        "parallelism.data_parallel_replicate_degree"
+        f"a checkpoint of this run would have a {MANIFEST} of {num_bytes / 2**30:.1f} GiB, "
+        f"but the limit is {MAX_BYTES / 2**30:g} GiB; split the tensors into fewer pieces, "
+        "for example with a larger parallelism.data_parallel_replicate_degree"
     )
 
 
@@ -171,7 +171,9 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
     file = path / MANIFEST
     try:
         if file.stat().st_size > MAX_BYTES or not file.is_file():
-            raise CheckpointError(f"checkpoint {path}: {MANIFEST} is not a file of less than {MAX_BYTES} bytes")
+            raise CheckpointError(
+                f"checkpoint {path}: {MANIFEST} is not a file of less than {MAX_BYTES} bytes",
+            )
         return file.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -185,7 +187,9 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
         if isinstance(path, Path) and not path.exists():
             fix = "give an existing one, such as outputs/checkpoint/step-100"
             raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error
-        raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
+        raise CheckpointError(
+            f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one",
+        ) from error
 
 
 def why_not_one(path: Path) -> str:
@@ -309,7 +313,13 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
         if not is_int or abs(step) > num_files or _count(dim, name) >= dims:
             _refuse(f"has pieces of {name} with an invalid repetition")
         axes.append(Axis(_count(repeats, name), dim, step))
-    grid = Grid(_counts(offsets, name), _counts(sizes, name), _count(file, name), _count(begin, name), tuple(axes))
+    grid = Grid(
+        _counts(offsets, name),
+        _counts(sizes, name),
+        _count(file, name),
+        _count(begin, name),
+        tuple(axes),
+    )
     has_right_dims = len(grid.sizes) == dims and len(axes) <= MAX_DIMS
     if not has_right_dims or not 1 <= grid.count <= max(1, num_files):
         _refuse(f"has pieces of {name} with a wrong number of dimensions, or more pieces than files")

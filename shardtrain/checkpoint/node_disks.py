@@ -25,11 +25,16 @@ from shardtrain.utils.errors import CheckpointError
 NOTE = "first_node.json"
 
 
-def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
+def survey(
+    folder: Place,
+    run_folder: Path,
+    each_node: bool,
+) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
     """Find the checkpoints on rank 0's node, or on every node with ``each_node`` (a collective).
 
     Returns:
-        - Step -> the ranks that hold its checkpoint. Of ranks that see the same steps, only the lowest is listed.
+        - Step -> the ranks that hold its checkpoint. Of ranks that see the same steps,
+          only the lowest is listed.
         - Step -> why its entry is not a checkpoint, if no node has a manifest for it.
         - Notes [step, host] of the newest save that the nodes have written.
     """
@@ -79,9 +84,12 @@ def refuse_lost(newest: int, notes: Sequence[Any], run_folder: Path) -> None:
     """
     step, host = max(notes, default=(-1, ""))
     if step > newest:
-        goes_back = "start from scratch" if newest < 0 else f"continue from step {newest}"
+        goes_back = f"continue from step {newest}"
+        if newest < 0:
+            goes_back = "start from scratch"
         raise CheckpointError(
-            f'checkpoint.storage="first_node": step-{step} was saved on {host}, and no node of this run has it; '
+            f'checkpoint.storage="first_node": step-{step} was saved on {host}, '
+            "and no node of this run has it; "
             f"start on a node that has it, or delete {run_folder / NOTE} on all nodes to {goes_back}"
         )
 

@@ -45,8 +45,8 @@ class ObjectLease(Lease):
         with contextlib.suppress(FileExistsError):
             if not self._object.put(self._text(), new=not holder):
                 logger.info(
-                    f"{self._object.parent}: this store cannot reject a second writer; if two runs start within a "
-                    "second, one of them will stop at its next save"
+                    f"{self._object.parent}: this store cannot reject a second writer; "
+                    "if two runs start within a second, one of them will stop at its next save"
                 )
         holder_now = self._found()
         if holder_now.get("nonce") != self.nonce:
@@ -71,7 +71,9 @@ class ObjectLease(Lease):
         if self._held and not self._found() and not self._ended.is_set():
             with contextlib.suppress(FileExistsError):
                 self._object.put(self._text(), new=True)
-                logger.warning(f"the lease {self._object} was gone and is written again: what removes objects there?")
+                logger.warning(
+                    f"the lease {self._object} was gone and is written again: what removes objects there?",
+                )
         return self._found()
 
     def _found(self) -> dict[str, Any]:
@@ -106,8 +108,8 @@ class ObjectLease(Lease):
 
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise FolderTaken(
-            f"checkpoint.folder: {self._object.parent} is being written by {describe(holder)}; stop that run, or give "
-            "this one another folder"
+            f"checkpoint.folder: {self._object.parent} is being written by {describe(holder)}; "
+            "stop that run, or give this one another folder"
         )
 
     def _text(self) -> bytes:

@@ -242,11 +242,23 @@ def _naming_option(address: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        missing = "fsspec" if error.name == "fsspec" else f"{address.partition(MARK)[0]} ({error})"
-        fix = f'pip install "shardtrain[{EXTRA}]"'
-        rule = f"needs {missing}, not installed"
-        raise ConfigError(Problem("checkpoint.folder", address, rule, fix)) from error
+        missing = "fsspec"
+        if error.name != "fsspec":
+            missing = f"{address.partition(MARK)[0]} ({error})"
+        raise ConfigError(
+            Problem(
+                "checkpoint.folder",
+                address,
+                rule=f"needs {missing}, not installed",
+                fix=f'pip install "shardtrain[{EXTRA}]"',
+            )
+        ) from error
     except ValueError as error:
-        rule = f"names a store that fsspec does not know: {error}"
-        fix = "use for example s3:// or gs://, or a folder"
-        raise ConfigError(Problem("checkpoint.folder", address, rule, fix)) from error
+        raise ConfigError(
+            Problem(
+                "checkpoint.folder",
+                address,
+                rule=f"names a store that fsspec does not know: {error}",
+                fix="use for example s3:// or gs://, or a folder",
+            )
+        ) from error

@@ -90,8 +90,18 @@ def parse(
         raise CheckpointError(
             fix_first(f"{where} {error}", "do not trust this file", "nothing in it was run")
         ) from None
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is damaged: {' '.join(str(error).split())[:200]}; use another one") from None
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        UnicodeError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(
+            f"{where} is damaged: {' '.join(str(error).split())[:200]}; use another one",
+        ) from None
 
 
 class _Refused(Exception):
@@ -185,7 +195,9 @@ class _Machine:
             module = self.pop()
         else:
             module, _, name = str(argument).partition(" ")
-        named = Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
+        named = None
+        if isinstance(module, str) and isinstance(name, str):
+            named = Name(module, name)
         if named is None or str(named) not in self._names:
             printable = "".join(c if c.isprintable() else "?" for c in str(named))[:100]
             raise _Refused(f"names {printable}, which is not part of a checkpoint")

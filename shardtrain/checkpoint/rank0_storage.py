@@ -56,7 +56,8 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         verb = "do" if len(blind) > 1 else "does"
         raise StorageError(
             f"checkpoint.folder: {named} {verb} not see a file that rank 0 wrote into "
-            f"{folder} within {files.SEEN_SECONDS:g} s; set job.dump_folder to a folder that all nodes see, use an "
+            f"{folder} within {files.SEEN_SECONDS:g} s; "
+            "set job.dump_folder to a folder that all nodes see, use an "
             'object store, or set checkpoint.storage = "first_node"'
         )
     slowest, host, _ = max(looked)

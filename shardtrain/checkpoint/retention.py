@@ -69,7 +69,9 @@ def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -
     """Return the error for a checkpoint.load_step that does not exist. ``found`` are the existing steps."""
     rule = f"checkpoint.load_step={wanted}: {folder} has no such step"
     if not found:
-        return CheckpointError(f"{rule}, nor any other; remove the option to start from step 0, or correct the folder")
+        return CheckpointError(
+            f"{rule}, nor any other; remove the option to start from step 0, or correct the folder",
+        )
     known = ", ".join(map(str, found))
     return CheckpointError(f"{rule}; use one of {known}, or -1 for the newest")
 
@@ -163,7 +165,9 @@ class Removals:
         self._threads.append(thread)
 
     def finish(self, limit_seconds: float = REMOVAL_SECONDS) -> None:
-        """Wait until all folders are removed, at most ``limit_seconds``. The next start removes the others."""
+        """Wait until all folders are removed, at most ``limit_seconds``. The
+        next start removes the others.
+        """
         deadline = time.monotonic() + limit_seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -174,8 +178,9 @@ def delete_old(
 ) -> None:
     """Delete old checkpoints after the checkpoint of step ``saved`` was written; see ``to_delete``.
 
-    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs than ``origin`` are
-    neither counted nor deleted. Files of a folder are removed by ``removals`` after the folder was renamed.
+    Keep step ``spare`` and multiples of ``forever``, unless it is 0. Checkpoints of other runs
+    than ``origin`` are neither counted nor deleted. Files of a folder are removed by ``removals``
+    after the folder was renamed.
     """
     if not keep:
         return
@@ -195,11 +200,14 @@ def delete_old(
             discard(folder / f"step-{step}", removals.start)
         except OSError as error:
             # The new checkpoint is complete. The next save tries the deletion again.
-            logger.warning(str(storage_errors.cannot("delete old checkpoint", folder / f"step-{step}", error)))
+            logger.warning(
+                str(storage_errors.cannot("delete old checkpoint", folder / f"step-{step}", error)),
+            )
 
 
 def discard(path: Path | ObjectPath, remove_folder: Callable[[Path], None] | None = None) -> None:
-    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first. Raises OSError if that fails.
+    """Delete a checkpoint. The rename, or removing the manifest, invalidates it first.
+    Raises OSError if that fails.
 
     ``remove_folder`` removes the renamed folder; the default is ``remove``.
     """
@@ -227,7 +235,9 @@ def make_room(path: Path, origin: str) -> None:
         return
     aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
     files.rename(path, aside)
-    logger.warning(f"{path} had the name of a new checkpoint, but does not belong to this run: renamed to {aside.name}")
+    logger.warning(
+        f"{path} had the name of a new checkpoint, but does not belong to this run: renamed to {aside.name}",
+    )
 
 
 def hub_folder(path: Path) -> Path:

@@ -153,9 +153,10 @@ class Saver:
             self.interval.restart()
             assert self.saving.writing is not None
             logger.warning(
-                f"skipped the save of step {step}: the save of step {self.saving.writing.step} is still in progress "
-                f"after checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} skipped in "
-                "total); save less often, or to faster storage"
+                f"skipped the save of step {step}: the save of step {self.saving.writing.step} is "
+                "still in progress after "
+                f"checkpoint.max_stall_seconds={self._options.max_stall_seconds} ({self.skipped} "
+                "skipped in total); save less often, or to faster storage"
             )
             return
 
@@ -194,7 +195,11 @@ class Saver:
         else:
             if not in_background:
                 self._saved(step)
-                self._export_if_due(step, must_succeed or self._options.async_mode == "disabled", must_succeed)
+                self._export_if_due(
+                    step,
+                    must_succeed or self._options.async_mode == "disabled",
+                    must_succeed,
+                )
         # The flags that ranks exchanged in this step belong to the previous save.
         self.saving.clear_flags()
         self.interval.note(time.monotonic() - begun - self.export_seconds)
@@ -219,7 +224,9 @@ class Saver:
         begun = time.monotonic()
         # Repeat, because an export may start when a save ends.
         while self.saving.writing is not None:
-            left = None if limit_seconds is None else limit_seconds - (time.monotonic() - begun)
+            left = None
+            if limit_seconds is not None:
+                left = limit_seconds - (time.monotonic() - begun)
             if not self._finish_one(left):
                 return False
         return True
@@ -331,7 +338,9 @@ class Saver:
         def copy_and_prepare() -> list[str] | None:
             local_tensors = [tensors[name] for name in shares.names_of(rank)]
             staged.append(self._staging.copy(local_tensors, shares.bytes_of[rank]))
-            return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
+            if self._is_first:
+                return self._prepare(step, sum(shares.bytes_of))
+            return None
 
         nonce, token = all_ranks(copy_and_prepare)  # the result of rank 0
         # Every rank now has its copy, so training may change the tensors.
@@ -364,7 +373,10 @@ class Saver:
         with contextlib.suppress(StorageError):
             self.finish()
         # Rank 0 reads the folder for all: a shared folder may lag, and all must raise the same error.
-        last_good = broadcast_json(self._newest_compared() if self._is_first and self._saves else None)
+        last_good = None
+        if self._is_first and self._saves:
+            last_good = self._newest_compared()
+        last_good = broadcast_json(last_good)
         fix = "start from scratch"
         good = "no checkpoint is known to be without it"
         if last_good is not None:
@@ -373,7 +385,13 @@ class Saver:
         cause = "a device computes wrongly, or ranks ran different programs"
         subject = f"step {step}: {odd}, but replicas must be bitwise equal"
         raise NumericalError(
-            fix_first(subject, f"{fix}, without the device of those ranks", cause, f"step {step} was not saved", good)
+            fix_first(
+                subject,
+                f"{fix}, without the device of those ranks",
+                cause,
+                f"step {step} was not saved",
+                good,
+            )
         )
 
     def _newest_compared(self) -> int | None:
@@ -412,7 +430,12 @@ class Saver:
         size = 1 if self._relays else dist.get_world_size()
         begun = time.monotonic()
         try:
-            self.saving.writing = exports.begin(self.exporter, self._folder / f"step-{step}", self._lease, size)
+            self.saving.writing = exports.begin(
+                self.exporter,
+                self._folder / f"step-{step}",
+                self._lease,
+                size,
+            )
         except BaseException as error:
             self._tolerate(error, must)
         if wait:
@@ -468,4 +491,6 @@ class Saver:
 
 
 def _fields(file: TensorFile | None) -> list[Any] | None:
-    return None if file is None else [file.name, file.bytes, file.sha256]
+    if file is None:
+        return None
+    return [file.name, file.bytes, file.sha256]

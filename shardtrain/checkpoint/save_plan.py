@@ -246,7 +246,9 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
     for first, axes_of_run in zip(firsts.tolist(), axes, strict=True):
         offsets_of_first = tuple(offsets[first].tolist())
         sizes_of_first = tuple(sizes[first].tolist())
-        grids.append(Grid(offsets_of_first, sizes_of_first, int(files[first]), int(begins[first]), axes_of_run))
+        grids.append(
+            Grid(offsets_of_first, sizes_of_first, int(files[first]), int(begins[first]), axes_of_run),
+        )
     return grids
 
 

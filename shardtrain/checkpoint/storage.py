@@ -63,18 +63,24 @@ class Storage(Protocol):
 
 def place(path: str | Path) -> Place:
     """Open a path or an address such as ``s3://bucket/run``. Raises ConfigError."""
-    return open_address(path) if isinstance(path, str) and MARK in path else Path(path)
+    if isinstance(path, str) and MARK in path:
+        return open_address(path)
+    return Path(path)
 
 
 def folder_of(dump_folder: str, folder: str) -> Place:
     """Return the folder of a run's checkpoints: below job.dump_folder, or an address."""
-    return place(folder) if MARK in folder else Path(dump_folder) / folder
+    if MARK in folder:
+        return place(folder)
+    return Path(dump_folder) / folder
 
 
 def storage_of(dump_folder: str, folder: str) -> Storage:
     """Return the storage of a run's checkpoints, without accessing it."""
     place = folder_of(dump_folder, folder)
-    return LocalStorage(place) if isinstance(place, Path) else ObjectStorage(place)
+    if isinstance(place, Path):
+        return LocalStorage(place)
+    return ObjectStorage(place)
 
 
 class LocalStorage:
@@ -227,13 +233,14 @@ def _check_sizes(folder: Place, stored: Manifest) -> None:
     host = os.uname().nodename
     for name, size in wrong.items():
         raise StorageError(
-            f"cannot write checkpoint {folder / name}: {host}, the node of rank 0, sees {max(0, size)} of its "
-            f"{sizes[name]} bytes after {waited:.1f} s; {files.REMOUNT}, then start again"
+            f"cannot write checkpoint {folder / name}: {host}, the node of rank 0, "
+            f"sees {max(0, size)} of its {sizes[name]} bytes after {waited:.1f} s; {files.REMOUNT}, "
+            "then start again"
         )
     if waited > files.LATE_SECONDS:
         logger.warning(
-            f"{folder}: {host}, the node of rank 0, saw files of other nodes {waited:.1f} s late, which delays each "
-            f"save; {files.REMOUNT}"
+            f"{folder}: {host}, the node of rank 0, saw files of other nodes {waited:.1f} s late, "
+            f"which delays each save; {files.REMOUNT}"
         )
 
 

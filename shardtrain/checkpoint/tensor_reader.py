@@ -267,7 +267,12 @@ def _read_of_file(reader: files.StoredFileReader, pieces: _Pieces, own: slice, c
         views = []
         copies = []
         used = 0
-        for number, row, num_bytes in zip(which[start:stop], rows[start:stop], sizes[start:stop], strict=True):
+        for number, row, num_bytes in zip(
+            which[start:stop],
+            rows[start:stop],
+            sizes[start:stop],
+            strict=True,
+        ):
             target, cut = pieces.cuts[number]
             if cut.to is not None:
                 to = int(cut.to[row])
@@ -294,7 +299,12 @@ def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:
     run_bytes = ends[bounds[1:] - 1] - positions
     is_short = (run_bytes <= files.PIECE_BYTES) & (np.diff(bounds) <= files.MOST_VIEWS)
     runs = itertools.pairwise(bounds.tolist())
-    for (start, end), position, fits_one_read in zip(runs, positions.tolist(), is_short.tolist(), strict=True):
+    for (start, end), position, fits_one_read in zip(
+        runs,
+        positions.tolist(),
+        is_short.tolist(),
+        strict=True,
+    ):
         if fits_one_read:
             yield start, end, position
             continue

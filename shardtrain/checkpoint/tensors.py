@@ -86,11 +86,13 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
             raise CheckpointError(f"checkpoint {folder} has no {name}; use the model that it was saved from")
         if list(stored.shape) != shape:
             raise CheckpointError(
-                f"checkpoint {folder} holds {name} of shape {list(stored.shape)}, and this run has {shape}; use the "
-                "model that it was saved from"
+                f"checkpoint {folder} holds {name} of shape {list(stored.shape)}, "
+                f"and this run has {shape}; use the model that it was saved from"
             )
         if stored.dtype != dtype and not (_is_float(stored.dtype) and _is_float(dtype)):
-            raise CheckpointError(f"checkpoint {folder} holds {name} as {stored.dtype}, and this run has {dtype}")
+            raise CheckpointError(
+                f"checkpoint {folder} holds {name} as {stored.dtype}, and this run has {dtype}",
+            )
     sections = {name.partition(".")[0] for name in everyone}
     surplus = []
     for name in manifest.tensors:
@@ -98,8 +100,8 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
             surplus.append(name)
     if surplus:
         raise CheckpointError(
-            f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, such as {min(surplus)}; use the "
-            "model that it was saved from"
+            f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, "
+            f"such as {min(surplus)}; use the model that it was saved from"
         )
 
 

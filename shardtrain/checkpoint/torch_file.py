@@ -42,7 +42,14 @@ _NAMES = NAMES | {
     *(_PARAMETER, "torch.Size", "torch.device", "collections.defaultdict", "_codecs.encode", "_io.BytesIO"),
     # NumPy scalars, such as metrics. They are accepted and ignored.
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
-    *("builtins.dict", "builtins.list", "builtins.set", "__builtin__.dict", "__builtin__.list", "__builtin__.set"),
+    *(
+        "builtins.dict",
+        "builtins.list",
+        "builtins.set",
+        "__builtin__.dict",
+        "__builtin__.list",
+        "__builtin__.set",
+    ),
 }
 _OLD_BEGINNING = b"\x80\x02"
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
@@ -76,7 +83,9 @@ class Stored:
     def last_byte(self) -> int:
         """Number of bytes that the storage must have."""
         reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        return (self.offset + reach + 1) * ITEM_BYTES[self.dtype] if math.prod(self.shape) else 0
+        if math.prod(self.shape):
+            return (self.offset + reach + 1) * ITEM_BYTES[self.dtype]
+        return 0
 
     def of(self, data: bytearray) -> Tensor:
         """Return the tensor as a view of the bytes of its storage."""
@@ -165,7 +174,9 @@ class FlatFile:
             budget -= 1
             name = f"{start}{key}"
             if budget < 0 or len(name) > MAX_NAME or not name.isprintable():
-                raise CheckpointError(f"{self.folder} has more names, or longer ones, than a model; use another one")
+                raise CheckpointError(
+                    f"{self.folder} has more names, or longer ones, than a model; use another one",
+                )
             if isinstance(value, dict | list) and value:
                 budget = self._add(f"{name}.", value, budget)
             elif name in self.tensors or name in self.objects:
@@ -183,7 +194,9 @@ class FlatFile:
     def value(self, name: str) -> Any:
         """Return a number, text, or short tuple of them. None for other values."""
         value = self.objects[name]
-        plain = value if isinstance(value, tuple) and len(value) < 100 else (value,)
+        plain = (value,)
+        if isinstance(value, tuple) and len(value) < 100:
+            plain = value
         is_plain = all(one is None or isinstance(one, bool | int | float | str) for one in plain)
         return value if is_plain else None
 
@@ -307,7 +320,9 @@ class _Plain:
 
     def of(self, value: Any) -> Any:
         if not isinstance(value, Made | dict | list | tuple) or isinstance(value, TorchStorage):
-            return Other(str(value)) if isinstance(value, Name | TorchStorage) else value
+            if isinstance(value, Name | TorchStorage):
+                return Other(str(value))
+            return value
         if id(value) in self._done:
             return self._done[id(value)][1]
         if id(value) in self._within or len(self._within) > _MAX_DEPTH:
@@ -355,7 +370,9 @@ class _Plain:
         return Other(kind)
 
     def _key(self, key: Any) -> Any:
-        return key if isinstance(key, str | int) else str(Other("a key"))
+        if isinstance(key, str | int):
+            return key
+        return str(Other("a key"))
 
 
 def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, dict[str, zipfile.ZipInfo]]:
@@ -402,7 +419,16 @@ def damage(where: str) -> Iterator[None]:
             reason += ": no item of torch.save (files of safetensors are read by `shardtrain import`)"
         raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
     except (
-        *(ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError, RuntimeError, MemoryError),
+        *(
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+            MemoryError,
+        ),
         *(EOFError, OSError),
     ) as error:
         reason = " ".join(str(error).split())[:150] or type(error).__name__

@@ -57,5 +57,7 @@ class TrainState:
             value = values.get(field.name)
             most = 2**64 - 1 if field.name == "order_hash" else 2**62
             if not is_count(value, most=most):
-                raise CheckpointError(f"train state: {field.name}={value!r} is not a count; use another checkpoint")
+                raise CheckpointError(
+                    f"train state: {field.name}={value!r} is not a count; use another checkpoint",
+                )
             setattr(self, field.name, value)

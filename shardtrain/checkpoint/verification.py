@@ -34,4 +34,6 @@ def verify(path: Place, reader: int | None = None) -> tuple[Manifest | None, str
     if retention.step_of(path) not in (None, stored.step):
         return None, f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
     damage = first_word(tensor_files.find_damaged_file(stored, path, reader))
-    return (None, f"checkpoint {path}: {damage}") if damage else (stored, "")
+    if damage:
+        return (None, f"checkpoint {path}: {damage}")
+    return (stored, "")

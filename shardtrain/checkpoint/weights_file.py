@@ -77,7 +77,13 @@ def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> by
     return whole
 
 
-def _place(number: int, offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...], run_dims: int) -> int:
+def _place(
+    number: int,
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+    run_dims: int,
+) -> int:
     """Return the index in the full tensor of the first element of a piece's ``number``-th contiguous run."""
     at = list(offsets)
     for dim in reversed(range(run_dims)):
