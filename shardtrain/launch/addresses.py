@@ -45,8 +45,9 @@ def is_loopback(address: str) -> bool:
 def meeting(reached: Sequence[str | None]) -> str | None:
     """Return the address at which the other hosts can reach the first host, or None if unknown.
 
-    ``reached`` contains the address at which this machine reached each host. If the address of the first host is a
-    loopback address, the first host is this machine. Then return this machine's address on the route to another host.
+    ``reached`` contains the address at which this machine reached each host. If the address of the
+    first host is a loopback address, the first host is this machine. Then return this machine's
+    address on the route to another host.
 
     >>> meeting(["10.0.0.1", "10.0.0.2"]), meeting(["127.0.0.1", "127.0.0.2"]), meeting([None, "10.0.0.2"])
     ('10.0.0.1', '127.0.0.1', None)

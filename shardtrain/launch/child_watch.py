@@ -81,10 +81,12 @@ class ChildWatch:
                 signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def begin(self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None) -> None:
-        """Watch the given processes (rank -> process ID). If a request to stop arrived earlier, send it to them now.
+        """Watch the given processes (rank -> process ID). If a request to stop arrived earlier,
+        send it to them now.
 
         Args:
-            reaped: Returns the exit status of a rank that ended while others were being forked, which reaped it.
+            reaped: Returns the exit status of a rank that ended while others were being forked,
+                which reaped it.
         """
         self._reaped = reaped
         self.pids = pids
@@ -104,7 +106,8 @@ class ChildWatch:
                 os.kill(self.pids[rank], number)
 
     def wait(self, each_look: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Wait for all ranks and return their exit statuses. For a killed rank this is the negative signal number.
+        """Wait for all ranks and return their exit statuses. For a killed rank
+        this is the negative signal number.
 
         Args:
             each_look: Called every ``POLL_SECONDS``.
@@ -125,7 +128,8 @@ class ChildWatch:
         self._poll()
         now = time.monotonic()
         if others_have_failed or any(status not in FINE for status in self.statuses.values()):
-            # Record the time of the first failure. From then on, the other ranks may run for only a short time.
+            # Record the time of the first failure. From then on, the other
+            # ranks may run for only a short time.
             self._failed_at = min(self._failed_at, now)
         no_time = self.signal_number and now - self._asked_at > self._grace_seconds
         if now - self._failed_at > PEERS_SPEAK_SECONDS or no_time:
@@ -144,20 +148,26 @@ class ChildWatch:
                 self.ended_at[rank] = time.time()
 
     def _exit_status(self, rank: int) -> int | None:
-        """Return a child's exit status, the negative number of the signal that killed it, or None while it runs."""
+        """Return a child's exit status, the negative number of the signal that killed it,
+        or None while it runs.
+        """
         pid = self.pids[rank]
         if not hasattr(os, "waitid"):
             # On macOS before Python 3.13, ranks are new processes, and subprocess accepts that a process is
             # already reaped.
             found, status = os.waitpid(pid, os.WNOHANG)
-            return os.waitstatus_to_exitcode(status) if found else None
+            if found:
+                return os.waitstatus_to_exitcode(status)
+            return None
         # WNOWAIT leaves the status for PyTorch, which reaps the process in close().
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if result is None:
             self._looks_stopped[rank] = 0
             return None
         if result.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
-            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            if result.si_code == os.CLD_EXITED:
+                return result.si_status
+            return -result.si_status
         # Count polls instead of seconds, because Ctrl-Z stops this process, too.
         self._looks_stopped[rank] += 1
         if not self._stopped_seconds or self._looks_stopped[rank] * POLL_SECONDS < self._stopped_seconds:

@@ -56,7 +56,8 @@ def _was_launched(environment: Mapping[str, str]) -> bool:
 def is_slurm_rank(environment: Mapping[str, str]) -> bool:
     """True if this process is one of several tasks of an srun, each of which is a rank.
 
-    False for a task that starts the ranks of its node, and for the body of an sbatch script, which is not a task.
+    False for a task that starts the ranks of its node, and for the body of an sbatch script,
+    which is not a task.
 
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     False
@@ -104,8 +105,15 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         environment.update({name: value for name, value in names.items() if not environment.get(name)})
         for name, source in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
             if environment[name] != names[name]:
-                rule = f"differs from {source}={names[name]}, which srun has set"
-                raise ConfigError(Problem(name, environment[name], rule, f"unset {name}", "environment"))
+                raise ConfigError(
+                    Problem(
+                        name,
+                        environment[name],
+                        rule=f"differs from {source}={names[name]}, which srun has set",
+                        fix=f"unset {name}",
+                        where="environment",
+                    )
+                )
     if not environment.get("LOCAL_WORLD_SIZE"):
         environment.pop("LOCAL_WORLD_SIZE", None)
     _require_rank(environment)
@@ -126,28 +134,55 @@ def _require_rank(environment: Mapping[str, str]) -> None:
     _number(environment, "LOCAL_RANK", "")
     _number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
     if rank >= size:
-        rule = f"is not a rank of WORLD_SIZE={size}"
-        fix = f"use 0 to {size - 1}"
-        raise ConfigError(Problem("RANK", rank, rule, fix, "environment"))
+        raise ConfigError(
+            Problem(
+                "RANK",
+                rank,
+                rule=f"is not a rank of WORLD_SIZE={size}",
+                fix=f"use 0 to {size - 1}",
+                where="environment",
+            )
+        )
     if size > 1 and not meeting_folder(environment):
         port = _number(environment, "MASTER_PORT", "", least=1)
         if port > 65_535 or not environment.get("MASTER_ADDR"):
             name = "MASTER_PORT" if port > 65_535 else "MASTER_ADDR"
-            rule = "is not a port" if port > 65_535 else "is not set"
-            fix = "set MASTER_ADDR and MASTER_PORT to the address and port of the first rank, like torchrun"
-            raise ConfigError(Problem(name, environment.get(name) or None, rule, fix, "environment"))
+            raise ConfigError(
+                Problem(
+                    name,
+                    environment.get(name) or None,
+                    rule="is not a port" if port > 65_535 else "is not set",
+                    fix="set MASTER_ADDR and MASTER_PORT to the address and port of the first rank, like torchrun",
+                    where="environment",
+                )
+            )
 
 
 def _number(environment: Mapping[str, str], name: str, default: str, least: int = 0) -> int:
     text = environment.get(name) or default
     if not text:
-        fix = "unset the variables of the other launcher (env | grep -E 'RANK|WORLD|TORCHELASTIC'), or set all of them"
         raise ConfigError(
-            Problem(name, None, "is not set, although other variables of a launcher are", fix, "environment")
+            Problem(
+                name,
+                None,
+                rule="is not set, although other variables of a launcher are",
+                fix=(
+                    "unset the variables of the other launcher (env | grep -E "
+                    "'RANK|WORLD|TORCHELASTIC'), or set all of them"
+                ),
+                where="environment",
+            )
         )
     if not text.isdecimal() or int(text) < least:
-        rule = f"must be an integer of at least {least}"
-        raise ConfigError(Problem(name, text, rule, "correct it, or unset it", "environment"))
+        raise ConfigError(
+            Problem(
+                name,
+                text,
+                rule=f"must be an integer of at least {least}",
+                fix="correct it, or unset it",
+                where="environment",
+            )
+        )
     return int(text)
 
 
@@ -155,19 +190,34 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
     """Return the rank to build with ``comm.mode="fake_backend"``: RANK, or 0.
 
     Raises:
-        ConfigError: a launcher has started this process as one of several ranks, or RANK is outside of the world.
+        ConfigError: a launcher has started this process as one of several ranks,
+            or RANK is outside of the world.
 
     >>> simulated_rank({"RANK": "511"}, 512), simulated_rank({}, 512)
     (511, 0)
     """
     if is_rank(environment):
-        rule = "builds all ranks in one process, but a launcher has started this process as one of several ranks"
-        raise ConfigError(Problem("comm.mode", "fake_backend", rule, "start it without torchrun or srun, with --nproc"))
+        raise ConfigError(
+            Problem(
+                "comm.mode",
+                "fake_backend",
+                rule=(
+                    "builds all ranks in one process, but a launcher has started this process as one of several ranks"
+                ),
+                fix="start it without torchrun or srun, with --nproc",
+            )
+        )
     text = environment.get("RANK") or "0"
     if not text.isdecimal() or int(text) >= world_size:
-        rule = f"is not a rank of a world of {world_size}"
-        fix = f"use 0 to {world_size - 1}"
-        raise ConfigError(Problem("RANK", text, rule, fix, "environment"))
+        raise ConfigError(
+            Problem(
+                "RANK",
+                text,
+                rule=f"is not a rank of a world of {world_size}",
+                fix=f"use 0 to {world_size - 1}",
+                where="environment",
+            )
+        )
     return int(text)
 
 
@@ -178,7 +228,9 @@ def first_host(nodes: str) -> str:
     ('gpu07', 'a1', 'rack1n01')
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group(0)) if first else ""
+    if first:
+        return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group(0))
+    return ""
 
 
 def count_accelerators(device: str = "auto") -> int:
@@ -191,8 +243,10 @@ def count_accelerators(device: str = "auto") -> int:
     from shardtrain.ops import accelerator
 
     found = accelerator.found()
-    usable = found in ACCELERATOR_TYPES if device == "auto" else found == device
-    return accelerator.module(found).device_count() if usable else 0  # type: ignore[no-any-return]
+    wanted = ACCELERATOR_TYPES if device == "auto" else (device,)
+    if found not in wanted:
+        return 0
+    return accelerator.module(found).device_count()  # type: ignore[no-any-return]
 
 
 def device_type(wanted: str, accelerators: int) -> str:
@@ -209,7 +263,8 @@ def device_type(wanted: str, accelerators: int) -> str:
 def has_device_files() -> bool:
     """True if the system has a device file of a GPU: NVIDIA, AMD, or the Windows Subsystem for Linux.
 
-    All graphics cards share the name of Intel's device file, so it only counts if PyTorch was built for Intel GPUs.
+    All graphics cards share the name of Intel's device file, so it only counts
+    if PyTorch was built for Intel GPUs.
     """
     if any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")):
         return True
@@ -222,7 +277,9 @@ def has_device_files() -> bool:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use. A container's limit counts if it is visible."""
+    """Return the number of CPU cores that this process may use. A
+    container's limit counts if it is visible.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -263,7 +320,13 @@ def choose_processes(
 
 def choose_processes_here(config: Config, requested: int | None) -> ProcessCount:
     """Choose the number of ranks from this process's environment; see ``choose_processes``."""
-    return choose_processes(config, requested, os.environ, count_accelerators(config.training.device), usable_cores())
+    return choose_processes(
+        config,
+        requested,
+        os.environ,
+        count_accelerators(config.training.device),
+        usable_cores(),
+    )
 
 
 def asked_processes(requested: int | None, environment: Mapping[str, str]) -> ProcessCount | None:
@@ -284,14 +347,20 @@ def asked_processes(requested: int | None, environment: Mapping[str, str]) -> Pr
         text = environment.get(name, "")
         if name == "RUNAI_NUM_OF_GPUS" and re.fullmatch(r"0?\.\d*[1-9]\d*|\d+\.0+", text):
             text = str(max(1, int(float(text))))
-        undecided = text in ("auto", "gpu", "cpu") if name == "PET_NPROC_PER_NODE" else text == "0" and name != "NGPU"
-        if text and not undecided:
+        # torchrun's variable may name a kind of device, and a platform may assign no device.
+        undecided: tuple[str, ...] = ()
+        if name == "PET_NPROC_PER_NODE":
+            undecided = ("auto", "gpu", "cpu")
+        elif name == "RUNAI_NUM_OF_GPUS":
+            undecided = ("0",)
+        if text and text not in undecided:
             return ProcessCount(_at_least_one(name, text, "environment"), f"from {name}")
     return None
 
 
 def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
-    """Return one rank per device that Slurm has assigned to this task's node, if no device is visible, or else None.
+    """Return one rank per device that Slurm has assigned to this task's node, if
+    no device is visible, or else None.
 
     Devices are not visible in a container without ``--nv``, or on a node without a driver.
 
@@ -300,9 +369,13 @@ def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
     >>> unseen_devices({"SLURM_JOB_GPUS": "0,1"})  # the shell of an allocation, not a task of it
     """
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
-        text = environment.get(name, "") if "SLURM_PROCID" in environment else ""
-        is_number = name == "SLURM_GPUS_ON_NODE" and text.isdecimal()
-        count = int(text) if is_number else len([one for one in text.split(",") if one])
+        text = ""
+        if "SLURM_PROCID" in environment:
+            text = environment.get(name, "")
+        # Either a number of devices, or a list of their indices.
+        count = len([index for index in text.split(",") if index])
+        if name == "SLURM_GPUS_ON_NODE" and text.isdecimal():
+            count = int(text)
         if count:
             return ProcessCount(count, f"{name}={text}, but no device is visible")
     return None
@@ -311,7 +384,9 @@ def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
 def mesh_size(config: Config) -> int | None:
     """Return the product of the parallelism degrees, or None if the shard degree is automatic."""
     shard = config.parallelism.data_parallel_shard_degree
-    return None if shard == -1 else other_degrees(config) * shard
+    if shard == -1:
+        return None
+    return other_degrees(config) * shard
 
 
 def rank_environment(
@@ -320,11 +395,15 @@ def rank_environment(
     """Return the environment variables of one local rank, with torchrun's names.
 
     Args:
-        meeting: Private rendezvous folder of the ranks, or a port of this machine that another process serves.
-        job: Result of ``goodput.ledger.new_job``, which contains the start time of the first attempt.
+        meeting: Private rendezvous folder of the ranks, or a port of this
+            machine that another process serves.
+        job: Result of ``goodput.ledger.new_job``, which contains the
+            start time of the first attempt.
     """
     # Time before the first attempt is accounted as start. Time between attempts is accounted as restart.
-    begun = str(time.time()) if restarts else job.partition(":")[2]
+    begun = job.partition(":")[2]
+    if restarts:
+        begun = str(time.time())
     place = {STORE: str(meeting)}
     if isinstance(meeting, int):
         place = {"MASTER_ADDR": LOCAL_ADDRESS, "MASTER_PORT": str(meeting)}
@@ -356,7 +435,12 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int, cores: int, alone: bool) -> None:
+def set_process_defaults(
+    environment: MutableMapping[str, str],
+    local_ranks: int,
+    cores: int,
+    alone: bool,
+) -> None:
     """Set defaults of variables that torch reads when it is imported. Values that the user has set are kept.
 
     The ranks share the cores evenly. If torch is already imported, as in a verb that reads a checkpoint
@@ -391,8 +475,14 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     own = [name for _, name in socket.if_nameindex()]
     if any(name and name not in own for name in named.split(",")):
-        rule = "is not a network interface of this machine"
-        raise ConfigError(Problem("GLOO_SOCKET_IFNAME", named, rule, f"use {' or '.join(own)}, or unset it"))
+        raise ConfigError(
+            Problem(
+                "GLOO_SOCKET_IFNAME",
+                named,
+                rule="is not a network interface of this machine",
+                fix=f"use {' or '.join(own)}, or unset it",
+            )
+        )
 
 
 def _at_least_one(name: str, value: int | str, where: str) -> int:
@@ -401,7 +491,15 @@ def _at_least_one(name: str, value: int | str, where: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ConfigError(Problem(name, value, "must be a positive integer", "use 1 or more", where))
+        raise ConfigError(
+            Problem(
+                name,
+                value,
+                rule="must be a positive integer",
+                fix="use 1 or more",
+                where=where,
+            )
+        )
     return count
 
 

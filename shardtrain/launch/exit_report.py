@@ -56,6 +56,8 @@ def tell(report: Failure, log_path: Path, run_folder: Path, world_size: int, ste
 
 
 def end(code: int) -> NoReturn:
-    """Exit this process from any thread, without waiting for the main thread, which may hang in a collective."""
+    """Exit this process from any thread, without waiting for the main thread,
+    which may hang in a collective.
+    """
     signals.end_children()
     os._exit(code)

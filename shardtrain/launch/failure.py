@@ -43,7 +43,9 @@ END_LINES = ("error[", "stopped[")
 STOP_LINE = re.compile(r"stopped\[(\d+)\]: ")
 """Start of the line about a run that was stopped on request, with its code."""
 SUPERVISED = "SHARDTRAIN_SUPERVISED"
-"""Variable that is set if another command or script of shardtrain supervises this process. It expects status 75."""
+"""Variable that is set if another command or script of shardtrain supervises this process.
+It expects status 75.
+"""
 RESERVED = ".exit.json.reserved"
 _RESERVED_BYTES = 16 * 1024
 IN = "in "
@@ -57,8 +59,14 @@ _KILLED: dict[int, str] = {
     "twice comm.hang_timeout_seconds, and then killed by its launcher",
 }
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}
-# Substrings of errors of gloo, NCCL and the store about a lost peer. The rank that raises one is not the cause.
-_PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
+# Substrings of errors of gloo, NCCL and the store about a lost peer. The
+# rank that raises one is not the cause.
+_PEER_WORDS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "NCCL communicator was abort",
+)
 _OF_RANK = re.compile(r"rank (\d+) on (\S+): (.+)")
 
 
@@ -68,16 +76,18 @@ class Failure:
 
     Attributes:
         where: Source position of the error, such as ``file.py:12``.
-        time_seconds: Time since the epoch by the clock of the host. The failure with the smallest time is the first
-            one of a run. For a failure of another node, the time is converted to this node's clock.
+        time_seconds: Time since the epoch by the clock of the host. The failure with the
+            smallest time is the first one of a run. For a failure of another node, the time is
+            converted to this node's clock.
         is_peer: True if this rank only lost its connection to a rank that had failed.
         problems: Lines of a ConfigError.
         place: Step and data of an error in a step: ``step 41 (sequences 320 to 327)``.
-        phase: Activity of a hanging rank. The message of such a failure is a sentence about the rank.
-        is_sentence: True if the message is written for users. The report then omits the exception's class and
-            source line.
-        leaves_folder_alone: True if another run writes to the run's folder. Its exit.json and logs must not be
-            changed.
+        phase: Activity of a hanging rank. The message of such a failure
+            is a sentence about the rank.
+        is_sentence: True if the message is written for users. The report then omits
+            the exception's class and source line.
+        leaves_folder_alone: True if another run writes to the run's folder. Its
+            exit.json and logs must not be changed.
         step: Last step that this rank completed, or 0 if unknown.
         lost_lines: Warning about log lines of this rank that could not be written.
     """
@@ -101,7 +111,9 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """Convert an exception of this process to a Failure. Values of secret environment variables are masked."""
+    """Convert an exception of this process to a Failure. Values of secret
+    environment variables are masked.
+    """
     if isinstance(error, KeyboardInterrupt):
         return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
@@ -112,7 +124,9 @@ def describe(error: BaseException, rank: int) -> Failure:
         text = f"sys.exit({text or 'None'}) was called before the end of the run"
     host = socket.gethostname()
     # If all ranks raise the same error, its text names the rank on which it occurred.
-    named_rank = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
+    named_rank = None
+    if isinstance(error, ShardtrainError):
+        named_rank = _OF_RANK.fullmatch(text)
     if named_rank is not None:
         rank = int(named_rank[1])
         host = named_rank[2]
@@ -120,12 +134,18 @@ def describe(error: BaseException, rank: int) -> Failure:
     message = redact(text)
     if len(message) > MESSAGE_LENGTH:
         message = message[: MESSAGE_LENGTH - 3] + "..."
-    is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
+    # A lost peer makes collectives fail on the other ranks. Their errors are not the cause.
+    is_peer = kind in _PEER_TYPES
+    if isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS):
+        is_peer = True
     problems: tuple[str, ...] = ()
     if isinstance(error, ConfigError):
         problems = tuple(redact(visible(str(problem), lines=False)) for problem in error.problems)
     # A note of the exception names the step.
-    places = [note.removeprefix(IN) for note in getattr(error, "__notes__", ()) if note.startswith(IN)]
+    place = ""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(IN)]
+    if notes:
+        place = notes[0].removeprefix(IN)
     return Failure(
         rank=rank,
         host=host,
@@ -137,7 +157,7 @@ def describe(error: BaseException, rank: int) -> Failure:
         is_peer=is_peer,
         trace=redact(visible("".join(traceback.format_exception(error)))),
         problems=problems,
-        place=places[0] if places else "",
+        place=place,
         is_sentence=isinstance(error, ShardtrainError),
         leaves_folder_alone=isinstance(error, FolderTaken),
         **own_end(),
@@ -151,7 +171,9 @@ def own_end() -> dict[str, Any]:
 
 def stop_status(config: Config) -> int:
     """Return the exit status of a run that has saved after a request to stop."""
-    return PREEMPTED if SUPERVISED in os.environ else config.checkpoint.stop_exit_code
+    if SUPERVISED in os.environ:
+        return PREEMPTED
+    return config.checkpoint.stop_exit_code
 
 
 def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure:
@@ -161,7 +183,9 @@ def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure
         rank: None for the process that checks data, tokenizer and model before the ranks start.
         signal_number: SIGSTOP if the process was stopped until its launcher killed it.
     """
-    what = "" if rank is not None else "the process that checks data, tokenizer and model before ranks start "
+    what = "the process that checks data, tokenizer and model before ranks start "
+    if rank is not None:
+        what = ""
     how = _KILLED.get(signal_number, f"was killed by signal {_numbered(signal_number)}")
     cgroup_limit = limits.cgroup_memory()[0]
     if signal_number == signal.SIGKILL and cgroup_limit:
@@ -217,7 +241,9 @@ def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> F
 
     ``why`` contains the step if it is known.
     """
-    kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+    kept = "there is no checkpoint"
+    if newest:
+        kept = f"the last checkpoint is {newest}"
     message = f"{why} ({kept}), and each ended with the error above ({code})"
     if step := re.search(r"in step (\d+)", why):
         message += f"; its data: shardtrain data show {shlex.quote(str(run_folder))} --step {step.group(1)}"
@@ -229,6 +255,7 @@ def culprit(failures: Iterable[Failure]) -> Failure:
 
     Its ``step`` is the last step that any of the ranks completed.
     """
+    # False sorts before True, so ranks that only lost a peer come last.
     ordered = sorted(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
     return replace(ordered[0], step=max(failure.step for failure in ordered))
 
@@ -244,23 +271,40 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
     start = f"error[{failure.exit_code}]: "
     if failure.problems:
         return [start + problem for problem in failure.problems]
-    rank = f"rank {failure.rank} (host {failure.host})" if world_size > 1 else ""
+    # With one rank, its number says nothing.
+    rank = ""
+    if world_size > 1:
+        rank = f"rank {failure.rank} (host {failure.host})"
     if failure.is_sentence:
-        return [f"{start}{rank}{': ' if rank else ''}{failure.message}; see {log_path}"]
-    cause = failure.message if failure.phase else ": ".join(part for part in (failure.kind, failure.message) if part)
-    if rank:
-        cause = f"{rank} {'failed: ' if failure.kind and not failure.phase else ''}{cause}"
-    where = f" ({failure.where})" if failure.where else ""
-    log = "" if failure.rank is None else f"{'full trace:' if failure.trace else 'see'} {log_path}"
+        if rank:
+            rank += ": "
+        return [f"{start}{rank}{failure.message}; see {log_path}"]
+
+    # Name the class of an exception. The message of a hang is a sentence about the rank.
+    has_class = bool(failure.kind) and not failure.phase
+    cause = failure.message
+    if has_class:
+        cause = ": ".join(filter(None, (failure.kind, failure.message)))
+    if rank and has_class:
+        cause = f"{rank} failed: {cause}"
+    elif rank:
+        cause = f"{rank} {cause}"
+    line = start + cause
+    if failure.where:
+        line += f" ({failure.where})"
     # Before ranks exist, there is no log.
-    trace = f"; {log}" if log else ""
-    return [start + cause + where + trace]
+    if failure.rank is not None and failure.trace:
+        line += f"; full trace: {log_path}"
+    elif failure.rank is not None:
+        line += f"; see {log_path}"
+    return [line]
 
 
 def append_trace(failure: Failure, log_path: Path) -> None:
     """Append the traceback to the rank's log, whose path is in the error line. Ignore write errors.
 
-    For an error in the configuration or the data, append only the message, because the traceback does not help.
+    For an error in the configuration or the data, append only the message,
+    because the traceback does not help.
     """
     text = failure.trace
     if failure.is_sentence and failure.exit_code in (ConfigError.exit_code, DataError.exit_code):
@@ -269,10 +313,12 @@ def append_trace(failure: Failure, log_path: Path) -> None:
         text = "\n".join(f"error[{failure.exit_code}]: {line}" for line in message.splitlines())
     if not text:
         return
+    if not text.endswith("\n"):
+        text += "\n"
     try:
         descriptor = atomic_io.open_file(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True)
         with open(descriptor, "a", encoding="utf-8") as file:
-            file.write(text if text.endswith("\n") else text + "\n")
+            file.write(text)
     except OSError:
         pass
 
@@ -325,7 +371,9 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int =
     If the file cannot be written, print the error. The exit status does not change.
     """
     try:
-        _write_exit(run_folder, failure, code, step or (failure.step if failure else 0))
+        if failure:
+            step = step or failure.step
+        _write_exit(run_folder, failure, code, step)
     except Exception as error:
         problem = redact(visible(f"{type(error).__name__}: {error}", lines=False))
         with contextlib.suppress(OSError, ValueError):
@@ -335,14 +383,19 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int =
 def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int) -> None:
     record: dict[str, Any] = {
         "code": code,
-        "class": failure.kind if failure else "",
-        "message": failure.message if failure else "",
-        "rank": failure.rank if failure and code not in (PREEMPTED, NOT_SAVED) else None,
-        "host": failure.host if failure else socket.gethostname(),
+        "class": "",
+        "message": "",
+        "rank": None,
+        "host": socket.gethostname(),
         "retryable": code in RETRYABLE,
     }
-    if failure and failure.phase:
-        record["phase"] = failure.phase
+    if failure:
+        record |= {"class": failure.kind, "message": failure.message, "host": failure.host}
+        # A request to stop concerns all ranks.
+        if code not in (PREEMPTED, NOT_SAVED):
+            record["rank"] = failure.rank
+        if failure.phase:
+            record["phase"] = failure.phase
     last = step or last_step(run_folder / "metrics.jsonl")
     if last is not None:
         record["last_step"] = last
@@ -356,7 +409,9 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int)
 
 
 def reserve_exit(run_folder: Path) -> None:
-    """Reserve disk space for ``exit.json``, so it can still be written when the disk is full. Raises OSError."""
+    """Reserve disk space for ``exit.json``, so it can still be written when the disk is full.
+    Raises OSError.
+    """
     atomic_io.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
 
 
@@ -364,13 +419,16 @@ def killed_before(run_folder: Path) -> str:
     """Return the note on a run that has left no ``exit.json``."""
     step = last_step(run_folder / "metrics.jsonl") or 0
     return (
-        f"note: the last run in {run_folder} was killed after step {step} without writing exit.json: by SIGKILL, which "
-        "the kernel also sends when memory runs out, or because the machine went down"
+        f"note: the last run in {run_folder} was killed after step {step} without writing "
+        "exit.json: by SIGKILL, which the kernel also sends when memory runs out, "
+        "or because the machine went down"
     )
 
 
 def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:
-    """Write ``exit.json`` to its reserved space or, if that fails, to the temporary directory, and print the path."""
+    """Write ``exit.json`` to its reserved space or, if that fails, to the temporary directory,
+    and print the path.
+    """
     # Pad the text to the size of the reserved file, so no block has to be allocated on a full disk.
     data = json.dumps(record, indent=2).encode().ljust(_RESERVED_BYTES - 1) + b"\n"
     try:
@@ -414,7 +472,9 @@ def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int
         return error.exit_code
     # Shardtrain never raises SystemExit, so the user's code or a library did.
     if isinstance(error, SystemExit):
-        return GENERAL if not isinstance(error.code, int) or error.code in MEANINGS else error.code & 0xFF or GENERAL
+        if not isinstance(error.code, int) or error.code in MEANINGS:
+            return GENERAL
+        return error.code & 0xFF or GENERAL
     if limits.is_out_of_memory(error):
         return OUT_OF_MEMORY
     return PEER if is_peer else GENERAL
@@ -422,7 +482,9 @@ def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int
 
 def _origin(trace: TracebackType | None) -> str:
     frames = traceback.extract_tb(trace)
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    if frames:
+        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+    return ""
 
 
 def _replace_file(path: Path, record: dict[str, Any]) -> None:

@@ -45,21 +45,45 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
     else:
         hosts = [to_host(text) for text in options.hosts]
     if not hosts:
-        raise ConfigError(Problem("launch.ssh.hosts", None, "names no host", "use --hosts a,b or --hostfile FILE"))
+        raise ConfigError(
+            Problem(
+                "launch.ssh.hosts",
+                None,
+                rule="names no host",
+                fix="use --hosts a,b or --hostfile FILE",
+            )
+        )
     names = [host.label for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        rule = f"names {twice} twice"
-        raise ConfigError(Problem("launch.ssh.hosts", None, rule, "name each host once, and set slots for more ranks"))
+        raise ConfigError(
+            Problem(
+                "launch.ssh.hosts",
+                None,
+                rule=f"names {twice} twice",
+                fix="name each host once, and set slots for more ranks",
+            )
+        )
     if asked_nodes is not None and asked_nodes > len(hosts):
         raise ConfigError(
-            Problem("launch.nodes", asked_nodes, f"exceeds the number of hosts, {len(hosts)}", "name more hosts")
+            Problem(
+                "launch.nodes",
+                asked_nodes,
+                rule=f"exceeds the number of hosts, {len(hosts)}",
+                fix="name more hosts",
+            )
         )
     hosts = hosts[:asked_nodes] if asked_nodes else hosts
     if len({host.slots for host in hosts}) > 1:
         counts = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
-        fix = "exclude hosts with --exclude, or select devices with --include HOST:0,1"
-        raise ConfigError(Problem("slots", None, f"must be equal on all hosts: {counts}", fix))
+        raise ConfigError(
+            Problem(
+                "slots",
+                None,
+                rule=f"must be equal on all hosts: {counts}",
+                fix="exclude hosts with --exclude, or select devices with --include HOST:0,1",
+            )
+        )
     return hosts
 
 
@@ -87,8 +111,8 @@ def read_hostfile(path: Path) -> list[Host]:
             Problem(
                 "launch.ssh.hostfile",
                 str(path),
-                f"cannot be read: {getattr(error, 'strerror', error)}",
-                "name a readable file",
+                rule=f"cannot be read: {getattr(error, 'strerror', error)}",
+                fix="name a readable file",
             )
         ) from None
     hosts = []
@@ -96,13 +120,24 @@ def read_hostfile(path: Path) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None
+        match = None
+        if len(words) == 2:
+            match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1])
         if not re.fullmatch(HOST, words[0]) or len(words) > 2 or (len(words) == 2 and not match):
-            shown = "".join(c if c.isprintable() else "?" for c in line)[:80]
+            printable = "".join(c if c.isprintable() else "?" for c in line)
             raise ConfigError(
-                Problem("line", shown, "is not a host", 'write it like "node1 slots=8"', f"{path.name}:{number}")
+                Problem(
+                    "line",
+                    printable[:80],
+                    rule="is not a host",
+                    fix='write it like "node1 slots=8"',
+                    where=f"{path.name}:{number}",
+                )
             )
-        hosts.append(replace(to_host(words[0]), slots=int(match[1]) if match else None))
+        host = to_host(words[0])
+        if match:
+            host = replace(host, slots=int(match[1]))
+        hosts.append(host)
     return hosts
 
 
@@ -116,7 +151,14 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
     [(1,), None]
     """
     if include and exclude:
-        raise ConfigError(Problem("--exclude", exclude, "cannot be combined with --include", "use one of them"))
+        raise ConfigError(
+            Problem(
+                "--exclude",
+                exclude,
+                rule="cannot be combined with --include",
+                fix="use one of them",
+            )
+        )
     if include:
         named = _filter("--include", include, hosts)
         return [_with(host, named[host.name]) for host in hosts if host.name in named]
@@ -139,7 +181,9 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
 
 
 def _with(host: Host, devices: tuple[int, ...] | None) -> Host:
-    return host if devices is None else replace(host, devices=devices, slots=len(devices))
+    if devices is None:
+        return host
+    return replace(host, devices=devices, slots=len(devices))
 
 
 def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, ...] | None]:

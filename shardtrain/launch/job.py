@@ -91,7 +91,12 @@ class ClusterJob:
         return self.min_nodes < self.nodes
 
 
-def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, verb: str = "train") -> ClusterJob:
+def to_job(
+    loaded: Loaded,
+    overrides: Sequence[str],
+    path: str | None = None,
+    verb: str = "train",
+) -> ClusterJob:
     """Build the job of a configuration.
 
     Args:
@@ -104,29 +109,51 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     """
     launch = loaded.config.launch
     words = [launch.python, "-m", "shardtrain", verb]
-    where = path or (presets.name_of(loaded.path) if loaded.path else "")
-    # Restore the "./" that Path has removed. Without it, a name that starts with a dash would be parsed as an option.
-    words += [f"./{where}" if where.startswith("-") else where] if where else []
+    where = path
+    if not where and loaded.path:
+        where = presets.name_of(loaded.path)
+    # Restore the "./" that Path has removed. Without it, a name that starts with
+    # a dash would be parsed as an option.
+    if where:
+        words.append(f"./{where}" if where.startswith("-") else where)
     # Skip the options of launch, which only apply to this machine. Skip job.config_file, because ``where``
     # already is the path of the configuration on the nodes.
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
-    words += ["--nproc", str(ranks)] if ranks else []
-    once = verb != "train"
-    max_restarts = 0 if once else launch.max_restarts
-    words += ["--max_restarts", str(max_restarts)] if max_restarts else []
+    if ranks:
+        words += ["--nproc", str(ranks)]
+    # Only training is repeated after a failure, and works with fewer nodes.
+    name = launch.name
+    min_nodes = launch.min_nodes or launch.nodes
+    max_restarts = launch.max_restarts
+    retries = RETRIES
+    if verb != "train":
+        name = f"{launch.name[: _NAME_LETTERS - len(verb) - 1].rstrip('-')}-{verb}"
+        min_nodes = launch.nodes
+        max_restarts = 0
+        retries = 0
+    if max_restarts:
+        words += ["--max_restarts", str(max_restarts)]
     environment = {**FABRICS[launch.fabric], **launch.env}
     refuse_unsafe([*words, *environment.values()])
-    text = loaded.path.read_text(encoding="utf-8") if loaded.path else None
+    text = None
+    if loaded.path:
+        text = loaded.path.read_text(encoding="utf-8")
     # A ConfigMap may transfer the text of the file to the nodes, and many users can read it.
     if text is not None and redact(text) != text:
-        rule = "contains a secret, perhaps in a comment"
-        raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "remove the secret"))
+        raise ConfigError(
+            Problem(
+                "the configuration file",
+                str(loaded.path),
+                rule="contains a secret, perhaps in a comment",
+                fix="remove the secret",
+            )
+        )
     return ClusterJob(
-        name=f"{launch.name[: _NAME_LETTERS - len(verb) - 1].rstrip('-')}-{verb}" if once else launch.name,
+        name=name,
         command=tuple(words),
         nodes=launch.nodes,
-        min_nodes=launch.nodes if once else launch.min_nodes or launch.nodes,
+        min_nodes=min_nodes,
         devices=launch.devices_per_node,
         device_resource=launch.device_resource,
         cpus=launch.cpus_per_node,
@@ -137,9 +164,9 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
         mounts=tuple(map(to_mount, launch.mounts)),
         environment=MappingProxyType(environment),
         forwarded=tuple(launch.forward_env),
-        secrets=tuple(Secret(name, *text.split("/", 1)) for name, text in launch.secrets.items()),
+        secrets=tuple(Secret(variable, *place.split("/", 1)) for variable, place in launch.secrets.items()),
         max_restarts=max_restarts,
-        retries=0 if once else RETRIES,
+        retries=retries,
         grace_seconds=loaded.config.checkpoint.grace_seconds + NOTICE_SECONDS,
         stop_exit_code=loaded.config.checkpoint.stop_exit_code,
         dump_folder=loaded.config.job.dump_folder,
@@ -163,13 +190,15 @@ def without(overrides: Sequence[str], *names: str) -> list[str]:
     >>> without(["--launch.nodes", "2", "--training.steps=5"], "launch.")
     ['--training.steps=5']
     """
+    prefixes = tuple(name for name in names if name.endswith("."))
     kept = []
-    keeps = True
+    is_kept = True
     for word in overrides:
+        # The words that follow an option are its values.
         if word.startswith("--"):
             option = word[2:].partition("=")[0].replace("-", "_")
-            keeps = not any(option == name or (name.endswith(".") and option.startswith(name)) for name in names)
-        if keeps:
+            is_kept = option not in names and not option.startswith(prefixes)
+        if is_kept:
             kept.append(word)
     return kept
 
@@ -185,18 +214,32 @@ def refuse_unsafe(texts: Sequence[str]) -> None:
     is_silent = redact(lines) == lines
     for text in texts:
         if not text.isprintable():
-            rule = "contains a non-printable character, which would not reach the nodes unchanged"
-            raise ConfigError(Problem("argument", text, rule, "remove the character", "command line"))
-        if not is_silent and redact(text) != text:
-            rule = "contains a secret, which scripts, manifests and process lists would show"
-            fix = (
-                "use its environment variable in launch.forward_env (ssh, slurm) or launch.secrets (kubernetes, runai)"
+            raise ConfigError(
+                Problem(
+                    "argument",
+                    text,
+                    rule="contains a non-printable character, which would not reach the nodes unchanged",
+                    fix="remove the character",
+                    where="command line",
+                )
             )
-            raise ConfigError(Problem("argument", redact(text), rule, fix))
+        if not is_silent and redact(text) != text:
+            raise ConfigError(
+                Problem(
+                    "argument",
+                    redact(text),
+                    rule="contains a secret, which scripts, manifests and process lists would show",
+                    fix=(
+                        "use its environment variable in launch.forward_env (ssh, "
+                        "slurm) or launch.secrets (kubernetes, runai)"
+                    ),
+                )
+            )
 
 
 def folder_words(folder: str) -> str:
-    """Return a folder as an argument of ``cd --``. ``-`` would mean the previous folder, and CDPATH would apply.
+    """Return a folder as an argument of ``cd --``. ``-`` would mean the previous folder,
+    and CDPATH would apply.
 
     >>> folder_words("/data/run"), folder_words("-"), folder_words("run")
     ('/data/run', './-', './run')
@@ -212,8 +255,14 @@ def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None
     """
     for name in job.environment:
         if name in taken:
-            rule = f"would be overwritten by {platform}"
-            raise ConfigError(Problem(f"launch.env.{name}", job.environment[name], rule, "use another name"))
+            raise ConfigError(
+                Problem(
+                    f"launch.env.{name}",
+                    job.environment[name],
+                    rule=f"would be overwritten by {platform}",
+                    fix="use another name",
+                )
+            )
 
 
 def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str, platform: str) -> None:
@@ -224,9 +273,17 @@ def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str,
     """
     missing = sorted(set(wanted) - set(has))
     if missing:
-        other = "launch.secrets" if option == "launch.forward_env" else "launch.forward_env"
-        rule = f"is not supported by {platform}, and {', '.join(missing)} would be missing"
-        raise ConfigError(Problem(option, list(wanted), rule, f"also name {missing[0]} in {other}"))
+        other = "launch.forward_env"
+        if option == "launch.forward_env":
+            other = "launch.secrets"
+        raise ConfigError(
+            Problem(
+                option,
+                list(wanted),
+                rule=f"is not supported by {platform}, and {', '.join(missing)} would be missing",
+                fix=f"also name {missing[0]} in {other}",
+            )
+        )
 
 
 def require(value: object, option: str, platform: str, fix: str) -> None:

@@ -71,7 +71,14 @@ def parts_of(name: str) -> tuple[str, list[str]]:
     platform, *parts = name.split("/")
     forms = _FORMS.get(platform, ())
     if not forms or len(parts) != len(forms) or not all(map(re.fullmatch, forms, parts)):
-        raise ConfigError(Problem("id", name, "is not a job ID", "use the ID that launch printed, such as slurm/1234"))
+        raise ConfigError(
+            Problem(
+                "id",
+                name,
+                rule="is not a job ID",
+                fix="use the ID that launch printed, such as slurm/1234",
+            )
+        )
     return platform, parts
 
 
@@ -80,7 +87,9 @@ def _run(name: str, verb: str) -> int:
     if platform == "ssh":
         return _ssh(int(parts[0]), verb)
     if platform == "slurm":
-        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[verb](parts[0])
+        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[verb](
+            parts[0],
+        )
     if platform == "kubernetes":
         return {"status": kubectl.status, "logs": kubectl.logs, "stop": kubectl.stop}[verb](*parts)
     words = _runai(parts, verb)
@@ -92,7 +101,12 @@ def _run(name: str, verb: str) -> int:
         return subprocess.run(words, check=False).returncode
     except FileNotFoundError:
         raise ConfigError(
-            Problem(words[0], None, "does not exist on this machine", "run this where the job was launched")
+            Problem(
+                words[0],
+                None,
+                rule="does not exist on this machine",
+                fix="run this where the job was launched",
+            )
         ) from None
 
 
@@ -146,7 +160,9 @@ def _started(pid: int) -> str:
     """
     stat = process_identity.read_stat(pid)
     if stat is not None:
-        return "" if stat.has_ended else f"{process_identity.boot_id()} {stat.start_ticks}"
+        if stat.has_ended:
+            return ""
+        return f"{process_identity.boot_id()} {stat.start_ticks}"
     if process_identity.read_stat() is not None:
         return ""
     words = ["ps", "-o", "lstart=", "-p", str(pid)]
@@ -158,7 +174,12 @@ def _ssh(pid: int, verb: str) -> int:
     folder = folder_of(pid)
     if not (folder / "started").exists():
         raise ConfigError(
-            Problem("id", f"ssh/{pid}", "is not a launch of this user and machine", "run this where it was launched")
+            Problem(
+                "id",
+                f"ssh/{pid}",
+                rule="is not a launch of this user and machine",
+                fix="run this where it was launched",
+            )
         )
     # The process ID may have been reused.
     runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")

@@ -83,7 +83,9 @@ class PlatformRequest:
     def launch(self) -> Launch:
         """The [launch] options. The doctor runs once, without the sweep."""
         launch = self.loaded.config.launch
-        return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
+        if self.verb == "train":
+            return launch
+        return replace(launch, slurm=replace(launch.slurm, sweep=[]))
 
     def job(self, path: str | None = None) -> ClusterJob:
         """Return the job that the platform renders and submits."""
@@ -101,7 +103,8 @@ class Submission:
 def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | None = None) -> int:
     """Run one action and return the exit status.
 
-    ``refuse_unfit`` raises ConfigError if a run with the given number of ranks does not fit on ``launch.device``.
+    ``refuse_unfit`` raises ConfigError if a run with the given number of ranks
+    does not fit on ``launch.device``.
     """
     action = words[0] if words else ""
     rest = words[1:]
@@ -116,17 +119,33 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
             print("\n".join(launched.table()))
             return 0
         if len(rest) != 1:
-            fix = "use an ID such as slurm/1234, or the file of your own platform and an ID"
-            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "requires one ID", fix))
+            raise ConfigError(
+                Problem(
+                    f"launch {action}",
+                    " ".join(rest) or None,
+                    rule="requires one ID",
+                    fix="use an ID such as slurm/1234, or the file of your own platform and an ID",
+                )
+            )
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS and not action.endswith(".py"):
-        near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
+        near = None
+        if action:
+            near = config.nearest(action, [*PLATFORMS, *FOLLOW])
         other_names = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}
         near = other_names.get(action, near)
         fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or your own file"
         if near:
             fix = f"did you mean {near}? {fix}"
-        raise ConfigError(Problem("shardtrain launch", action or None, "requires a platform", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain launch",
+                action or None,
+                rule="requires a platform",
+                fix=fix,
+                where="command line",
+            )
+        )
     # A new launch: run all checks that do not need the cluster, render the text, then submit it.
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
@@ -136,15 +155,18 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     verb = "doctor" if _DOCTOR in rest else "train"
     asked = PlatformRequest(loaded, overrides, verb)
     plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
-    for notice in loaded.notices if verb == "train" else ():
-        print(f"note: {notice}", file=sys.stderr)
+    if verb == "train":
+        for notice in loaded.notices:
+            print(f"note: {notice}", file=sys.stderr)
     _note_unmounted(action, loaded)
     _note_local_paths(action, loaded)
     if not _DRY_RUN.isdisjoint(rest):
         print(plan.text, end="")
         return 0
     code = plan.submit()
-    return failure.stop_status(loaded.config) if code == failure.PREEMPTED else code
+    if code == failure.PREEMPTED:
+        return failure.stop_status(loaded.config)
+    return code
 
 
 def _note_unused(platform: str, loaded: config.Loaded) -> None:
@@ -152,10 +174,14 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
 
     No error, because several platforms may share a file.
     """
+    # Slurm uses the image and the mounts in a container.
+    unused_on_slurm: tuple[str, ...] = _OF_CONTAINERS[2:]
+    if loaded.config.launch.slurm.container == "none":
+        unused_on_slurm = _OF_CONTAINERS
     unused: tuple[str, ...] = {
         "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
         "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
-        "slurm": _OF_CONTAINERS if loaded.config.launch.slurm.container == "none" else _OF_CONTAINERS[2:],
+        "slurm": unused_on_slurm,
         "runai": ("device_resource",),
     }.get(platform, ())
     named = [f"launch.{name}" for name in unused if loaded.is_set(f"launch.{name}")]
@@ -177,13 +203,21 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
         waste = f'{devices} GPUs are requested on each node, but training.device = "cpu" uses none'
         print(f"note: {waste}; remove launch.devices_per_node", file=sys.stderr)
     elif devices and ranks and ranks > devices:
-        rule = f"exceeds the {devices} devices of a node, and each rank requires a separate device"
-        raise ConfigError(Problem("launch.nproc_per_node", ranks, rule, f"use {devices}, or more devices or nodes"))
+        raise ConfigError(
+            Problem(
+                "launch.nproc_per_node",
+                ranks,
+                rule=f"exceeds the {devices} devices of a node, and each rank requires a separate device",
+                fix=f"use {devices}, or more devices or nodes",
+            )
+        )
     elif devices and ranks and ranks < devices:
         waste = f"the {ranks} ranks of a node use only {ranks} of its {devices} GPUs"
         print(f"note: {waste}; remove launch.nproc_per_node to run one rank per GPU", file=sys.stderr)
     if not devices and not on_cpu:
-        many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
+        many = "the run trains on the CPU"
+        if ranks:
+            many = f"the {ranks} ranks of a node train on its CPU"
         note = (
             f"no GPU is requested: {many}; set launch.devices_per_node = {ranks or 8}, or "
             'training.device = "cpu" if this is intended'
@@ -242,8 +276,15 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     """Load the configuration with expanded short options, and run all checks that do not need the cluster."""
     line = split(_spelt_out(words))
     if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
-        rule = "is set by launch on each node"
-        raise ConfigError(Problem("--nnodes", line.nnodes, rule, "use --nodes", "command line"))
+        raise ConfigError(
+            Problem(
+                "--nnodes",
+                line.nnodes,
+                rule="is set by launch on each node",
+                fix="use --nodes",
+                where="command line",
+            )
+        )
     loaded = config.load(line.path, line.overrides, preset=presets.FIRST)
     launch = loaded.config.launch
     problems = config.check(loaded)
@@ -281,11 +322,19 @@ def _spelt_out(words: list[str]) -> list[str]:
         least, colon, most = text.partition(":")
         if name == "--nodes" and colon:
             if not (least and most):
-                fix = "write 2, or 1:4 for an elastic run"
-                raise ConfigError(Problem(name, text, "is not a range", fix, "command line"))
+                raise ConfigError(
+                    Problem(
+                        name,
+                        text,
+                        rule="is not a range",
+                        fix="write 2, or 1:4 for an elastic run",
+                        where="command line",
+                    )
+                )
             spelt += ["--launch.min_nodes", least]
             text = most
-        spelt += [f"--{SHORT[name]}", *(text.split(",") if name == "--hosts" else [text])]
+        spelt.append(f"--{SHORT[name]}")
+        spelt += text.split(",") if name == "--hosts" else [text]
     return [*taken.rest, *spelt]
 
 
@@ -293,9 +342,13 @@ def _check_forwarded(job: ClusterJob) -> None:
     """Raise ConfigError if a variable of launch.forward_env is not set."""
     missing = [name for name in job.forwarded if not os.environ.get(name)]
     if missing:
-        fix = f"set {missing[0]}, or remove it from the list"
         raise ConfigError(
-            Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, which is not set", fix)
+            Problem(
+                "launch.forward_env",
+                list(job.forwarded),
+                rule=f"names {missing[0]}, which is not set",
+                fix=f"set {missing[0]}, or remove it from the list",
+            )
         )
 
 
@@ -321,8 +374,14 @@ def _own(path: str, asked: PlatformRequest) -> Submission:
     launch = asked.launch
     text = module.render(job, launch)
     if not isinstance(text, str):
-        rule = f"renders a {type(text).__name__}"
-        raise ConfigError(Problem("shardtrain launch", path, rule, "return the text to submit from render"))
+        raise ConfigError(
+            Problem(
+                "shardtrain launch",
+                path,
+                rule=f"renders a {type(text).__name__}",
+                fix="return the text to submit from render",
+            )
+        )
     _check_forwarded(job)
 
     def submit() -> int:
@@ -338,7 +397,12 @@ def _local(asked: PlatformRequest) -> Submission:
     job = asked.job()
     if job.nodes > 1:
         raise ConfigError(
-            Problem("launch.nodes", job.nodes, "must be 1 with launch local", "use launch ssh, or --nodes 1")
+            Problem(
+                "launch.nodes",
+                job.nodes,
+                rule="must be 1 with launch local",
+                fix="use launch ssh, or --nodes 1",
+            )
         )
     # Use this interpreter and the current folder, because launch.python and launch.workdir are
     # paths on other machines.
@@ -348,7 +412,12 @@ def _local(asked: PlatformRequest) -> Submission:
     def submit() -> int:
         if importlib.util.find_spec("torch") is None:
             raise ConfigError(
-                Problem("torch", None, "is not installed on this machine", "pip install torch, or launch elsewhere")
+                Problem(
+                    "torch",
+                    None,
+                    rule="is not installed on this machine",
+                    fix="pip install torch, or launch elsewhere",
+                )
             )
         sys.stdout.flush()
         os.execve(sys.executable, command, {**os.environ, **job.environment})
@@ -391,7 +460,8 @@ def _slurm(asked: PlatformRequest) -> Submission:
 
 def _kubernetes(asked: PlatformRequest) -> Submission:
     launch = asked.launch
-    job = asked.job(kubernetes.CONFIG_PATH if asked.loaded.path else None)
+    path = kubernetes.CONFIG_PATH if asked.loaded.path else None
+    job = asked.job(path)
     text = kubernetes.render(job, launch)
     _note_unasked(asked.loaded, "kubernetes")
 

@@ -47,17 +47,17 @@ def table() -> list[str]:
             f"nothing has been launched from this machine ({_file()}); launch a run with: "
             "shardtrain launch slurm my_run.toml"
         ]
-    rows = [
-        (f"{format_seconds(max(0, round(time.time() - began)))} ago", redact(visible(job_id)), redact(visible(run)))
-        for began, job_id, run in launches[::-1][:MOST_LISTED]
-    ]
-    widths = [max(len(row[column]) for row in [("LAUNCHED", "ID", "RUN"), *rows]) for column in range(2)]
-    lines = [
-        f"{age.ljust(widths[0])}  {job_id.ljust(widths[1])}  {run}"
-        for age, job_id, run in [("LAUNCHED", "ID", "RUN"), *rows]
-    ]
+    # The newest launch comes first.
+    rows = [("LAUNCHED", "ID", "RUN")]
+    for began, job_id, run in launches[::-1][:MOST_LISTED]:
+        age_seconds = max(0, round(time.time() - began))
+        rows.append((f"{format_seconds(age_seconds)} ago", redact(visible(job_id)), redact(visible(run))))
+    age_width = max(len(age) for age, _, _ in rows)
+    id_width = max(len(job_id) for _, job_id, _ in rows)
+    lines = [f"{age.ljust(age_width)}  {job_id.ljust(id_width)}  {run}" for age, job_id, run in rows]
+    newest_id = rows[1][1]
     return [
         *lines,
         "",
-        f"shardtrain launch status {rows[0][1]} prints its state; launch logs and launch stop accept the ID, too",
+        f"shardtrain launch status {newest_id} prints its state; launch logs and launch stop accept the ID, too",
     ]

@@ -75,7 +75,12 @@ def prepare(run_folder: Path, note_killed: bool) -> None:
         atomic_io.sweep(run_folder)
         failure.reserve_exit(run_folder)
     except OSError as error:
-        raise storage_errors.cannot("write", run_folder, error, "set job.dump_folder to another folder") from error
+        raise storage_errors.cannot(
+            "write",
+            run_folder,
+            error,
+            "set job.dump_folder to another folder",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -83,8 +88,9 @@ def refusals_in_exit_json(loaded: Loaded, of_configuration: bool = False) -> Ite
     """Write ``exit.json`` if data, a checkpoint, storage or a system limit prevents a run from starting.
 
     Args:
-        of_configuration: True to write it for an invalid configuration, too. Otherwise an invalid configuration
-            leaves the folder unchanged, because it may name the folder of another run by mistake.
+        of_configuration: True to write it for an invalid configuration, too. Otherwise an
+            invalid configuration leaves the folder unchanged, because it may name the folder
+            of another run by mistake.
     """
     try:
         yield
@@ -98,7 +104,9 @@ def refusals_in_exit_json(loaded: Loaded, of_configuration: bool = False) -> Ite
 
 @contextlib.contextmanager
 def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Write ``exit.json`` if the rendezvous fails or a node cannot run, unless a node has written the cause already."""
+    """Write ``exit.json`` if the rendezvous fails or a node cannot run, unless a
+    node has written the cause already.
+    """
     path = Path(loaded.config.job.dump_folder) / "exit.json"
     earlier = _version_of(path)
     try:
@@ -110,7 +118,9 @@ def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
 
 
 def _version_of(path: Path) -> tuple[int, int] | None:
-    """Return the inode and modification time of a file, which change if it is replaced. None without a file."""
+    """Return the inode and modification time of a file, which change if it is replaced.
+    None without a file.
+    """
     try:
         status = path.lstat()
     except OSError:
@@ -153,7 +163,9 @@ def end_at_request(loaded: Loaded | None) -> None:
 
     def end(number: int, _frame: FrameType | None) -> None:
         signals.handle_requests(signal.SIG_IGN)
-        run_end = run_ends.UNREAD if loaded is None else run_ends.BEFORE_FIRST_STEP
+        run_end = run_ends.BEFORE_FIRST_STEP
+        if loaded is None:
+            run_end = run_ends.UNREAD
         report = failure.stopped(None, signal.Signals(number).name, run_end=run_end)
         if _reports_before_ranks():
             print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
@@ -191,6 +203,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     try:
         main(loaded)
     except BaseException as error:
+        # Signals must not interrupt the report.
         stop.end()
         signals.handle_requests(signal.SIG_IGN)
         report = failure.describe(of_storage(error, run_folder), rank)
@@ -217,7 +230,9 @@ def of_storage(error: BaseException, run_folder: Path) -> BaseException:
     """Convert an OSError below the run's folder to a StorageError. Return other errors unchanged."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
-    name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
+    name = ""
+    if isinstance(error.filename, str | bytes):
+        name = os.path.abspath(os.fsdecode(error.filename))
     is_of_run = name.startswith(os.path.join(os.path.abspath(run_folder), ""))
     if not is_of_run and not storage_errors.is_of_system(error):
         return error
@@ -236,7 +251,9 @@ def _newest_checkpoint(loaded: Loaded) -> Place | None:
 
 
 def stopped(loaded: Loaded, rank: int, reason: str) -> failure.Failure:
-    """Return the failure of a rank that was stopped before it could save. It includes the run's last checkpoint."""
+    """Return the failure of a rank that was stopped before it could save. It
+    includes the run's last checkpoint.
+    """
     return failure.stopped(rank, reason, _newest_checkpoint(loaded))
 
 
@@ -257,18 +274,23 @@ def launch(
     checkpoint, up to ``max_restarts`` times, see ``restart``.
 
     Args:
-        check: Called before the first ranks start. Raises errors in the configuration or the data. Returns None,
-            or the failure of the checking process, which is treated like the failure of a rank.
+        check: Called before the first ranks start. Raises errors in the configuration or
+            the data. Returns None, or the failure of the checking process, which is treated
+            like the failure of a rank.
         ends_process: True if this process ends with the run. It then ignores later signals.
     """
     config = loaded.config
-    grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS
+    grace_seconds = NOTHING_TO_SAVE_SECONDS
+    if _saves(loaded):
+        grace_seconds = config.checkpoint.grace_seconds
     watch = ChildWatch(grace_seconds, STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
+    # All attempts belong to one job in the goodput account.
     job = ledger.new_job()
     folder = Path(loaded.config.job.dump_folder)
     restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
     with watch.passing_signals_on():
         while True:
+            # A restart does not repeat a successful check.
             first = check(watch) if check else None
             if first:
                 code = first.exit_code
@@ -278,10 +300,13 @@ def launch(
                 check = None
                 code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
                 if first and code != failure.PREEMPTED:
-                    # Record the time of death for the goodput account, because a killed rank could not record it.
+                    # Record the time of death for the goodput account, because a
+                    # killed rank could not record it.
                     ledger.note_death(folder, job, first.time_seconds)
             # Do not restart after a request to stop.
-            status = code if watch.signal_number else restarts.after(code, first)
+            status: int | None = code
+            if not watch.signal_number:
+                status = restarts.after(code, first)
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
                 continue
@@ -291,7 +316,13 @@ def launch(
             return status
 
 
-def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[str], accelerators: int) -> int:
+def launch_verb(
+    loaded: Loaded,
+    num_processes: int,
+    main: Main,
+    words: Sequence[str],
+    accelerators: int,
+) -> int:
     """Start ranks of a verb and return the exit status, like ``launch``.
 
     On Linux CPUs the ranks are forks that run ``main`` and inherit the imported torch. Forks do not work
@@ -314,7 +345,9 @@ def _attempt(
         records = stack.enter_context(temporary_folder())
         # Only forks use a private network. A new process does not inherit the descriptor, and has threads
         # before it could enter the network.
-        network = stack.enter_context(private_network.create_network_namespace()) if main and count > 1 else {}
+        network = {}
+        if main and count > 1:
+            network = stack.enter_context(private_network.create_network_namespace())
         with refusals_in_exit_json(loaded):
             processes = _start(loaded, count, main, command, records, network, restarts, job)
         # multiprocessing reaps ended ranks before each fork, so read their exit statuses from it, too.
@@ -348,6 +381,7 @@ def _start(
     for rank in ranks:
         record = str(_record_path(records, rank))
         envs[rank] |= {"TORCHELASTIC_ERROR_FILE": record, exit_report.PARENT: str(os.getpid()), **network}
+    # Forks run a function of this process, and new processes run the command.
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
     outputs = contextlib.ExitStack()
@@ -381,7 +415,8 @@ def _start(
 
 
 def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> LogsSpecs:
-    """Send the output of ranks in LOG_RANK to the terminal, and of other ranks to ``logs/rank-N.out`` and ``.err``.
+    """Send the output of ranks in LOG_RANK to the terminal, and of other ranks
+    to ``logs/rank-N.out`` and ``.err``.
 
     ``stack`` closes the files in this process after the ranks have opened them.
     """
@@ -391,7 +426,8 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
     hidden = [rank for rank in range(count) if rank not in log.console_ranks()]
 
     def output_paths(ending: str) -> dict[int, str]:
-        # For an empty path, PyTorch uses this process's stream. It opens the other files through our descriptors.
+        # For an empty path, PyTorch uses this process's stream. It opens the
+        # other files through our descriptors.
         paths = dict.fromkeys(range(count), "")
         for rank in hidden:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -405,7 +441,11 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             error_files = {rank: envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in range(count)}
-            return LogsDest(stdouts=output_paths(".out"), stderrs=output_paths(".err"), error_files=error_files)
+            return LogsDest(
+                stdouts=output_paths(".out"),
+                stderrs=output_paths(".err"),
+                error_files=error_files,
+            )
 
     return Specs()
 
@@ -418,7 +458,9 @@ def _reaped(processes: PContext, rank: int) -> int | None:
 
 
 def _warn_of_threads() -> None:
-    """Warn of threads in a process that is about to fork, because their locks would never be released in the ranks."""
+    """Warn of threads in a process that is about to fork, because their locks
+    would never be released in the ranks.
+    """
     names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     try:
         unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
@@ -427,8 +469,8 @@ def _warn_of_threads() -> None:
     threads = [*names, *([f"{unnamed} of libraries"] if unnamed > 0 else [])]
     if threads:
         print(
-            f"warning: this process has threads ({', '.join(threads)}) and forks its ranks: a rank may wait forever "
-            "for a lock that such a thread held; start the threads later",
+            f"warning: this process has threads ({', '.join(threads)}) and forks its ranks: "
+            "a rank may wait forever for a lock that such a thread held; start the threads later",
             file=sys.stderr,
         )
 
@@ -443,7 +485,8 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
 
 
 def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
-    """After a failed check, exit this rank if the agent of its node reports the error and writes ``exit.json``.
+    """After a failed check, exit this rank if the agent of its node reports
+    the error and writes ``exit.json``.
 
     The agent does not touch the folder if another run is alive in it.
     """
@@ -456,7 +499,8 @@ def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit this rank with ``os._exit`` after flushing output and running exit handlers, as multiprocessing does.
+    """Exit this rank with ``os._exit`` after flushing output and running exit handlers,
+    as multiprocessing does.
 
     A normal exit of the interpreter would join threads of a process group without peers, and abort. In a
     fork, PyTorch's wrapper would wait until the parent collects a return value.
@@ -470,13 +514,16 @@ def leave(code: int) -> NoReturn:
 
 
 def become_rank() -> bool:
-    """Prepare this process as one of several ranks. True if shardtrain started it, False for torchrun and srun."""
+    """Prepare this process as one of several ranks. True if shardtrain started it,
+    False for torchrun and srun.
+    """
     parent = os.environ.get(exit_report.PARENT)
     agent = os.environ.get(exit_report.AGENT)
     if parent:
         detach(int(parent))
     elif agent:
-        # An agent handles every request to stop. If the agent no longer exists, it was killed, and its node is lost.
+        # An agent handles every request to stop. If the agent no longer exists, it was killed,
+        # and its node is lost.
         _die_with(int(agent))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)

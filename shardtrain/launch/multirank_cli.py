@@ -88,7 +88,9 @@ def _close(folder: Path, code: int) -> None:
 
 
 def _launched(folder: Path) -> Loaded:
-    """Return a configuration for the launcher, with ``folder`` for the logs of the ranks instead of a run's folder."""
+    """Return a configuration for the launcher, with ``folder`` for the logs of
+    the ranks instead of a run's folder.
+    """
     from shardtrain.config import Config, Loaded
 
     config = Config()

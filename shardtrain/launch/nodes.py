@@ -59,16 +59,22 @@ class Nodes:
     join_seconds: int
     reason: str
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    """Settings of PyTorch's rendezvous, such as last_call_timeout in seconds. They override the fields above."""
+    """Settings of PyTorch's rendezvous, such as last_call_timeout in seconds.
+    They override the fields above.
+    """
     counts: Sequence[int] = ()
     """Node counts that can work, ascending. Empty if all counts from ``least`` to ``most`` work."""
     first_decides: bool = False
-    """True if the first node count determines the global batch size. Later node counts must then divide it."""
+    """True if the first node count determines the global batch size. Later
+    node counts must then divide it.
+    """
 
     @property
     def hosts_meeting(self) -> bool | None:
         """True if this node hosts the rendezvous. If None, PyTorch compares host names."""
-        return None if self.node_rank is None else self.node_rank == 0
+        if self.node_rank is None:
+            return None
+        return self.node_rank == 0
 
     @property
     def refusal_key(self) -> str:
@@ -83,8 +89,15 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         ConfigError: a variable is not a number, or the rendezvous endpoint is unknown.
     """
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
-        rule = "requires one process per node, but torchrun has started this process as a rank"
-        raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "remove torchrun or --nnodes", "command line"))
+        raise ConfigError(
+            Problem(
+                "--nnodes",
+                arguments.nnodes,
+                rule="requires one process per node, but torchrun has started this process as a rank",
+                fix="remove torchrun or --nnodes",
+                where="command line",
+            )
+        )
     # Determine the number of nodes, and this node's rank.
     name, text = _count(arguments, names)
     if not text:
@@ -93,29 +106,54 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     match = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
     if not match or int(match[1] or 1) > int(match[2]):
         raise ConfigError(
-            Problem(name, text, "is not a number of nodes", "use 2, or 1:4 for an elastic run", _at(name))
+            Problem(
+                name,
+                text,
+                rule="is not a number of nodes",
+                fix="use 2, or 1:4 for an elastic run",
+                where=_at(name),
+            )
         )
     least = int(match[1] or match[2])
     most = int(match[2])
     # With one node, read only the rank variable that belongs to the count. Others, such as SLURM_NODEID, may
     # number the nodes of a larger job.
-    variables = (name.replace("NNODES", "NODE_RANK"),)
-    rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else variables, names, least=0)
+    variables: tuple[str, ...] = (name.replace("NNODES", "NODE_RANK"),)
+    if most > 1:
+        variables = NODE_RANK
+    rank = _number("--node_rank", arguments.node_rank, variables, names, least=0)
     if rank is not None and rank >= most:
-        raise ConfigError(Problem(name, text, f"is the number of nodes, but this is node {rank}", "count from 0"))
+        raise ConfigError(
+            Problem(
+                name,
+                text,
+                rule=f"is the number of nodes, but this is node {rank}",
+                fix="count from 0",
+            )
+        )
     _refuse_several_tasks(name, text, names)
     if most == 1:
         return None
     endpoint = _endpoint(arguments, names, name, text)
     where = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", endpoint)
     if not where or not 0 < int(where[1]) < 65_536:
-        raise ConfigError(Problem("rendezvous", endpoint, "is not a host and a numeric port", "use the form HOST:PORT"))
+        raise ConfigError(
+            Problem(
+                "rendezvous",
+                endpoint,
+                rule="is not a host and a numeric port",
+                fix="use the form HOST:PORT",
+            )
+        )
+    # An elastic platform renumbers nodes when pods change, so ignore its rank.
+    is_rank_chosen = "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank is not None
+    if least != most and not is_rank_chosen:
+        rank = None
     return Nodes(
         least=least,
         most=most,
         endpoint=endpoint,
-        # An elastic platform renumbers nodes when pods change, so ignore its rank.
-        node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank is not None else None,
+        node_rank=rank,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
         local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
         max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0) or 0,
@@ -133,37 +171,60 @@ def _settings(text: str) -> dict[str, str]:
     """
     pairs = [pair.strip().partition("=") for pair in text.split(",") if pair.strip()]
     if any(not re.fullmatch(r"[a-z_]+", key) or not value for key, _, value in pairs):
-        fix = "use the form last_call_timeout=10,keep_alive_interval=2"
-        raise ConfigError(Problem("PET_RDZV_CONF", text, "is not a list of settings", fix, "environment"))
+        raise ConfigError(
+            Problem(
+                "PET_RDZV_CONF",
+                text,
+                rule="is not a list of settings",
+                fix="use the form last_call_timeout=10,keep_alive_interval=2",
+                where="environment",
+            )
+        )
     return {key: value for key, _, value in pairs}
 
 
 def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
-    """Return name and value of the variable with the number of nodes, or two empty strings for a single node."""
+    """Return name and value of the variable with the number of nodes, or two
+    empty strings for a single node.
+    """
     if arguments.nnodes:
         return "--nnodes", arguments.nnodes
     for name in NNODES:
         if names.get(name):
             return name, names[name]
-    # PyTorchJob and Run:ai count nodes in WORLD_SIZE, but torchrun counts ranks. Other variables distinguish them.
+    # PyTorchJob and Run:ai count nodes in WORLD_SIZE, but torchrun counts ranks.
+    # Other variables distinguish them.
     world = names.get("WORLD_SIZE", "")
     if world not in ("", "1") and not environment.is_rank(names):
         if any(name in names for name in _RUNAI):
             return "WORLD_SIZE", world
         missing = " and ".join(one for one in ("RANK", "LOCAL_RANK") if not names.get(one))
-        rule = f"is set without {missing}, so it may count nodes or ranks"
-        fix = "set SHARDTRAIN_NNODES if it counts nodes, or start ranks with torchrun or srun"
-        raise ConfigError(Problem("WORLD_SIZE", world, rule, fix, "environment"))
+        raise ConfigError(
+            Problem(
+                "WORLD_SIZE",
+                world,
+                rule=f"is set without {missing}, so it may count nodes or ranks",
+                fix="set SHARDTRAIN_NNODES if it counts nodes, or start ranks with torchrun or srun",
+                where="environment",
+            )
+        )
     if environment.is_slurm_node(names):
         return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
     if names.get("SKYPILOT_NUM_NODES"):
         return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
-    # mpirun sets no variable that PyTorch reads, so each of its processes would train the full run separately.
+    # mpirun sets no variable that PyTorch reads, so each of its processes
+    # would train the full run separately.
     mpi = next((name for name in _MPI_SIZES if names.get(name, "1") != "1"), "")
     if mpi and not environment.is_rank(names):
-        rule = "was set by mpirun, whose processes are not ranks, so each would train separately"
-        fix = "start shardtrain once per node with --nnodes, or start ranks with torchrun or srun"
-        raise ConfigError(Problem(mpi, names[mpi], rule, fix, "environment"))
+        raise ConfigError(
+            Problem(
+                mpi,
+                names[mpi],
+                rule="was set by mpirun, whose processes are not ranks, so each would train separately",
+                fix="start shardtrain once per node with --nnodes, or start ranks with torchrun or srun",
+                where="environment",
+            )
+        )
     return "", ""
 
 
@@ -172,30 +233,61 @@ def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
 
     This node would train without them.
     """
-    flag = "--rdzv_endpoint" if arguments.rdzv_endpoint else "--node_rank"
+    name = ""
+    value = ""
     given = arguments.rdzv_endpoint or arguments.node_rank
-    ranks = {name: names[name] for name in NODE_RANK[:2] if names.get(name, "0") not in ("", "0")}
-    name, value = next(iter(ranks.items()), ("", "")) if given is None else (flag, str(given))
+    if given is not None:
+        name = "--rdzv_endpoint" if arguments.rdzv_endpoint else "--node_rank"
+        value = str(given)
+        fix = "use --nnodes or set PET_NNODES"
+    else:
+        # Node 0 may be the only node, so a variable with 0 says nothing.
+        for variable in NODE_RANK[:2]:
+            if not name and names.get(variable, "0") not in ("", "0"):
+                name = variable
+                value = names[variable]
+        fix = f"set PET_NNODES, or unset {name}"
     if name:
-        rule = "is for one of several nodes, but the number of nodes is not set"
-        fix = "use --nnodes or set PET_NNODES" if given is not None else f"set PET_NNODES, or unset {name}"
-        raise ConfigError(Problem(name, value, rule, fix, _at(name)))
+        raise ConfigError(
+            Problem(
+                name,
+                value,
+                rule="is for one of several nodes, but the number of nodes is not set",
+                fix=fix,
+                where=_at(name),
+            )
+        )
 
 
 def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> None:
-    """Raise ConfigError if srun has started several tasks on a node, because each would start all ranks of the node."""
+    """Raise ConfigError if srun has started several tasks on a node, because each
+    would start all ranks of the node.
+    """
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
     if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
-        rule = f"requires one task per node, but srun has started {tasks} tasks on {hosts} nodes"
-        raise ConfigError(Problem(name, text, rule, "use srun --ntasks-per-node=1, or unset it", "environment"))
+        raise ConfigError(
+            Problem(
+                name,
+                text,
+                rule=f"requires one task per node, but srun has started {tasks} tasks on {hosts} nodes",
+                fix="use srun --ntasks-per-node=1, or unset it",
+                where="environment",
+            )
+        )
 
 
 def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
     """Return the rendezvous endpoint as HOST:PORT."""
-    for endpoint in (arguments.rdzv_endpoint, names.get("SHARDTRAIN_RDZV_ENDPOINT"), names.get("PET_RDZV_ENDPOINT")):
+    for endpoint in (
+        arguments.rdzv_endpoint,
+        names.get("SHARDTRAIN_RDZV_ENDPOINT"),
+        names.get("PET_RDZV_ENDPOINT"),
+    ):
         if endpoint:
-            return endpoint if ":" in endpoint else f"{endpoint}:{RENDEZVOUS_PORT}"
+            if ":" in endpoint:
+                return endpoint
+            return f"{endpoint}:{RENDEZVOUS_PORT}"
     for address, port in (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT")):
         if names.get(address):
             return f"{names[address]}:{names.get(port) or RENDEZVOUS_PORT}"
@@ -204,8 +296,15 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
         return f"{first}:{environment.slurm_port(names)}"
     if names.get("SKYPILOT_NODE_IPS"):
         return f"{names['SKYPILOT_NODE_IPS'].split()[0]}:{RENDEZVOUS_PORT}"
-    rule = "means several nodes, but the rendezvous endpoint is not set"
-    raise ConfigError(Problem(why, text, rule, "use --rdzv_endpoint HOST:PORT, or set MASTER_ADDR", _at(why)))
+    raise ConfigError(
+        Problem(
+            why,
+            text,
+            rule="means several nodes, but the rendezvous endpoint is not set",
+            fix="use --rdzv_endpoint HOST:PORT, or set MASTER_ADDR",
+            where=_at(why),
+        )
+    )
 
 
 def _by_suffix(names: Mapping[str, str]) -> str | None:
@@ -229,8 +328,15 @@ def _number(
         text = names.get(name)
         if text:
             if not text.isdecimal() or int(text) < least:
-                rule = f"must be an integer of at least {least}"
-                raise ConfigError(Problem(name, text, rule, "correct it", "environment"))
+                raise ConfigError(
+                    Problem(
+                        name,
+                        text,
+                        rule=f"must be an integer of at least {least}",
+                        fix="correct it",
+                        where="environment",
+                    )
+                )
             return int(text)
     return None
 
@@ -240,21 +346,29 @@ def _at(name: str) -> str:
 
 
 def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
-    """Determine the node counts with which an elastic run can work. Print a note if some counts in its range cannot.
+    """Determine the node counts with which an elastic run can work. Print a note
+    if some counts in its range cannot.
 
     Raises:
         ConfigError: no node count can work.
     """
-    problems = {
-        count: next(mesh_notes(loaded, count * local_ranks), None) for count in range(nodes.least, nodes.most + 1)
-    }
+    problems = {}
+    for count in range(nodes.least, nodes.most + 1):
+        problems[count] = next(mesh_notes(loaded, count * local_ranks), None)
     counts = [count for count in problems if problems[count] is None]
     name, _, text = nodes.reason.partition("=")
     for count in sorted({*problems} - {*counts})[-1:]:
         reason = f"with {count}, {problems[count]}"
         if not counts:
-            rule = f"contains no number of nodes that can work: {reason}"
-            raise ConfigError(Problem(name, text, rule, "choose other numbers of nodes", _at(name)))
+            raise ConfigError(
+                Problem(
+                    name,
+                    text,
+                    rule=f"contains no number of nodes that can work: {reason}",
+                    fix="choose other numbers of nodes",
+                    where=_at(name),
+                )
+            )
         working = " or ".join(map(str, counts))
         print(
             f"note: {name}={text}: only {working} nodes can work, and additional nodes wait; {reason}",
@@ -273,7 +387,8 @@ def choose_processes_here(config: Config, requested: int | None, nodes: Nodes) -
 def choose_processes(
     config: Config, requested: int | None, names: Mapping[str, str], nodes: Nodes, accelerators: int, cores: int
 ) -> ProcessCount:
-    """Choose this node's number of ranks: as requested, one per accelerator, its share of the mesh, or two on a CPU.
+    """Choose this node's number of ranks: as requested, one per accelerator, its share of the mesh,
+    or two on a CPU.
 
     Raises:
         ConfigError: a variable is not a number.

@@ -91,7 +91,11 @@ def main() -> int:
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
     except OSError as error:
-        print(f"error[2]: {job['command'][0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+        print(
+            f"error[2]: {job['command'][0]} cannot be started: {error.strerror}",
+            file=sys.stderr,
+            flush=True,
+        )
         return 2
     return _watch(process, launcher, lines[1:], float(job["grace_seconds"]))
 
@@ -101,7 +105,12 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
-def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[bytes], grace_seconds: float) -> int:
+def _watch(
+    process: subprocess.Popen[bytes],
+    launcher: Launcher,
+    orders: list[bytes],
+    grace_seconds: float,
+) -> int:
     """Wait for the command. Stop it on request, or if the launcher is gone. Return its exit status."""
     end = float("inf")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -116,7 +125,9 @@ def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[by
         if KILL in orders or time.monotonic() > end:
             _kill(process.pid)
     _kill(process.pid)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if process.returncode >= 0:
+        return process.returncode
+    return 128 - process.returncode
 
 
 def _kill(pid: int) -> None:

@@ -41,7 +41,9 @@ class Restarts:
         if step > self._step:
             self._step = step
             self._fruitless = 0
-        cause = f"{first.kind} in {first.place}" if first and first.place and code == GENERAL else ""
+        cause = ""
+        if first and first.place and code == GENERAL:
+            cause = f"{first.kind} in {first.place}"
         if cause and cause == self._cause:
             self.why = f"two attempts in a row ended with {cause}"
             return CRASH_LOOP

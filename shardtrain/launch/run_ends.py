@@ -47,7 +47,11 @@ _REQUESTED = {
 TABLE = {
     **dict.fromkeys(REQUESTS, _REQUESTED),
     # Before ranks start, the first SIGINT ends the process.
-    "SIGINT twice": {**dict.fromkeys(_REQUESTED, AT_ONCE), "arguments": UNREAD, "preflight": BEFORE_FIRST_STEP},
+    "SIGINT twice": {
+        **dict.fromkeys(_REQUESTED, AT_ONCE),
+        "arguments": UNREAD,
+        "preflight": BEFORE_FIRST_STEP,
+    },
     # The exit status is that of a shell. The next start in the folder reports that this run was killed.
     "SIGKILL": dict.fromkeys(_REQUESTED, RunEnd(128 + 9, writes_exit_json=False)),
     "SIGSTOP, then SIGCONT": dict.fromkeys(_REQUESTED, DONE),

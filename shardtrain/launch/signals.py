@@ -1,7 +1,8 @@
 """Signal handling: convert signals to a ``StopRequest``, even while the main thread is blocked.
 
-A Python signal handler runs only in the main thread, which may wait in a collective for minutes. Therefore the
-interpreter also writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
+A Python signal handler runs only in the main thread, which may wait in a collective for minutes.
+Therefore the interpreter also writes the number of each signal to a socket
+(``signal.set_wakeup_fd``), which a thread reads.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ def listen(
     """Start to receive requests to stop. Call this once per process, in its main thread.
 
     Args:
-        hurry: Ends the process. Called in a thread when the grace period is over or a second SIGINT arrives.
-        parent: Process ID of the launcher, which is notified of the first request and forwards it to the other ranks.
+        hurry: Ends the process. Called in a thread when the grace period is
+            over or a second SIGINT arrives.
+        parent: Process ID of the launcher, which is notified of the first request
+            and forwards it to the other ranks.
     """
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)
@@ -59,15 +62,22 @@ def listen(
         if parent and os.getppid() == parent:
             os.kill(parent, signal.SIGTERM)
 
-    threading.Thread(target=_watch, args=(stop, receiver, hurry, notify_launcher), name="stopping", daemon=True).start()
+    threading.Thread(
+        target=_watch,
+        args=(stop, receiver, hurry, notify_launcher),
+        name="stopping",
+        daemon=True,
+    ).start()
     _keep_from_children(sender, os.getpid())
-    # The launcher has blocked these signals until a handler exists, so no early signal ends a rank without a save.
+    # The launcher has blocked these signals until a handler exists, so no early
+    # signal ends a rank without a save.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
     return stop
 
 
 def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> dict[int, Any]:
-    """Set the handler of all requests to stop, and return the replaced handlers. Call this in the main thread.
+    """Set the handler of all requests to stop, and return the replaced handlers.
+    Call this in the main thread.
 
     An ignored SIGHUP stays ignored, because ``nohup`` relies on it. Pass ``signal.SIG_IGN`` when the end of
     this process is decided. Otherwise a late signal may change the exit status, so ``exit.json`` would be
@@ -80,7 +90,8 @@ def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.
 def _watch(
     stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], notify_launcher: Callable[[], None]
 ) -> None:
-    """Thread function: record signals from the bytes in ``numbers``, wake the main thread, and enforce the deadline.
+    """Thread function: record signals from the bytes in ``numbers``, wake the main thread,
+    and enforce the deadline.
 
     ``hurry`` ends the process for the given reason. ``notify_launcher`` notifies the launcher of the request.
     """
@@ -115,7 +126,9 @@ def _watch(
 
 
 def _keep_from_children(sender: socket.socket, owner: int) -> None:
-    """Detach forked data workers from this process's signal socket, and make them end when this process ends."""
+    """Detach forked data workers from this process's signal socket, and make
+    them end when this process ends.
+    """
     main = threading.get_ident()
 
     def forget() -> None:
@@ -153,7 +166,9 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
     (1700000000.0, None, None)
     """
     text = environment.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdecimal() and int(text) > 0 else None
+    if text.isdecimal() and int(text) > 0:
+        return float(text)
+    return None
 
 
 def newest_checkpoint(folder: Place) -> Place | None:

@@ -34,13 +34,18 @@ class SignedBackend(RendezvousBackend):
             RendezvousStateError: the state is not signed with this node's secret.
         """
         found = self._backend.get_state()
-        return (self._seal.open(found[0]), found[1]) if found else None
+        if found:
+            return (self._seal.open(found[0]), found[1])
+        return None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Sign and write the state. Return the state that is stored afterwards, its token, and True if it was set.
+        """Sign and write the state. Return the state that is stored afterwards, its token,
+        and True if it was set.
 
         Raises:
             RendezvousStateError: another process wrote a state that is not signed with this node's secret.
         """
         found: Any = self._backend.set_state(self._seal.close(state), token)
-        return (self._seal.open(found[0]), *found[1:]) if found else None
+        if found:
+            return (self._seal.open(found[0]), *found[1:])
+        return None

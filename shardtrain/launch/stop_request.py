@@ -23,7 +23,9 @@ T = TypeVar("T")
 GRACEFUL = tuple(getattr(signal, name) for name in REQUESTS if hasattr(signal, name))
 """Signals of ``REQUESTS`` that this system supports."""
 ONE_REQUEST_SECONDS = 0.5
-"""SIGINTs within this time are one request: a terminal sends Ctrl-C to all processes, and the launcher forwards it."""
+"""SIGINTs within this time are one request: a terminal sends Ctrl-C to all processes,
+and the launcher forwards it.
+"""
 NOT_IN_TIME = float(2**20)
 """Flag of a rank whose remaining time is too short for a save. It is larger than any number of ranks."""
 AT_ONCE_SECONDS = 3.0
@@ -53,7 +55,9 @@ class Durations:
         For few durations it is the maximum.
         """
         ordered = sorted(self._seconds)
-        return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+        if ordered:
+            return ordered[math.ceil(share * len(ordered)) - 1]
+        return None
 
 
 class Interrupted(BaseException):
@@ -65,12 +69,19 @@ class StopRequest:
 
     Attributes:
         reason: "SIGTERM", "SIGUSR1", ... or "the end of the Slurm job". "" before a request.
-        first_step_seconds: Duration of this process's first step, which compiles. It is not part of ``steps``.
+        first_step_seconds: Duration of this process's first step, which compiles.
+            It is not part of ``steps``.
         assumed_save_seconds: Assumed duration of a save until the first save is measured.
-        is_starting: True before the first step, when nothing can be lost and the process can end immediately.
+        is_starting: True before the first step, when nothing can be lost and
+            the process can end immediately.
     """
 
-    def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:
+    def __init__(
+        self,
+        grace_seconds: float = math.inf,
+        can_save: bool = True,
+        end_time: float | None = None,
+    ) -> None:
         """``end_time`` is the end of the job, in seconds since the epoch."""
         self.reason = ""
         self.saves = Durations()
@@ -90,13 +101,16 @@ class StopRequest:
         So there is only one report.
         """
         self.receiver: socket.socket | None = None
-        """Kept open without a reader, because Python prints a traceback for each signal that it cannot write."""
+        """Kept open without a reader, because Python prints a traceback for
+        each signal that it cannot write.
+        """
 
     @property
     def margin_seconds(self) -> float:
         """Time before the end of the job at which to stop.
 
-        It is the sum of two saves and a step (95 % quantiles), and the delay until all ranks know of the request.
+        It is the sum of two saves and a step (95 % quantiles), and the delay
+        until all ranks know of the request.
         """
         save = self.saves.quantile()
         work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.quantile() or 0.0)
@@ -146,7 +160,8 @@ class StopRequest:
         if self.closed:
             return
         self.note(signal.Signals(number).name)
-        # A signal to all processes of a job also ends data workers. PyTorch's SIGCHLD handler would then raise here.
+        # A signal to all processes of a job also ends data workers. PyTorch's
+        # SIGCHLD handler would then raise here.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not self.can_save and not self._raised:
             self._raised = True
@@ -156,13 +171,16 @@ class StopRequest:
             raise Interrupted
 
     def close(self) -> None:
-        """Ignore requests and deadlines, after the last step. A second SIGINT still ends the process immediately."""
+        """Ignore requests and deadlines, after the last step. A second SIGINT
+        still ends the process immediately.
+        """
         self.closed = True
 
     def end(self) -> None:
         """Ignore all signals from now on, because the caller reports how this process ends.
 
-        If another thread has already reported the end, this call never returns. That thread will exit the process.
+        If another thread has already reported the end, this call never returns.
+        That thread will exit the process.
         """
         self.close()
         self.end_lock.acquire()
@@ -172,11 +190,15 @@ class StopRequest:
         if self.reason or self.closed:
             return
         grace = self._grace_seconds
-        grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace) if grace < math.inf else 0.0
+        if grace < math.inf:
+            grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace)
         now = time.monotonic()
         if self.can_save and now >= self._end - self.margin_seconds - LOOK_SECONDS:
             reason = END_OF_JOB  # a rank whose clock is ahead has sent the signal
-        self._deadline = min(self._end, now + (grace if self.can_save and not self.is_starting else AT_ONCE_SECONDS))
+        self._deadline = min(
+            self._end,
+            now + (grace if self.can_save and not self.is_starting else AT_ONCE_SECONDS),
+        )
         self.reason = reason
 
     def next_look_seconds(self) -> float:

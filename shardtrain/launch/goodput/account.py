@@ -44,13 +44,17 @@ class Attempt:
     @property
     def saved_step(self) -> int:
         """Step of the checkpoint from which a later attempt would resume."""
-        return self.points[-1].saved_step if self.points else self.start.step
+        if self.points:
+            return self.points[-1].saved_step
+        return self.start.step
 
     @property
     def ended(self) -> float:
         """Recorded end of the attempt, in seconds since the epoch."""
         has_recorded_end = bool(self.points) and self.points[-1].ended
-        return self.last_known if has_recorded_end else max(self.last_known, self.died or 0.0)
+        if has_recorded_end:
+            return self.last_known
+        return max(self.last_known, self.died or 0.0)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,9 @@ class Account:
     @property
     def goodput(self) -> float:
         """Productive time divided by running time, 0..1."""
-        return self.seconds["productive"] / self.running_seconds if self.running_seconds else 0.0
+        if self.running_seconds:
+            return self.seconds["productive"] / self.running_seconds
+        return 0.0
 
     def __str__(self) -> str:
         """Format as ``goodput 93.0 % of 12m55s: productive 12m1s, start 54.0s``."""
@@ -88,7 +94,10 @@ class Account:
 
     def as_record(self) -> dict[str, float]:
         """Return the fields for a record of ``metrics.jsonl``."""
-        return {"goodput": self.goodput, **{f"goodput_{name}_seconds": value for name, value in self.seconds.items()}}
+        return {
+            "goodput": self.goodput,
+            **{f"goodput_{name}_seconds": value for name, value in self.seconds.items()},
+        }
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Account:
@@ -127,7 +136,9 @@ class Account:
         failed = 0.0
         if self.failures:
             failed = (self.recovery_seconds / self.failures + interval / 2) / (self.running_seconds / self.failures)
-        return max(0.0, 1 - failed) / (1 + stall / interval) if interval > 0 else None
+        if interval > 0:
+            return max(0.0, 1 - failed) / (1 + stall / interval)
+        return None
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
@@ -178,6 +189,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
             failures += 1
             spent = bins(attempt, float("inf"))
             after += spent["start"] + spent["compile"]
+    # The last attempt may have failed without a restart.
     failures += bool(attempts and attempts[-1].died is not None)
     saves = sum(attempt.points[-1].saves for attempt in attempts if attempt.points)
     return Account(total, idle, len(attempts), failures, saves, after)
@@ -192,7 +204,9 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
     spent = {name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")}
     steps = last.step - first_step
     # The first step includes the compilation. Subtract the time of a normal step.
-    usual = min(spent["compile"], spent["step"] / (steps - 1)) if steps > 1 else 0.0
+    usual = 0.0
+    if steps > 1:
+        usual = min(spent["compile"], spent["step"] / (steps - 1))
     # A later attempt repeated the steps after kept_step.
     kept = _at(attempt, kept_step)
     keeps_first = kept_step > first_step

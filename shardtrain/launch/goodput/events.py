@@ -100,7 +100,8 @@ def parse(text: bytes) -> Event:
 
 
 def read(folder: Path) -> tuple[list[Event], int]:
-    """Return the events of a run folder in order, and the number of invalid lines, such as a line torn by a kill.
+    """Return the events of a run folder in order, and the number of invalid lines,
+    such as a line torn by a kill.
 
     Raises:
         DataError: the file does not exist, or it cannot be read.
@@ -110,7 +111,9 @@ def read(folder: Path) -> tuple[list[Event], int]:
         content = bounded_reads.whole(path, MAX_BYTES)
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror})"
-        raise DataError(f"{rule}; name the folder of a run (job.dump_folder) that has trained a step") from error
+        raise DataError(
+            f"{rule}; name the folder of a run (job.dump_folder) that has trained a step",
+        ) from error
     events: list[Event] = []
     bad = 0
     for text in content.split(b"\n"):

@@ -25,7 +25,9 @@ JOB = "SHARDTRAIN_JOB"
 STARTED = "SHARDTRAIN_STARTED"
 """Environment variable set by the launcher: start time of this attempt, in seconds since the epoch."""
 HANDED_OVER = "SHARDTRAIN_HANDED_OVER"
-"""Environment variable set by run_train.sh, which may first install packages: time at which it started shardtrain."""
+"""Environment variable set by run_train.sh, which may first install packages:
+time at which it started shardtrain.
+"""
 MOST_SECONDS_BETWEEN_LINES = 60.0
 
 T = TypeVar("T")
@@ -47,7 +49,9 @@ class Ledger:
         environment: Mapping[str, str] = os.environ,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``folder`` is the run's folder, or None on ranks other than 0. The run continues after step ``step``."""
+        """``folder`` is the run's folder, or None on ranks other than 0. The run
+        continues after step ``step``.
+        """
         self._path = folder / events.FILE if folder else None
         self._phases = phases or Phases()
         self._now = now
@@ -83,7 +87,9 @@ class Ledger:
             try:
                 path.rename(aside)
             except OSError as error:
-                logger.warning(f"cannot rename {path}: {storage_errors.explain(error, path)}; it now contains two runs")
+                logger.warning(
+                    f"cannot rename {path}: {storage_errors.explain(error, path)}; it now contains two runs",
+                )
             earlier = []
         self._past = account([*earlier, Attempt(self._start)])
         self._write(self._start)
@@ -208,7 +214,9 @@ class Ledger:
 
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:
-    """Record that a rank of the launcher's job (see ``new_job``) has failed. No-op if the run has no account."""
+    """Record that a rank of the launcher's job (see ``new_job``) has failed.
+    No-op if the run has no account.
+    """
     path = folder / events.FILE
     try:
         if path.exists():
@@ -235,7 +243,9 @@ def process_started(now: float, otherwise: float, pid: int | str = "self") -> fl
             if 0 <= age < 1e9:
                 began = now - age
     handed_over = os.environ.get(HANDED_OVER, "")
-    return max(began, min(float(handed_over), now)) if handed_over.isdecimal() else began
+    if handed_over.isdecimal():
+        return max(began, min(float(handed_over), now))
+    return began
 
 
 def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tuple[str, float, float]:
@@ -252,8 +262,13 @@ def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tupl
     run = environment.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return secrets.token_hex(8), started, started
-    # torchrun sets "none" if it was started without an ID. In that case identify the command by the parent process.
+    # torchrun sets "none" if it was started without an ID. In that case identify
+    # the command by the parent process.
     own = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
-    parts = ["torchrun", own, *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))]
+    parts = [
+        "torchrun",
+        own,
+        *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")),
+    ]
     agent_started = process_started(now, started, os.getppid())
     return " ".join(part for part in parts if part), min(agent_started, started), started

@@ -45,7 +45,10 @@ _FIXES = (
     (r"orbidden", "ask the cluster's administrators for this permission"),
     (r"context .*(not found|not exist)", "choose an existing one: kubectl config use-context NAME"),
     (r"logged in|Unauthorized", "log in to the cluster again"),
-    (r"onnect|no such host", "check that the cluster is up and is the right one: kubectl config current-context"),
+    (
+        r"onnect|no such host",
+        "check that the cluster is up and is the right one: kubectl config current-context",
+    ),
 )
 
 
@@ -73,7 +76,9 @@ def create(text: str) -> None:
 
 
 def _take_away(created: Sequence[str]) -> str:
-    """Delete the created objects, last first. If one cannot be deleted, return a description of it, or else ""."""
+    """Delete the created objects, last first. If one cannot be deleted, return a description of it,
+    or else "".
+    """
     for written in reversed(created):
         try:
             _ask(["delete", "--ignore-not-found", "--wait=false", "--filename", "-"], written)
@@ -134,11 +139,21 @@ def logs(namespace: str, kind: str, name: str) -> int:
     _ask([*within, "get", RESOURCES[kind], name])
     pods = _ask([*within, "get", "pods", *selector, "--output", "name"]).split()
     if not pods:
-        rule = f"has no pods in {namespace}, so it has no log"
-        raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and check its status"))
+        raise ConfigError(
+            Problem(
+                f"{kind} {name}",
+                None,
+                rule=f"has no pods in {namespace}, so it has no log",
+                fix="wait for them, and check its status",
+            )
+        )
     if len(pods) > MOST_FOLLOWED:  # kubectl does not support so many
         first = min(pods, key=_in_order)  # master before worker, then by number: the first has rank 0
-        print(f"{len(pods):,} pods: showing the log of {first}, which prints the steps", file=sys.stderr, flush=True)
+        print(
+            f"{len(pods):,} pods: showing the log of {first}, which prints the steps",
+            file=sys.stderr,
+            flush=True,
+        )
         print(f"for another pod: kubectl --namespace {namespace} logs POD", file=sys.stderr, flush=True)
         return subprocess.run(["kubectl", *within, "logs", first, "--follow"], check=False).returncode
     follow = ["--follow", "--prefix", "--tail=-1", f"--max-log-requests={MOST_FOLLOWED}", "--ignore-errors"]
@@ -151,7 +166,9 @@ def _in_order(pod: str) -> list[tuple[int, str]]:
 
 
 def _require_answer() -> None:
-    """Require a reply of the cluster. Without this check, kubectl would try an unreachable server five times."""
+    """Require a reply of the cluster. Without this check, kubectl would try
+    an unreachable server five times.
+    """
     try:
         _ask(["get", "--raw", "/version"], seconds=ANSWER_SECONDS)
     except ConfigError as error:
@@ -168,13 +185,32 @@ def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> s
     """
     command = ["kubectl", *words, f"--request-timeout={max(seconds // 2, ANSWER_SECONDS)}s"]
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
     except FileNotFoundError:
-        fix = "install kubectl and choose a cluster, or use --dry-run"
-        raise ConfigError(Problem("kubectl", None, "does not exist on this machine", fix)) from None
+        raise ConfigError(
+            Problem(
+                "kubectl",
+                None,
+                rule="does not exist on this machine",
+                fix="install kubectl and choose a cluster, or use --dry-run",
+            )
+        ) from None
     except subprocess.TimeoutExpired:
-        fix = "check that it is up and is the right one: kubectl config current-context"
-        raise ConfigError(Problem("kubectl", None, f"got no reply from the cluster within {seconds} s", fix)) from None
+        raise ConfigError(
+            Problem(
+                "kubectl",
+                None,
+                rule=f"got no reply from the cluster within {seconds} s",
+                fix="check that it is up and is the right one: kubectl config current-context",
+            )
+        ) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
         reason = " ".join(" ".join(lines).split())[-500:] or f"exit status {done.returncode}"

@@ -45,9 +45,14 @@ def render(job: ClusterJob, launch: Launch) -> str:
         metadata = _metadata(job, launch)
         manifests.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     if job.is_elastic and launch.kubernetes.kind != "pytorchjob":
-        rule = "does not support launch.min_nodes, because a lost pod ends the attempt"
-        fix = 'remove launch.min_nodes, or use "pytorchjob"'
-        raise ConfigError(Problem("launch.kubernetes.kind", launch.kubernetes.kind, rule, fix))
+        raise ConfigError(
+            Problem(
+                "launch.kubernetes.kind",
+                launch.kubernetes.kind,
+                rule="does not support launch.min_nodes, because a lost pod ends the attempt",
+                fix='remove launch.min_nodes, or use "pytorchjob"',
+            )
+        )
     # Keep each text on one line, so all YAML parsers agree on the quotes, and users can search for the text.
     text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=_NO_FOLD)
     return f"# {header('kubectl create -f FILE')}\n{text}"
@@ -63,7 +68,11 @@ class _Dumper(yaml.SafeDumper):
 
 def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9_./-]*", text) and text.lower() not in _WORDS
-    style = "|" if "\n" in text else None if plain else '"'
+    style: str | None = '"'
+    if "\n" in text:
+        style = "|"
+    elif plain:
+        style = None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -83,13 +92,14 @@ def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None
 
     ``name`` is the name that the operator expects; it ignores other containers.
     """
-    variables: list[Manifest] = [{"name": k, "value": v} for k, v in {**job.environment, **(more or {})}.items()]
+    values = {**job.environment, **(more or {})}
+    variables: list[Manifest] = [{"name": key, "value": _literal(value)} for key, value in values.items()]
     for secret in job.secrets:
         reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
         variables.append({"name": secret.variable, "valueFrom": reference})
     container: Manifest = {"name": name, "image": job.image, "command": list(map(_literal, job.command))}
     if variables:
-        container["env"] = [{**v, "value": _literal(v["value"])} if "value" in v else v for v in variables]
+        container["env"] = variables
     if job.workdir:
         container["workingDir"] = job.workdir
     resources: dict[str, str] = {}
@@ -125,12 +135,19 @@ def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
     own = {mount["mountPath"] for _, mount, _ in found}
     for mount in job.mounts:
         if mount.path.rstrip("/") in own:
-            rule = "uses a path at which the pod mounts another volume"
-            fix = "mount it at another path"
-            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}", rule, fix))
+            raise ConfigError(
+                Problem(
+                    "launch.mounts",
+                    f"{mount.source}:{mount.path}",
+                    rule="uses a path at which the pod mounts another volume",
+                    fix="mount it at another path",
+                )
+            )
     claims = list(dict.fromkeys(mount.source for mount in job.mounts))
     for mount in job.mounts:
-        where = {"mountPath": mount.path, **({"readOnly": True} if mount.read_only else {})}
+        where: dict[str, Any] = {"mountPath": mount.path}
+        if mount.read_only:
+            where["readOnly"] = True
         claim = {"persistentVolumeClaim": {"claimName": mount.source}}
         found.append((f"claim-{claims.index(mount.source)}", where, claim))
     return found
@@ -177,20 +194,28 @@ def _pytorchjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
         }
         replicas = {"Worker": job.nodes}
     else:
-        replicas = {"Master": 1, **({"Worker": job.nodes - 1} if job.nodes > 1 else {})}
-    spec["pytorchReplicaSpecs"] = {
-        role: {"replicas": count, "restartPolicy": "OnFailure" if job.retries else "Never", "template": template}
-        for role, count in replicas.items()
-    }
+        replicas = {"Master": 1}
+        if job.nodes > 1:
+            replicas["Worker"] = job.nodes - 1
+    restart = "OnFailure" if job.retries else "Never"
+    roles = {}
+    for role, count in replicas.items():
+        roles[role] = {"replicas": count, "restartPolicy": restart, "template": template}
+    spec["pytorchReplicaSpecs"] = roles
     metadata = _metadata(job, launch, queued=True)
-    return _copied({"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": spec})
+    return _copied(
+        {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": spec},
+    )
 
 
 def _trainjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
     """Return the runtime (the pod template) and the job for Kubeflow Trainer."""
     step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     pod = _pod(job, launch, "node", "Never")
-    node = {"name": "node", "template": {"metadata": {"labels": step}, "spec": {"backoffLimit": 0, "template": pod}}}
+    node = {
+        "name": "node",
+        "template": {"metadata": {"labels": step}, "spec": {"backoffLimit": 0, "template": pod}},
+    }
     metadata = _metadata(job, launch)
     metadata["labels"]["trainer.kubeflow.org/framework"] = "torch"
     jobs = {"failurePolicy": {"maxRestarts": job.retries}, "replicatedJobs": [node]}
@@ -213,7 +238,9 @@ _TRAINER = "trainer.kubeflow.org/v1alpha1"
 
 
 def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
-    """Return a JobSet: plain jobs with stable host names. The first pod's host name is the rendezvous address."""
+    """Return a JobSet: plain jobs with stable host names. The first pod's host
+    name is the rendezvous address.
+    """
     own = {
         "SHARDTRAIN_NNODES": str(job.nodes),
         "SHARDTRAIN_RDZV_ENDPOINT": f"{job.name}-node-0-0.{job.name}:{RENDEZVOUS_PORT}",
@@ -233,7 +260,9 @@ def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": indexed}}],
     }
     metadata = _metadata(job, launch, queued=True)
-    return _copied({"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec})
+    return _copied(
+        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec},
+    )
 
 
 def _copied(*manifests: Manifest) -> list[Manifest]:

@@ -101,14 +101,24 @@ class Fan:
     def __init__(self, plans: Sequence[HostCommand]) -> None:
         names = [plan.host.name for plan in plans]
         if len(set(names)) < len(names):
-            rule = "requires unique host names, but two hosts have the same name"
             raise ConfigError(
-                Problem("launch.ssh.via", "pdsh", rule, "define unique names in ~/.ssh/config, or use ssh")
+                Problem(
+                    "launch.ssh.via",
+                    "pdsh",
+                    rule="requires unique host names, but two hosts have the same name",
+                    fix="define unique names in ~/.ssh/config, or use ssh",
+                )
             )
         for program in ("pdsh", "ssh"):
             if shutil.which(program) is None:
-                fix = "install it, or remove launch.ssh.via"
-                raise ConfigError(Problem("launch.ssh.via", "pdsh", f"requires {program}, which is not installed", fix))
+                raise ConfigError(
+                    Problem(
+                        "launch.ssh.via",
+                        "pdsh",
+                        rule=f"requires {program}, which is not installed",
+                        fix="install it, or remove launch.ssh.via",
+                    )
+                )
         self.channels = [Reached(plan) for plan in plans]
         self._folder = temporary.make()
         path = self._folder / "socket"

@@ -24,23 +24,32 @@ def render(job: ClusterJob, launch: Launch) -> list[str]:
     require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai")
     for mount in job.mounts:
         if mount.read_only:
-            rule = "is read-only, which runai does not support"
-            raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}:ro", rule, "remove :ro"))
-    words = _v2(job, launch) if launch.runai.cli == "v2" else _v1(job, launch)
-    return [*words, "--command", "--", *job.command]
+            raise ConfigError(
+                Problem(
+                    "launch.mounts",
+                    f"{mount.source}:{mount.path}:ro",
+                    rule="is read-only, which runai does not support",
+                    fix="remove :ro",
+                )
+            )
+    render_words = _v2 if launch.runai.cli == "v2" else _v1
+    return [*render_words(job, launch), "--command", "--", *job.command]
 
 
 def _v2(job: ClusterJob, launch: Launch) -> list[str]:
     kind = ["pytorch"] if job.nodes > 1 else ["standard"]
-    words = [
-        *("runai", "training", *kind, "submit", job.name, *_common(job, launch)),
-        *(("--gpu-devices-request", str(job.devices)) if job.devices else ()),
-        *(("--cpu-core-request", str(job.cpus)) if job.cpus else ()),
-        *(("--cpu-memory-request", f"{job.memory_gib}G") if job.memory_gib else ()),
-    ]
+    words = ["runai", "training", *kind, "submit", job.name, *_common(job, launch)]
+    if job.devices:
+        words += ["--gpu-devices-request", str(job.devices)]
+    if job.cpus:
+        words += ["--cpu-core-request", str(job.cpus)]
+    if job.memory_gib:
+        words += ["--cpu-memory-request", f"{job.memory_gib}G"]
+    # The pod of the master is not one of the workers.
     if job.nodes > 1:
         words += ["--workers", str(job.nodes - 1)]
-        words += ["--master-gpu-devices-request", str(job.devices)] if job.devices else []
+        if job.devices:
+            words += ["--master-gpu-devices-request", str(job.devices)]
         words += _elastic(job)
     for secret in job.secrets:
         words += ["--env-secret", f"{secret.variable}={secret.name},key={secret.key}"]
@@ -49,36 +58,52 @@ def _v2(job: ClusterJob, launch: Launch) -> list[str]:
 
 def _v1(job: ClusterJob, launch: Launch) -> list[str]:
     kind = ["submit-dist", "pytorch"] if job.nodes > 1 else ["submit"]
-    words = [
-        *("runai", *kind, "--name", job.name, *_common(job, launch)),
-        *(("--gpu", str(job.devices)) if job.devices else ()),
-        *(("--cpu", str(job.cpus)) if job.cpus else ()),
-        *(("--memory", f"{job.memory_gib}G") if job.memory_gib else ()),
-        *((f"--workers={job.nodes - 1}", *_elastic(job)) if job.nodes > 1 else ()),
-    ]
+    words = ["runai", *kind, "--name", job.name, *_common(job, launch)]
+    if job.devices:
+        words += ["--gpu", str(job.devices)]
+    if job.cpus:
+        words += ["--cpu", str(job.cpus)]
+    if job.memory_gib:
+        words += ["--memory", f"{job.memory_gib}G"]
+    if job.nodes > 1:
+        words += [f"--workers={job.nodes - 1}", *_elastic(job)]
     for name, value in job.environment.items():
         if value.startswith("SECRET:"):
-            rule = "begins with SECRET:, which runai v1 interprets as a reference"
-            raise ConfigError(Problem(f"launch.env.{name}", value, rule, "use launch.secrets"))
+            raise ConfigError(
+                Problem(
+                    f"launch.env.{name}",
+                    value,
+                    rule="begins with SECRET:, which runai v1 interprets as a reference",
+                    fix="use launch.secrets",
+                )
+            )
     for secret in job.secrets:
         words += ["-e", f"{secret.variable}=SECRET:{secret.name},{secret.key}"]
     return words
 
 
 def _common(job: ClusterJob, launch: Launch) -> list[str]:
-    words = ["-p", launch.runai.project] if launch.runai.project else []
+    words = []
+    if launch.runai.project:
+        words += ["-p", launch.runai.project]
     words += ["-i", str(job.image)]
     for name, value in job.environment.items():
         words += ["-e", f"{name}={value}"]
     for mount in job.mounts:
         words += ["--existing-pvc", f"claimname={mount.source},path={mount.path}"]
-    words += ["--large-shm"] if job.shared_memory_gib else []
-    words += ["--node-pools", ",".join(launch.runai.node_pools)] if launch.runai.node_pools else []
-    return words + (["--working-dir", job.workdir] if job.workdir else [])
+    if job.shared_memory_gib:
+        words.append("--large-shm")
+    if launch.runai.node_pools:
+        words += ["--node-pools", ",".join(launch.runai.node_pools)]
+    if job.workdir:
+        words += ["--working-dir", job.workdir]
+    return words
 
 
 def _elastic(job: ClusterJob) -> list[str]:
-    """Return the options of an elastic job. They do not count the pod of the master, which must keep running."""
+    """Return the options of an elastic job. They do not count the pod of the master,
+    which must keep running.
+    """
     if not job.is_elastic:
         return []
     return ["--min-replicas", str(job.min_nodes - 1), "--max-replicas", str(job.nodes - 1)]

@@ -84,8 +84,8 @@ It prints the error, or why the check did not start, with the node name.
 """
 
 _OF_THE_SCRIPT = (
-    "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX SHARDTRAIN_SUPERVISED hosts "
-    "port command code look on_node"
+    "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX "
+    "SHARDTRAIN_SUPERVISED hosts port command code look on_node"
 )
 # Variables that bash protects, overwrites or interprets.
 _OF_BASH = """
@@ -129,8 +129,14 @@ def render(job: ClusterJob, launch: Launch) -> str:
     if slurm.container != "none":
         require(job.image, "launch.image", slurm.container, "set the image, or set the container to none")
     if job.is_elastic:
-        rule = "has no effect on slurm, which starts a job only on all its nodes"
-        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "remove it"))
+        raise ConfigError(
+            Problem(
+                "launch.min_nodes",
+                job.min_nodes,
+                rule="has no effect on slurm, which starts a job only on all its nodes",
+                fix="remove it",
+            )
+        )
 
     # The head of the script: sbatch options, the folder, the user's setup lines, and variables.
     lines = [
@@ -154,16 +160,24 @@ def render(job: ClusterJob, launch: Launch) -> str:
     # The rendezvous of the nodes, and the command of each node.
     suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
     lines += ["", MEETING.rstrip().replace('${hosts[0]}:$port"', suffix)]
-    lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
+    if slurm.host_suffix:
+        lines.append(f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}")
     lines += ["", *_command(job, launch), *_look(job, launch)]
 
     # The run. Its status determines whether the job is requeued. An agent that ends early must not end the
     # other agents while they save.
-    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
+    step = [
+        "srun",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        f"--wait={job.grace_seconds + 60}",
+        "--export=ALL",
+    ]
     container = _container(job, launch)
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
     limit = str(job.max_restarts or job.retries)
-    lines += [AGAIN.rstrip().replace("CODES", _CODES).replace("LIMIT", limit)] if slurm.requeue else []
+    if slurm.requeue:
+        lines.append(AGAIN.rstrip().replace("CODES", _CODES).replace("LIMIT", limit))
     if job.stop_exit_code != PREEMPTED:
         # Inside the job the status stays 75, so the script can recognize that the run has saved.
         lines.insert(lines.index("code=0"), f"export {SUPERVISED}=1")
@@ -174,8 +188,10 @@ def render(job: ClusterJob, launch: Launch) -> str:
 def _look(job: ClusterJob, launch: Launch) -> list[str]:
     """Return the lines of a check before the run. If a node cannot start, it prints one line, and the job ends."""
     python, *words = job.command
-    file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
-    file = "" if file in presets.names() else file  # the package contains presets
+    # The configuration file is the first argument of the verb. The package contains presets.
+    file = ""
+    if len(words) > 3 and not words[3].startswith("-") and words[3] not in presets.names():
+        file = words[3]
     # A container has its own folders. On a node without the job's folder, Slurm uses /tmp.
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)
@@ -197,21 +213,34 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
 
 def _directives(job: ClusterJob, launch: Launch) -> list[str]:
     slurm = launch.slurm
-    sweep = f"0-{len(slurm.sweep) - 1}" + (f"%{slurm.sweep_at_once}" if slurm.sweep_at_once else "")
-    hours, minutes = divmod(slurm.time_limit_minutes or 0, 60)
+    # Values that are None are not written.
+    sweep = None
+    log = f"{job.name}-%j.log"
+    if slurm.sweep:
+        sweep = f"0-{len(slurm.sweep) - 1}"
+        log = f"{job.name}-%A_%a.log"
+        if slurm.sweep_at_once:
+            sweep += f"%{slurm.sweep_at_once}"
+    memory = None
+    if job.memory_gib:
+        memory = f"{job.memory_gib}G"
+    time_limit = None
+    if slurm.time_limit_minutes:
+        hours, minutes = divmod(slurm.time_limit_minutes, 60)
+        time_limit = f"{hours}:{minutes:02}:00"
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": job.devices,
         "cpus-per-task": job.cpus,
-        "mem": f"{job.memory_gib}G" if job.memory_gib else None,
+        "mem": memory,
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
-        "time": f"{hours}:{minutes:02}:00" if slurm.time_limit_minutes else None,
-        "array": sweep if slurm.sweep else None,
-        "output": f"{job.name}-%A_%a.log" if slurm.sweep else f"{job.name}-%j.log",
+        "time": time_limit,
+        "array": sweep,
+        "output": log,
         "open-mode": "append",
         "signal": f"USR1@{job.grace_seconds}",
     }
@@ -231,33 +260,54 @@ def _command(job: ClusterJob, launch: Launch) -> list[str]:
     lines = [f"command=({shlex.join(kept)})", 'case "$SLURM_ARRAY_TASK_ID" in']
     for number, entry in enumerate(launch.slurm.sweep):
         lines.append(f"{number}) command+=({shlex.join(shlex.split(entry))}) ;;")
-    return [*lines, "esac", f'command+=(--job.dump_folder {shlex.quote(job.dump_folder)}/sweep-"$SLURM_ARRAY_TASK_ID")']
+    return [
+        *lines,
+        "esac",
+        f'command+=(--job.dump_folder {shlex.quote(job.dump_folder)}/sweep-"$SLURM_ARRAY_TASK_ID")',
+    ]
 
 
 def _container(job: ClusterJob, launch: Launch) -> list[str]:
     kind = launch.slurm.container
     image = job.image or ""
-    mounts = [f"{m.source}:{m.path}" + (":ro" if m.read_only else "") for m in job.mounts]
+    mounts = []
+    for mount in job.mounts:
+        suffix = ":ro" if mount.read_only else ""
+        mounts.append(f"{mount.source}:{mount.path}{suffix}")
+    words = []
+    # Apptainer starts the command. Pyxis adds options to srun.
     if kind in ("apptainer", "singularity"):
-        words = [kind, "exec", *(["--nv"] if job.devices else [])]
-        words += [word for mount in mounts for word in ("--bind", mount)]
-        return [*words, *(["--pwd", job.workdir] if job.workdir else []), image]
+        words += [kind, "exec"]
+        if job.devices:
+            words.append("--nv")
+        for text in mounts:
+            words += ["--bind", text]
+        if job.workdir:
+            words += ["--pwd", job.workdir]
+        words.append(image)
     if kind == "pyxis":
-        words = [f"--container-image={image}", "--no-container-mount-home"]
-        words += [f"--container-mounts={','.join(mounts)}"] if mounts else []
-        return words + ([f"--container-workdir={job.workdir}"] if job.workdir else [])
-    return []
+        words += [f"--container-image={image}", "--no-container-mount-home"]
+        if mounts:
+            words.append(f"--container-mounts={','.join(mounts)}")
+        if job.workdir:
+            words.append(f"--container-workdir={job.workdir}")
+    return words
 
 
 def note_missing(job: ClusterJob, launch: Launch) -> None:
     """Print a note if the container image or the folder does not exist on this machine. The nodes may have it."""
     image = job.image or ""
-    named = [("launch.workdir", job.workdir)] if job.workdir and launch.slurm.container == "none" else []
+    named = []
+    if job.workdir and launch.slurm.container == "none":
+        named = [("launch.workdir", job.workdir)]
     if launch.slurm.container in ("apptainer", "singularity") and "://" not in image:
         named.append(("launch.image", image))
     for option, path in named:
         if path and not Path(path).exists():
-            print(f"note: {option}={path} does not exist on this machine; it must exist on all nodes", file=sys.stderr)
+            print(
+                f"note: {option}={path} does not exist on this machine; it must exist on all nodes",
+                file=sys.stderr,
+            )
 
 
 def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None) -> str:
@@ -268,20 +318,38 @@ def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[st
             command's text.
     """
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
+            check=False,
+        )
     except FileNotFoundError:
-        raise ConfigError(Problem(command[0], None, "does not exist on this machine", fix or "install it")) from None
-    except subprocess.TimeoutExpired:
-        rule = f"did not answer within {WAIT_SECONDS} s"
         raise ConfigError(
-            Problem(command[0], None, rule, "check that the cluster is up, and try again later")
+            Problem(
+                command[0],
+                None,
+                rule="does not exist on this machine",
+                fix=fix or "install it",
+            )
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            Problem(
+                command[0],
+                None,
+                rule=f"did not answer within {WAIT_SECONDS} s",
+                fix="check that the cluster is up, and try again later",
+            )
         ) from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
         # Remove "sbatch: error: " from each line.
         messages = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in lines]
         words = "; ".join(filter(None, messages))[-500:] or f"exit status {done.returncode}"
-        known = (advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words))
-        advice = next(known, "correct [launch], or ask the cluster's administrators")
-        raise ConfigError(Problem(command[0], None, f"failed: {words}", advice))
+        known = [advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words)]
+        known.append("correct [launch], or ask the cluster's administrators")
+        raise ConfigError(Problem(command[0], None, f"failed: {words}", known[0]))
     return done.stdout

@@ -58,14 +58,20 @@ _LIMIT = "a limit of your account or QOS; `sacctmgr show qos` shows them"
 REASONS: dict[str, tuple[str, bool]] = {
     r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes exceeds the limit of the partition", True),
     r"PartitionNodeLimit": ("launch.nodes is outside of the limits of the partition", True),
-    r"PartitionConfig|BadConstraints": ("the partition does not have such nodes, enough nodes, or enough time", True),
+    r"PartitionConfig|BadConstraints": (
+        "the partition does not have such nodes, enough nodes, or enough time",
+        True,
+    ),
     r"AccountNotAllowed|Job's account": ("the partition does not allow launch.slurm.account", True),
     r"QOSNotAllowed|Job's QOS": ("the partition does not allow launch.slurm.qos", True),
     r"InvalidAccount": ("launch.slurm.account is unknown", True),
     r"InvalidQOS": ("launch.slurm.qos is unknown", True),
     r"(Assoc|QOS)\w*(PerJob|PerNode)\w*": (_LIMIT, True),
     r"QOSMin\w*": ("the request is below the minimum of the QOS; see `sacctmgr show qos`", True),
-    r"(Assoc|QOS|MaxCpu|MaxMem|MaxJobs)\w*": (_LIMIT + "; it starts when other jobs of yours have ended", False),
+    r"(Assoc|QOS|MaxCpu|MaxMem|MaxJobs)\w*": (
+        _LIMIT + "; it starts when other jobs of yours have ended",
+        False,
+    ),
     r"PartitionDown|PartitionInactive": ("the partition is closed; the job starts when it opens", False),
     r"ReqNodeNotAvail.*|Nodes? ?Down.*|Nodes required for job are.*": ("nodes are down, drained or reserved", False),
     r"JobHeldUser|JobHeldAdmin|.*requeued held": ("it is held; `scontrol release` releases it", False),
@@ -102,26 +108,39 @@ class SlurmRecord:
         """
         words = f"slurm/{self.number}: {self.state}"
         if self.state == "PENDING":
-            words += f" on {self.count} nodes" if self.count not in ("", "1") else ""
+            if self.count not in ("", "1"):
+                words += f" on {self.count} nodes"
             explanation, never_starts = meaning(self.reason)
-            words += f", {self.reason or 'no reason yet'}" + (f": {explanation}" if explanation else "")
-            words += "; it will not start" if never_starts else ""
+            words += f", {self.reason or 'no reason yet'}"
+            if explanation:
+                words += f": {explanation}"
+            if never_starts:
+                words += "; it will not start"
         else:
-            words += f" on {self.nodes}" if self.nodes not in ("", "(null)", "None assigned") else ""
-            words += f" for {self.run_time}" if self.run_time else ""
-        left = _left(self.run_time, self.time_limit) if self.state == "RUNNING" else ""
-        words += f", {left} left" if left else ""
+            if self.nodes not in ("", "(null)", "None assigned"):
+                words += f" on {self.nodes}"
+            if self.run_time:
+                words += f" for {self.run_time}"
+        left = ""
+        if self.state == "RUNNING":
+            left = _left(self.run_time, self.time_limit)
+        if left:
+            words += f", {left} left"
         if self.exit_code and self.state not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETED"):
             code, _, number = self.exit_code.partition(":")
-            words += f", exit code {code}" + (f", signal {number}" if number not in ("", "0") else "")
-            words += f", {self.reason}" if self.reason not in ("", "None", "NonZeroExitCode") else ""
+            words += f", exit code {code}"
+            if number not in ("", "0"):
+                words += f", signal {number}"
+            if self.reason not in ("", "None", "NonZeroExitCode"):
+                words += f", {self.reason}"
         if self.restarts not in ("", "0"):
             words += f", queued again {self.restarts} time{'s' * (self.restarts != '1')}"
         return words + (f", log {self.log}" if self.log else "")
 
 
 def meaning(reason: str) -> tuple[str, bool]:
-    """Return the explanation of a pending job's reason, and True if that reason means that the job can never start.
+    """Return the explanation of a pending job's reason, and True if that reason
+    means that the job can never start.
 
     >>> meaning("PartitionTimeLimit")[1], meaning("Resources")[1], meaning("(null)")
     (True, False, ('', False))
@@ -150,8 +169,14 @@ def submit(text: str) -> str:
     if never_starts:
         ask(["scancel", number])
         rule = f"would never start ({record.reason}): {explanation}"
-        fix = "correct [launch], or submit the script of --dry-run yourself if the cluster is about to change"
-        raise ConfigError(Problem("sbatch", None, f"accepted a job that {rule}", fix))
+        raise ConfigError(
+            Problem(
+                "sbatch",
+                None,
+                rule=f"accepted a job that {rule}",
+                fix="correct [launch], or submit the script of --dry-run yourself if the cluster is about to change",
+            )
+        )
     if explanation and record.reason not in ("Priority", "Resources"):
         print(f"note: slurm/{number} waits, {record.reason}: {explanation}", file=sys.stderr)
     return number
@@ -187,7 +212,13 @@ def records(number: str) -> Iterator[SlurmRecord]:
 
 
 def _record(has: dict[str, str]) -> SlurmRecord:
-    task = f"{has['ArrayJobId']}_{has.get('ArrayTaskId', '')}" if "ArrayJobId" in has else has.get("JobId", "")
+    task = has.get("JobId", "")
+    if "ArrayJobId" in has:
+        task = f"{has['ArrayJobId']}_{has.get('ArrayTaskId', '')}"
+    # The log of an array that has not started contains a placeholder for the task.
+    log = has.get("StdOut", "")
+    if _NO_TASK in log:
+        log = ""
     return SlurmRecord(
         number=task,
         state=has.get("JobState", "UNKNOWN"),
@@ -198,7 +229,7 @@ def _record(has: dict[str, str]) -> SlurmRecord:
         time_limit=has.get("TimeLimit", ""),
         restarts=has.get("Restarts", ""),
         exit_code=has.get("ExitCode", ""),
-        log="" if _NO_TASK in has.get("StdOut", "") else has.get("StdOut", ""),
+        log=log,
     )
 
 
@@ -229,9 +260,14 @@ def logs(number: str) -> int:
         # Look in the current folder for the name that the script gives its log.
         named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
         if not named:
-            rule = "is no longer in Slurm's memory, and this folder has no log with its number"
-            fix = f"look for NAME-{number}.log in the folder from which it was launched"
-            raise ConfigError(Problem("id", f"slurm/{number}", rule, fix)) from None
+            raise ConfigError(
+                Problem(
+                    "id",
+                    f"slurm/{number}",
+                    rule="is no longer in Slurm's memory, and this folder has no log with its number",
+                    fix=f"look for NAME-{number}.log in the folder from which it was launched",
+                )
+            ) from None
     there = [path for path in dict.fromkeys(named) if path.exists()]
     if not there:
         raise ConfigError(Problem("id", f"slurm/{number}", "has no log yet", "check its status"))
@@ -253,8 +289,14 @@ def stop(number: str) -> int:
         next(records(number), None)  # scancel does not fail for an unknown job
     except ConfigError as error:
         _raise_unless_forgotten(error)
-        rule = "is unknown to Slurm: it has ended, or belongs to another cluster"
-        raise ConfigError(Problem("id", f"slurm/{number}", rule, "use the ID that launch printed")) from None
+        raise ConfigError(
+            Problem(
+                "id",
+                f"slurm/{number}",
+                rule="is unknown to Slurm: it has ended, or belongs to another cluster",
+                fix="use the ID that launch printed",
+            )
+        ) from None
     ask(["scancel", number], fixes=REFUSALS)
     return 0
 
@@ -270,14 +312,21 @@ def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
     _raise_unless_forgotten(error)
     fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
     try:
-        answer = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"])
+        answer = ask(
+            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"],
+        )
     except ConfigError:
         answer = ""
     rows = [line.split("|") for line in answer.splitlines() if line.count("|") == fields.count(",")]
     if not rows:
-        rule = "is no longer in Slurm's memory (some minutes after its end), and has no accounting record"
-        fix = f"its log is NAME-{number}.log in the folder from which it was launched"
-        raise ConfigError(Problem("id", f"slurm/{number}", rule, fix))
+        raise ConfigError(
+            Problem(
+                "id",
+                f"slurm/{number}",
+                rule="is no longer in Slurm's memory (some minutes after its end), and has no accounting record",
+                fix=f"its log is NAME-{number}.log in the folder from which it was launched",
+            )
+        )
     return [
         SlurmRecord(task, state, nodes=nodes, run_time=run, time_limit=limit, exit_code=code)
         for task, state, code, run, limit, nodes in rows

@@ -47,14 +47,21 @@ class HostCommand:
 
         Args:
             names: Environment from which forwarded variables are taken.
-            found: Variables that the launcher has determined after connecting. The user's variables override them.
+            found: Variables that the launcher has determined after connecting. The
+                user's variables override them.
         """
         environment = {**self.own, **found, **self.given, **{name: names[name] for name in self.forwarded}}
         job = {"command": self.command, "environment": environment, "grace_seconds": self.grace_seconds}
         return json.dumps(job).encode() + b"\n"
 
 
-def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str, run_id: str) -> list[HostCommand]:
+def render(
+    job: ClusterJob,
+    launch: Launch,
+    hosts: Sequence[Host],
+    meeting: str,
+    run_id: str,
+) -> list[HostCommand]:
     """Return the command and the message for each host.
 
     ``meeting`` is the address at which the other hosts reach the first host.
@@ -64,24 +71,41 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
     """
     require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "ssh")
     if job.is_elastic:
-        rule = "has no effect on ssh, where the loss of a host ends the run"
-        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "remove it"))
+        raise ConfigError(
+            Problem(
+                "launch.min_nodes",
+                job.min_nodes,
+                rule="has no effect on ssh, where the loss of a host ends the run",
+                fix="remove it",
+            )
+        )
     options = launch.ssh
     asked = launch.nproc_per_node or launch.devices_per_node
     slots = hosts[0].slots
     if asked and slots and asked != slots:
-        rule = f"differs from the {slots} slots of each host"
-        raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "remove it, or change the hostfile"))
-    command = [*job.command, *(["--nproc", str(slots)] if slots and not asked else [])]
+        raise ConfigError(
+            Problem(
+                "launch.nproc_per_node",
+                asked,
+                rule=f"differs from the {slots} slots of each host",
+                fix="remove it, or change the hostfile",
+            )
+        )
+    command = list(job.command)
+    if slots and not asked:
+        command += ["--nproc", str(slots)]
     inside = f"exec {shlex.quote(launch.python)} -m shardtrain.launch.remote_agent"
-    inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
+    if job.workdir:
+        inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}"
     plans = []
     for number, host in enumerate(hosts):
         # BatchMode disables password prompts. ssh detects a broken connection after 15 s.
         ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]
         ssh += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-        ssh += ["-F", options.config_file] if options.config_file else []
-        ssh += ["-p", str(host.port)] if host.port else []
+        if options.config_file:
+            ssh += ["-F", options.config_file]
+        if host.port:
+            ssh += ["-p", str(host.port)]
         # Set the variables of one node of several, which nodes.py reads.
         own = {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"}
         if len(hosts) > 1:
@@ -94,7 +118,9 @@ def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str,
         if host.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.devices))
         words = (*ssh, "--", host.address, inside)
-        plans.append(HostCommand(host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds))
+        plans.append(
+            HostCommand(host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds),
+        )
     return plans
 
 
@@ -109,13 +135,18 @@ def text(plans: Sequence[HostCommand]) -> str:
 
 def address_of(host: Host, launch: Launch) -> str:
     """Return the address of a host in ssh's configuration. The other hosts use it, too."""
-    words = ["ssh", *(["-F", launch.ssh.config_file] if launch.ssh.config_file else []), "-G", "--", host.address]
+    words = ["ssh"]
+    if launch.ssh.config_file:
+        words += ["-F", launch.ssh.config_file]
+    words += ["-G", "--", host.address]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return host.name
-    names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-    return names[0] if names else host.name
+    for line in done.stdout.splitlines():
+        if line.startswith("hostname "):
+            return line.split(maxsplit=1)[1]
+    return host.name
 
 
 def new_run_id() -> str:

@@ -33,7 +33,9 @@ START_SECONDS = 20
 END_SECONDS = 5.0
 """Time for hosts to end their processes after a request to kill, before their connections are closed."""
 FOLLOW_SECONDS = 3.0
-"""Time for other hosts to end and report by themselves after a failure. Afterwards they are requested to stop."""
+"""Time for other hosts to end and report by themselves after a failure.
+Afterwards they are requested to stop.
+"""
 FILES_PER_HOST = 5
 """Open files per connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
 OTHER_FILES = 100
@@ -41,7 +43,10 @@ OTHER_FILES = 100
 HOSTS_AT_ONCE = 64
 """Number of simultaneous connection attempts. A handshake takes about 20 ms of one core of this machine."""
 HINTS = (
-    ("Host key verification failed", "accept its key by hand, after `ssh-keygen -R {name}` if it may have changed;"),
+    (
+        "Host key verification failed",
+        "accept its key by hand, after `ssh-keygen -R {name}` if it may have changed;",
+    ),
     (
         "Permission denied",
         "check that its authorized_keys has your public key, and your agent or ~/.ssh the private key;",
@@ -109,15 +114,18 @@ class SshConnections:
         """Run until all hosts have ended. Return the exit status of the run.
 
         Raises:
-            ConfigError: a host is unreachable, or has no Python with this package. Nothing has been started on
-                any host.
+            ConfigError: a host is unreachable, or has no Python with this package.
+                Nothing has been started on any host.
             PeerError: the connection to a host was lost.
         """
         before = signals.handle_requests(self._request)
         try:
             self._connect()
             if self._requests:
-                return self._stopped(PREEMPTED, "before anything was started; the same command starts the run")
+                return self._stopped(
+                    PREEMPTED,
+                    "before anything was started; the same command starts the run",
+                )
             # Hosts sign their rendezvous messages with this secret.
             secret = os.environ.get(SECRET) or secrets.token_hex(32)
             for one, known in zip(self._open, self._found(), strict=True):
@@ -129,7 +137,8 @@ class SshConnections:
                 signal.signal(number, handler)
 
     def _request(self, number: int, _frame: object) -> None:
-        # Count each SIGINT, because a second one kills the run. Count SIGTERM only if it is the first request.
+        # Count each SIGINT, because a second one kills the run. Count SIGTERM
+        # only if it is the first request.
         self._requests += number == signal.SIGINT or not self._requests
 
     def _connect(self) -> None:
@@ -138,44 +147,82 @@ class SshConnections:
         needed = FILES_PER_HOST * len(self._plans) + OTHER_FILES
         allowed = allow_open_files()
         if needed > allowed:
-            rule = (
-                f"connects to {len(self._plans)} hosts, which requires {needed} open files, but {allowed:g} are allowed"
+            raise ConfigError(
+                Problem(
+                    "launch ssh",
+                    None,
+                    rule=(
+                        f"connects to {len(self._plans)} hosts, which requires {needed} open files, "
+                        f"but {allowed:g} are allowed"
+                    ),
+                    fix="raise the hard limit (limits.conf; `ulimit -Hn` shows it), or start from another machine",
+                )
             )
-            fix = "raise the hard limit (limits.conf; `ulimit -Hn` shows it), or start from another machine"
-            raise ConfigError(Problem("launch ssh", None, rule, fix))
         self._beats.start()
-        seconds = self._options.connect_timeout_seconds + START_SECONDS
+        limit_seconds = self._options.connect_timeout_seconds + START_SECONDS
         starting = zip(self._plans, self._start(), strict=True)
         while not self._requests:
-            waiting = [one for one in self._open if not one.ready and one.problem is None]
             # Connect in waves, because this machine encrypts for all hosts: a thousand simultaneous
             # handshakes would all time out.
+            waiting = [one for one in self._open if not one.ready and one.problem is None]
             while len(waiting) < HOSTS_AT_ONCE and (found := next(starting, None)) is not None:
                 waiting.append(self._opened(*found))
             if not waiting:
                 break
-            ended = [one for one in self._open if one.process.poll() is not None and one.problem is None]
+
+            # Find ended processes before reading, so that the output read below includes their last lines.
+            ended = []
+            for one in self._open:
+                if one.process.poll() is not None and one.problem is None:
+                    ended.append(one)
             self._take()
             for one in ended:
-                if one.reader is not None:
-                    # Wait for the last line, which contains the reason.
-                    one.reader.join(1.0)
-                while not self._lines.empty():
-                    self._take()
-                if one.ready:
-                    raise self._lost(one)
-                one.problem = one.problem or self._not_started(one)
+                self._take_end(one)
+
+            # A host may accept the connection and then hang.
             for one in waiting:
-                if not one.ready and one.problem is None and time.monotonic() > one.started + seconds:
-                    rule = f"did not start shardtrain within {seconds:g} s"
-                    one.problem = Problem("host", one.name, rule, "check its load and its disk")
-        # Hosts with the same problem share a line, with the message of the first one.
+                is_late = time.monotonic() > one.started + limit_seconds
+                if is_late and not one.ready and one.problem is None:
+                    one.problem = Problem(
+                        "host",
+                        one.name,
+                        rule=f"did not start shardtrain within {limit_seconds:g} s",
+                        fix="check its load and its disk",
+                    )
+        # A request to stop ends the run in any case.
+        if not self._requests:
+            self._raise_problems()
+
+    def _take_end(self, one: _Connection) -> None:
+        """Read the last output of a host whose process has ended, and record its problem.
+
+        Raises:
+            PeerError: the host had started shardtrain, so its connection was lost.
+        """
+        if one.reader is not None:
+            # Wait for the last line, which contains the reason.
+            one.reader.join(1.0)
+        while not self._lines.empty():
+            self._take()
+        if one.ready:
+            raise self._lost(one)
+        one.problem = one.problem or self._not_started(one)
+
+    def _raise_problems(self) -> None:
+        """Raise ConfigError if a host has a problem.
+
+        Hosts with the same problem share a line, with the message of the first one.
+        """
         problems: dict[str, Problem] = {}
         for one in self._open:
-            if one.problem and not self._requests:
-                key = one.kind or f"{one.problem.rule}; {one.problem.fix}"
-                known = problems.get(key)
-                problems[key] = replace(known, value=f"{known.value}, {one.name}") if known else one.problem
+            if not one.problem:
+                continue
+            key = one.kind or f"{one.problem.rule}; {one.problem.fix}"
+            if key in problems:
+                known = problems[key]
+                problems[key] = replace(known, value=f"{known.value}, {one.name}")
+            else:
+                problems[key] = one.problem
         if problems:
             raise ConfigError(list(problems.values()))
 
@@ -204,25 +251,46 @@ class SshConnections:
                 )
             except FileNotFoundError:
                 raise ConfigError(
-                    Problem("ssh", None, "does not exist on this machine", "install OpenSSH's client")
+                    Problem(
+                        "ssh",
+                        None,
+                        rule="does not exist on this machine",
+                        fix="install OpenSSH's client",
+                    )
                 ) from None
 
     def _not_started(self, one: _Connection) -> Problem:
         code = one.process.wait()
         message = one.last or "no output"
         if code == LOST:
-            one.kind, hint = next((pair for pair in HINTS if pair[0] in message), ("", "check that it is up;"))
+            one.kind, hint = next(
+                (pair for pair in HINTS if pair[0] in message),
+                ("", "check that it is up;"),
+            )
             hint = hint.format(name=one.name)
-            words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]
+            words = list(one.plan.ssh[:-1])
+            # By hand, ssh may ask for a password.
+            if "by hand" in hint:
+                words = [word for word in words if word != "BatchMode=yes"]
             by_hand = shlex.join(words).replace(" -o -o ", " -o ")
-            fix = f"{hint} try `{by_hand} true`"
-            return Problem("host", one.name, f"cannot be reached by ssh: {message}", fix)
-        fix = "install shardtrain and torch on it, or set launch.python and launch.workdir to their location"
-        return Problem("host", one.name, f"cannot start shardtrain: {message}", fix)
+            return Problem(
+                "host",
+                one.name,
+                rule=f"cannot be reached by ssh: {message}",
+                fix=f"{hint} try `{by_hand} true`",
+            )
+        return Problem(
+            "host",
+            one.name,
+            rule=f"cannot start shardtrain: {message}",
+            fix="install shardtrain and torch on it, or set launch.python and launch.workdir to their location",
+        )
 
     def _lost(self, one: _Connection) -> PeerError:
         rule = f"the connection to host {one.name} was lost"
-        return PeerError(f"{rule}; check the host, then repeat the command, which continues from the last checkpoint")
+        return PeerError(
+            f"{rule}; check the host, then repeat the command, which continues from the last checkpoint",
+        )
 
     def _read(self, one: _Connection) -> None:
         assert one.process.stdout is not None
@@ -237,7 +305,9 @@ class SshConnections:
                 one.say(remote_agent.BEAT)
 
     def _take(self) -> None:
-        """Copy one line of any host to the terminal and to the host's log file, or wait briefly for a line."""
+        """Copy one line of any host to the terminal and to the host's log file,
+        or wait briefly for a line.
+        """
         try:
             one, line = self._lines.get(timeout=0.05)
         except queue.Empty:
@@ -271,13 +341,17 @@ class SshConnections:
             print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
 
     def _found(self) -> list[Mapping[str, str]]:
-        """Return variables of each host that are known only after connecting, such as the first host's address."""
+        """Return variables of each host that are known only after connecting,
+        such as the first host's address.
+        """
         reached = [one.address for one in self._open]
         address = addresses.meeting(reached)
         if len(reached) == 1 or address is None:
             return [{} for _ in reached]
         place = f"[{address}]" if ":" in address else address
-        known = {} if self._options.rendezvous_host else {ENDPOINT: f"{place}:{self._options.rendezvous_port}"}
+        known = {}
+        if not self._options.rendezvous_host:
+            known = {ENDPOINT: f"{place}:{self._options.rendezvous_port}"}
         if not addresses.is_loopback(address):
             return [known for _ in reached]
         return [{**known, LOCAL_ADDRESS: str(own)} for own in reached]
@@ -310,8 +384,9 @@ class SshConnections:
         # The other hosts know how the run ended, and have written it to exit.json.
         codes = [one.process.wait() for one in self._open if not one.is_lost] or [self._stop_code]
         if self._requests:
-            # A node that is killed after exit.json is written has the code in that file. A request that arrives
-            # while Python starts ends a node with its default effect, and there is nothing to save.
+            # A node that is killed after exit.json is written has the code in that file. A
+            # request that arrives while Python starts ends a node with its default effect, and
+            # there is nothing to save.
             ends = {128 + signal.SIGKILL: self._stop_code, 128 + signal.SIGTERM: PREEMPTED}
             codes = [ends.get(code, code) for code in codes]
         return status_of([-code if code > 128 else code for code in codes])
@@ -326,8 +401,14 @@ class SshConnections:
             one.asked = True
             one.say(remote_agent.STOP)
         if failed and running and not self._requests:
-            what = "was lost" if failed[0].is_lost else f"has ended with {failed[0].process.poll()}"
-            print(f"note: host {failed[0].name} {what}; stopping the other hosts", file=sys.stderr, flush=True)
+            what = "was lost"
+            if not failed[0].is_lost:
+                what = f"has ended with {failed[0].process.poll()}"
+            print(
+                f"note: host {failed[0].name} {what}; stopping the other hosts",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _end(self) -> None:
         """Close all connections. Each host stops its processes when its input ends."""

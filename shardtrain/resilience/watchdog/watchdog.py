@@ -260,6 +260,10 @@ class Watchdog:
             logger.exception("the watchdog of this rank has failed; training continues without it")
 
     def _watch_main_thread(self) -> None:
+        """Sample the main thread until the watchdog is closed. Never wait for the store or for other ranks.
+
+        End this rank if neither its main thread nor its exchanges of heartbeats make progress.
+        """
         is_sampling = bool(self._comm.straggler_window_steps) and self._size > 1
         interval = SAMPLE_SECONDS if is_sampling else self._beat
         last = time.monotonic()
@@ -269,32 +273,46 @@ class Watchdog:
         warning_seconds = patience
         while not self._closed.wait(interval):
             now = time.monotonic()
+            # The main thread makes progress if any of these numbers changes.
             position = (
                 self._moving.step,
                 self._phases.entered,
                 self._moving.ticks + process_group.collectives_begun(),
             )
+            # A suspended machine or process makes no progress, and that is no hang.
             was_suspended = now - last > 3 * self._beat
             if position != progress or was_suspended:
                 progress = position
                 moved_at = now
                 warning_seconds = patience
+
             # Fifty samples per second measure the fractions of a step in which this rank works or waits.
             if is_sampling and self._phases.name in WORK:
                 self._sample(now - last)
+            last = now
+
+            # Warn less and less often.
             if now - moved_at > warning_seconds:
                 warning_seconds *= 2
                 self._warn_of_long_phase(now - moved_at)
+
+            # If the store does not answer either, no verdict of another rank can arrive.
             silent_seconds = now - max(self._exchanged_at, moved_at)
-            last = now
             if self._exchanges and silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
-                place = stack.main_thread(self._device)
-                limit, is_cold = self._limit(self._phases.name, place)
-                # Wait much longer than a verdict takes, because ranks that can reach the store know
-                # more than this rank.
-                limit *= MUTE_LIMITS if place.collective else MUTE_LIMITS_AT_WORK
-                if limit and silent_seconds > limit and (place.collective or not is_cold):
-                    self._die(self._without_answer(place, silent_seconds))
+                self._end_if_silent(silent_seconds)
+
+    def _end_if_silent(self, silent_seconds: float) -> None:
+        """End this rank if it has been without progress and without heartbeats of others for too long."""
+        place = stack.main_thread(self._device)
+        limit, is_cold = self._limit(self._phases.name, place)
+        # Wait much longer than a verdict takes, because ranks that can reach the store know
+        # more than this rank.
+        limit *= MUTE_LIMITS if place.collective else MUTE_LIMITS_AT_WORK
+        if not limit or silent_seconds <= limit:
+            return
+        # A phase that runs for the first time may take long, for example to compile.
+        if place.collective or not is_cold:
+            self._die(self._without_answer(place, silent_seconds))
 
     def _warn_of_long_phase(self, seconds: float) -> None:
         """Log the position of this rank in a phase without a limit.
