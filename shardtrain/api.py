@@ -78,9 +78,14 @@ def _loaded(config: Loaded | str | Path | None, options: Mapping[str, Any] | Non
     if not isinstance(config, Loaded):
         return configs.load(config, _arguments(options))
     if options:
-        rule = "cannot be given beside a configuration that is loaded"
-        fix = "give them to load_config"
-        raise ConfigError(Problem("options", dict(options), rule, fix))
+        raise ConfigError(
+            Problem(
+                "options",
+                dict(options),
+                rule="cannot be given beside a configuration that is loaded",
+                fix="give them to load_config",
+            )
+        )
     return config
 
 
@@ -260,10 +265,22 @@ def load_model(
         ConfigError, CheckpointError: there is no model, or it is damaged.
     """
     if not Path(path).exists():
-        raise ConfigError(Problem("path", str(path), "does not exist", "name a run's folder or a checkpoint"))
+        raise ConfigError(
+            Problem(
+                "path",
+                str(path),
+                rule="does not exist",
+                fix="name a run's folder or a checkpoint",
+            )
+        )
     if dtype not in (None, *COMPUTE_DTYPES):
         raise ConfigError(
-            Problem("dtype", dtype, f"must be one of {', '.join(COMPUTE_DTYPES)}", "omit it to use the run's dtype")
+            Problem(
+                "dtype",
+                dtype,
+                rule=f"must be one of {', '.join(COMPUTE_DTYPES)}",
+                fix="omit it to use the run's dtype",
+            )
         )
     config_file = None if config is None else Path(config)
     wanted = None if step is None else step_name(step)
@@ -314,11 +331,24 @@ def evaluate(
     else:
         path = Path(dataset)
         if not path.exists():
-            raise ConfigError(Problem("dataset", str(dataset), "does not exist", "name a file or a folder of tokens"))
+            raise ConfigError(
+                Problem(
+                    "dataset",
+                    str(dataset),
+                    rule="does not exist",
+                    fix="name a file or a folder of tokens",
+                )
+            )
         section = sets.section_of(path, rows.batch_size, seq_len)
         if not section.dataset:
-            fix = f"name a file that ends with {known_endings()}, or pass options of [validation] as a dict"
-            raise ConfigError(Problem("dataset", str(dataset), "has an ending that no dataset reads", fix))
+            raise ConfigError(
+                Problem(
+                    "dataset",
+                    str(dataset),
+                    rule="has an ending that no dataset reads",
+                    fix=f"name a file that ends with {known_endings()}, or pass options of [validation] as a dict",
+                )
+            )
     given = data_options(load_config(None, options))
     if rows.text_field is not None:
         given["text_field"] = rows.text_field
@@ -334,15 +364,35 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
     """
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     if not folders:
-        raise ConfigError(Problem("runs", folders, "must have at least one folder", "name that of a run"))
+        raise ConfigError(
+            Problem(
+                "runs",
+                folders,
+                rule="must have at least one folder",
+                fix="name that of a run",
+            )
+        )
     path = Path(output)
     if not path.parent.is_dir():
-        raise ConfigError(Problem("output", str(output), "is in a folder that does not exist", "create the folder"))
+        raise ConfigError(
+            Problem(
+                "output",
+                str(output),
+                rule="is in a folder that does not exist",
+                fix="create the folder",
+            )
+        )
     for folder in folders:
         # Trainer.step() writes no metrics
         if (Path(folder) / RESOLVED_CONFIG).is_file() and not (Path(folder) / "metrics.jsonl").is_file():
-            rule = "is a run without metrics.jsonl, so there is nothing to report: only train() writes metrics"
-            raise ConfigError(Problem("runs", str(folder), rule, "run it with train()"))
+            raise ConfigError(
+                Problem(
+                    "runs",
+                    str(folder),
+                    rule="is a run without metrics.jsonl, so there is nothing to report: only train() writes metrics",
+                    fix="run it with train()",
+                )
+            )
     with storage_errors.writing(path, "name another file with output="):
         atomic_io.write(path, page.build([run_files.read(Path(folder)) for folder in folders]))
     return path
@@ -372,8 +422,14 @@ def plan(
     loaded = _loaded(config, options)
     row = hardware.find(device)
     if gpus is not None and not 1 <= gpus <= planning.MOST_DEVICES:
-        rule = f"must be a whole number from 1 to {planning.MOST_DEVICES}"
-        raise ConfigError(Problem("gpus", gpus, rule, "write it like gpus=64"))
+        raise ConfigError(
+            Problem(
+                "gpus",
+                gpus,
+                rule=f"must be a whole number from 1 to {planning.MOST_DEVICES}",
+                fix="write it like gpus=64",
+            )
+        )
     world_size = planning.smallest_world(loaded.config, row) if gpus is None else gpus
     configs.require_to_build(loaded, world_size)
     return planning.make(loaded.config, world_size, row)

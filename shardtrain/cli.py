@@ -226,9 +226,15 @@ def _train(words: list[str]) -> int:
     if environment.is_rank(os.environ) and not arguments.nnodes:
         # a rank of several: of torchrun, srun, or of this command with fresh processes
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
-            rule = "is for ranks that this command starts, and a launcher has started this one"
-            fix = "use the launcher's own"
-            raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, fix, "command line"))
+            raise ConfigError(
+                Problem(
+                    "--max_restarts",
+                    arguments.max_restarts,
+                    rule="is for ranks that this command starts, and a launcher has started this one",
+                    fix="use the launcher's own",
+                    where="command line",
+                )
+            )
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:
@@ -453,9 +459,17 @@ def _completion(words: list[str]) -> int:
 
     help_if_asked(words[:1], help_pages.COMPLETION)
     if len(words) != 1 or words[0] not in completion.SHELLS:
-        rule = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
-        fix = 'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
-        raise ConfigError(Problem("shardtrain completion", " ".join(words) or None, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain completion",
+                " ".join(words) or None,
+                rule="is not a shell that is known" if len(words) == 1 else "takes the name of one shell",
+                fix=(
+                    'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
+                ),
+                where="command line",
+            )
+        )
     print(completion.script(words[0], COMMAND.names))
     return 0
 

@@ -62,14 +62,27 @@ def _read(words: list[str]) -> tuple[str, str, list[str]]:
             del rest[index : index + 2]
         break
     if not path:
-        fix = "write --params=parameters.yml"
-        raise ConfigError(Problem("--params", path, "requires the parameters file", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--params",
+                path,
+                rule="requires the parameters file",
+                fix="write --params=parameters.yml",
+                where="command line",
+            )
+        )
     file = Path(path).expanduser()
     migrated = migrate.migrate([file])
     if universal_trainer.SYSTEM not in migrated.systems:
-        rule = f"must be a parameters.yml, but is a file of {migrated.systems[0]}"
-        fix = f"run `shardtrain train {path}` instead"
-        raise ConfigError(Problem("--params", path, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--params",
+                path,
+                rule=f"must be a parameters.yml, but is a file of {migrated.systems[0]}",
+                fix=f"run `shardtrain train {path}` instead",
+                where="command line",
+            )
+        )
     return migrated.verb, str(file), rest
 
 

@@ -371,8 +371,14 @@ def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset
     bad_rows = [result for result in results if isinstance(result, BadRow)]
     if results and len(bad_rows) == len(results):
         path = named.source.dataset_path or named.name
-        rule = f"returns no document for the first {len(results)} rows of {path}: {bad_rows[0]}"
-        raise ConfigError(Problem(encoder.option, None, rule, "correct the template"))
+        raise ConfigError(
+            Problem(
+                encoder.option,
+                None,
+                rule=f"returns no document for the first {len(results)} rows of {path}: {bad_rows[0]}",
+                fix="correct the template",
+            )
+        )
 
 
 def _indexed(
@@ -411,9 +417,14 @@ def _streams(
     # size
     if isinstance(section, Validation) and section.steps == -1 and streams:
         if source.total_bytes is None:
-            rule = "requires a dataset of known size"
-            fix = "set validation.steps, or name a local dataset"
-            raise ConfigError(Problem("validation.steps", -1, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "validation.steps",
+                    -1,
+                    rule="requires a dataset of known size",
+                    fix="set validation.steps, or name a local dataset",
+                )
+            )
         return False
     if not streams:
         return False
@@ -422,14 +433,32 @@ def _streams(
     size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
     fix = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
-        rule = f"cannot count the bad rows of a dataset {size}, which is tokenized during training"
-        raise ConfigError(Problem("data.bad_rows", "skip", rule, fix))
+        raise ConfigError(
+            Problem(
+                "data.bad_rows",
+                "skip",
+                rule=f"cannot count the bad rows of a dataset {size}, which is tokenized during training",
+                fix=fix,
+            )
+        )
     if isinstance(section, Training) and section.epochs is not None:
-        rule = f"requires the number of rows, and the dataset {named.name} {size} is tokenized during training"
-        raise ConfigError(Problem("training.epochs", section.epochs, rule, fix))
+        raise ConfigError(
+            Problem(
+                "training.epochs",
+                section.epochs,
+                rule=f"requires the number of rows, and the dataset {named.name} {size} is tokenized during training",
+                fix=fix,
+            )
+        )
     if passes is not None and config.data.sources and len(config.data.sources) > 1:
-        rule = f"requires the number of rows, and the dataset {size} is tokenized during training"
-        raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, fix))
+        raise ConfigError(
+            Problem(
+                f"data.sources.{named.name}.epochs",
+                passes,
+                rule=f"requires the number of rows, and the dataset {size} is tokenized during training",
+                fix=fix,
+            )
+        )
     return True
 
 

@@ -57,8 +57,14 @@ def open_dataloader(
         raise ValueError(f"accumulation={accumulation} must be at least 1, samples_consumed={samples_consumed} 0")
     for key in ("local_batch_size", "seq_len"):
         if getattr(section, key) < 1:
-            fix = "use 1 or more"
-            raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", fix))
+            raise ConfigError(
+                Problem(
+                    f"{word}.{key}",
+                    getattr(section, key),
+                    rule="must be at least 1",
+                    fix="use 1 or more",
+                )
+            )
     pipeline = open_data(config, section, shuffle=shuffle, loop=loop)
     share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
     if section.dataloader.pin_memory and not accelerator.pins_memory():
@@ -97,7 +103,7 @@ def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, worke
             multiple = share.global_batch * workers // math.gcd(workers, share.accumulation)
             fix = f"make data.readers a multiple of {multiple}, or "
         text = (
-            "dataset %s: each document is tokenized by %.1f processes, as its %d virtual readers do not go evenly "
-            "into ranks and workers; %sprepare the data"
+            "dataset %s: each document is tokenized by %.1f processes, "
+            "as its %d virtual readers do not go evenly into ranks and workers; %sprepare the data"
         )
         logger.warning(text, name, times, feed.num_readers, fix)

@@ -206,9 +206,14 @@ class RowDataLoader(DataLoader):
             # places map to other rows if the step size changes, so a run resumes only with the same size
             self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
         if not self.places_per_epoch:
-            rule = f"discards all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
-            fix = 'use "keep" or a smaller batch'
-            raise ConfigError(Problem("training.last_batch", last_batch, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "training.last_batch",
+                    last_batch,
+                    rule=f"discards all {feed.num_rows} rows, fewer than a step of {share.global_batch}",
+                    fix='use "keep" or a smaller batch',
+                )
+            )
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers = 0
         self.ends_without_notice = False

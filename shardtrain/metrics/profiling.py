@@ -29,20 +29,50 @@ def profiling_problems(config: Config, device_type: str) -> list[Problem]:
     problems = []
     busy = options.profiler_warmup + options.profiler_active
     if options.enable_profiling and options.profiler_active < 1:
-        rule = "records nothing"
-        problems.append(Problem("profiling.profiler_active", options.profiler_active, rule, "set it to at least 1"))
+        problems.append(
+            Problem(
+                "profiling.profiler_active",
+                options.profiler_active,
+                rule="records nothing",
+                fix="set it to at least 1",
+            )
+        )
     if options.enable_profiling and options.profiler_warmup < 0:
-        rule = "is negative"
-        problems.append(Problem("profiling.profiler_warmup", options.profiler_warmup, rule, "set it to at least 0"))
+        problems.append(
+            Problem(
+                "profiling.profiler_warmup",
+                options.profiler_warmup,
+                rule="is negative",
+                fix="set it to at least 0",
+            )
+        )
     if options.enable_profiling and options.profile_freq < busy:
-        rule = f"must be at least profiler_warmup + profiler_active, which is {busy}"
-        problems.append(Problem("profiling.profile_freq", options.profile_freq, rule, f"set it to at least {busy}"))
+        problems.append(
+            Problem(
+                "profiling.profile_freq",
+                options.profile_freq,
+                rule=f"must be at least profiler_warmup + profiler_active, which is {busy}",
+                fix=f"set it to at least {busy}",
+            )
+        )
     if options.enable_memory_snapshot and options.profile_freq < 1:
-        rule = "must be at least 1"
-        problems.append(Problem("profiling.profile_freq", options.profile_freq, rule, "set it to 10"))
+        problems.append(
+            Problem(
+                "profiling.profile_freq",
+                options.profile_freq,
+                rule="must be at least 1",
+                fix="set it to 10",
+            )
+        )
     if options.enable_memory_snapshot and device_type != "cuda":
-        rule = f"requires the CUDA allocator, but this run uses {device_type}"
-        problems.append(Problem("profiling.enable_memory_snapshot", True, rule, "set it to false"))
+        problems.append(
+            Problem(
+                "profiling.enable_memory_snapshot",
+                True,
+                rule=f"requires the CUDA allocator, but this run uses {device_type}",
+                fix="set it to false",
+            )
+        )
     return problems
 
 

@@ -42,8 +42,14 @@ def find(name: str) -> ModuleType:
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
     if name not in files or name in _NO_MODELS:
         known = [file for file in files if file not in (*_NO_MODELS, "llama")]
-        fix = f"use {', '.join(known)} or a path to a .py"
-        raise ConfigError(Problem("model.name", name, "is not a model file", fix))
+        raise ConfigError(
+            Problem(
+                "model.name",
+                name,
+                rule="is not a model file",
+                fix=f"use {', '.join(known)} or a path to a .py",
+            )
+        )
     module = importlib.import_module(f"shardtrain.models.{name}")
     missing = own_file.MODEL.missing_in(module)
     if missing:
@@ -58,8 +64,14 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     Raises ConfigError for an unknown flavor or override, and for a ``norm_type`` that the model ignores.
     """
     if flavor not in module.FLAVORS:
-        fix = f"use one of {', '.join(module.FLAVORS)}"
-        raise ConfigError(Problem("model.flavor", flavor, "is unknown", fix))
+        raise ConfigError(
+            Problem(
+                "model.flavor",
+                flavor,
+                rule="is unknown",
+                fix=f"use one of {', '.join(module.FLAVORS)}",
+            )
+        )
     types = {field.name: field.type for field in dataclasses.fields(module.Config)}
     unknown = sorted(set(overrides) - set(types))
     if unknown:
@@ -71,8 +83,14 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     if "norm_type" in types:
         values["norm_type"] = norm_type
     elif norm_type != "rmsnorm":
-        rule = "has no effect because this model supports one norm"
-        raise ConfigError(Problem("model.norm_type", norm_type, rule, "remove it"))
+        raise ConfigError(
+            Problem(
+                "model.norm_type",
+                norm_type,
+                rule="has no effect because this model supports one norm",
+                fix="remove it",
+            )
+        )
     for name, value in overrides.items():
         # TOML reads 1e3 as a float; integer fields accept it, as integer options do
         is_integer_field = types[name] in (int, "int", "int | None")
@@ -141,8 +159,14 @@ def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str 
     name = layout.last[-1] if layout.last else ""
     head = getattr(model, name, None)
     if not isinstance(head, nn.Linear):
-        rule = "names a model that does not end in a linear layer, which the classification head would replace"
-        raise ConfigError(Problem("model.name", None, rule, "use another model"))
+        raise ConfigError(
+            Problem(
+                "model.name",
+                None,
+                rule="names a model that does not end in a linear layer, which the classification head would replace",
+                fix="use another model",
+            )
+        )
     new_head = nn.Linear(head.in_features, num_labels, bias=head.bias is not None, device=device)
     setattr(model, name, new_head)
 

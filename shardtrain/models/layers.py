@@ -29,8 +29,14 @@ def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
     if norm_type == "np_layernorm":
         return nn.LayerNorm(dim, eps=eps, elementwise_affine=False)
     # model.norm_type itself is checked when it is read
-    fix = "use rmsnorm, fused_rmsnorm, layernorm or np_layernorm"
-    raise ConfigError(Problem("model.overrides.norm_type", norm_type, "is not a norm", fix))
+    raise ConfigError(
+        Problem(
+            "model.overrides.norm_type",
+            norm_type,
+            rule="is not a norm",
+            fix="use rmsnorm, fused_rmsnorm, layernorm or np_layernorm",
+        )
+    )
 
 
 class RotaryAngles(nn.Module):

@@ -138,12 +138,26 @@ class Model(Decoder):
 
     def __init__(self, c: Config) -> None:
         if c.hidden_act not in ("gelu", "gelu_tanh"):
-            rule = "is not an activation of this model"
-            fix = "use gelu, or gelu_tanh, which transformers calls gelu_fast, gelu_new and gelu_pytorch_tanh"
-            raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "model.overrides.hidden_act",
+                    c.hidden_act,
+                    rule="is not an activation of this model",
+                    fix="use gelu, or gelu_tanh, which transformers calls gelu_fast, gelu_new and gelu_pytorch_tanh",
+                )
+            )
         if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
-            rule = f"turns {c.rotary_dim} of the {c.head_dim} features of a head, which must be an even number above 0"
-            raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, _rotary_fix(c)))
+            raise ConfigError(
+                Problem(
+                    "model.overrides.rotary_pct",
+                    c.rotary_pct,
+                    rule=(
+                        f"turns {c.rotary_dim} of the {c.head_dim} features of a head, "
+                        "which must be an even number above 0"
+                    ),
+                    fix=_rotary_fix(c),
+                )
+            )
         norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
         super().__init__(

@@ -290,12 +290,25 @@ class Model(Decoder):
 
     def __init__(self, c: Config) -> None:
         if c.linear_value_heads % c.linear_key_heads:
-            rule = f"is not a multiple of linear_key_heads={c.linear_key_heads}"
-            fix = "use a multiple"
-            raise ConfigError(Problem("model.overrides.linear_value_heads", c.linear_value_heads, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "model.overrides.linear_value_heads",
+                    c.linear_value_heads,
+                    rule=f"is not a multiple of linear_key_heads={c.linear_key_heads}",
+                    fix="use a multiple",
+                )
+            )
         if c.rotary_dim < 2 or c.rotary_dim % 2:
-            rule = f"rotates {c.rotary_dim} of the {c.head_dim} features of a head; rotary positions need pairs"
-            raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, "use 0.25, 0.5 or 1"))
+            raise ConfigError(
+                Problem(
+                    "model.overrides.rotary_pct",
+                    c.rotary_pct,
+                    rule=(
+                        f"rotates {c.rotary_dim} of the {c.head_dim} features of a head; rotary positions need pairs"
+                    ),
+                    fix="use 0.25, 0.5 or 1",
+                )
+            )
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
         norm = ZeroCenteredNorm(c.dim, c.norm_eps)
         layers = [

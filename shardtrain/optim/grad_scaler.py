@@ -30,12 +30,23 @@ class LossScaler:
 
     def __init__(self, initial: float, growth_interval: int) -> None:
         if not (math.isfinite(initial) and SMALLEST <= initial <= LARGEST):
-            rule = "must be between 2**-14 and 2**24"
-            raise ConfigError(Problem("training.initial_loss_scale", initial, rule, "use 65536.0"))
+            raise ConfigError(
+                Problem(
+                    "training.initial_loss_scale",
+                    initial,
+                    rule="must be between 2**-14 and 2**24",
+                    fix="use 65536.0",
+                )
+            )
         if growth_interval < 1:
-            rule = "must be at least 1"
-            fix = "use 2000"
-            raise ConfigError(Problem("training.loss_scale_growth_interval", growth_interval, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "training.loss_scale_growth_interval",
+                    growth_interval,
+                    rule="must be at least 1",
+                    fix="use 2000",
+                )
+            )
         self.scale = float(initial)
         self._growth_interval = growth_interval
         self._finite_steps = 0

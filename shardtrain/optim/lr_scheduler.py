@@ -46,9 +46,14 @@ def learning_rate(
     factor = returned if type(returned) is float else real_number(returned)
     # the margin is for rounding; the comparison is false for NaN
     if factor is None or not -1e-6 <= factor <= 1 + 1e-6:
-        rule = f"returns {' '.join(repr(returned).split()):.60} at step {step} of {total}"
-        fix = "return the share of the peak rate, a number between 0 and 1"
-        raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, fix))
+        raise ConfigError(
+            Problem(
+                "lr_scheduler.name",
+                scheduler.name,
+                rule=f"returns {' '.join(repr(returned).split()):.60} at step {step} of {total}",
+                fix="return the share of the peak rate, a number between 0 and 1",
+            )
+        )
     return optimizer.lr * min(1.0, max(0.0, factor))
 
 
@@ -69,9 +74,16 @@ def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule
     rates = {step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in checked_steps}
     for step in reversed(checked_steps):
         if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
-            rule = f"returns another value when it is called again for step {step}, so a resumed run would differ"
-            fix = "compute it from the arguments only"
-            raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "lr_scheduler.name",
+                    scheduler.name,
+                    rule=(
+                        f"returns another value when it is called again for step {step}, so a resumed run would differ"
+                    ),
+                    fix="compute it from the arguments only",
+                )
+            )
 
 
 def _steps_to_check(scheduler: LRScheduler, steps: int) -> list[int]:

@@ -75,11 +75,23 @@ def muon_groups(
     problems = []
     for pattern in patterns:
         if pattern not in default_patterns and not any(fnmatchcase(name, pattern) for name in names):
-            fix = f"use a pattern of names like {', '.join(names[:3])}"
-            problems.append(Problem("optimizer.muon_adamw_patterns", pattern, "matches no parameter", fix))
+            problems.append(
+                Problem(
+                    "optimizer.muon_adamw_patterns",
+                    pattern,
+                    rule="matches no parameter",
+                    fix=f"use a pattern of names like {', '.join(names[:3])}",
+                )
+            )
     if names and all(_matches(name, patterns) for name in names):
-        fix = 'set optimizer.name = "AdamW", or use fewer patterns'
-        problems.append(Problem("optimizer.muon_adamw_patterns", list(patterns), "leave no parameter to Muon", fix))
+        problems.append(
+            Problem(
+                "optimizer.muon_adamw_patterns",
+                list(patterns),
+                rule="leave no parameter to Muon",
+                fix='set optimizer.name = "AdamW", or use fewer patterns',
+            )
+        )
     if problems:
         raise ConfigError(problems)
     by_algorithm: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}

@@ -35,8 +35,14 @@ def build(
             parameter needs a gradient.
     """
     if not config.name.endswith(".py") and config.name not in OPTIMIZERS:
-        fix = f"use one of {', '.join(OPTIMIZERS)}, or the path of a Python file"
-        raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
+        raise ConfigError(
+            Problem(
+                "optimizer.name",
+                config.name,
+                rule="is not an optimizer",
+                fix=f"use one of {', '.join(OPTIMIZERS)}, or the path of a Python file",
+            )
+        )
     # frozen parameters have neither gradient nor state
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     names = [name for name, _ in trained] if all_names is None else list(all_names)
@@ -46,8 +52,14 @@ def build(
     else:
         groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay)
     if not groups:
-        fix = "unfreeze some; every pipeline stage needs adapters (lora.target_modules)"
-        raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
+        raise ConfigError(
+            Problem(
+                "optimizer.name",
+                config.name,
+                rule="has no parameter to train",
+                fix="unfreeze some; every pipeline stage needs adapters (lora.target_modules)",
+            )
+        )
     # PyTorch's Adam and AdamW keep their state in the dtype of the weights, without stochastic rounding
     needs_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
     if config.name == EIGHT_BITS or (config.name in PYTORCH_ADAMS and needs_low_bits):

@@ -33,8 +33,14 @@ def find(name: str) -> ModuleType:
     if name.endswith(".py"):
         return own_file.load(name, own_file.TASK, "task.name")
     if name not in task_names():
-        fix = f"use {', '.join(task_names())} or a path to a .py"
-        raise ConfigError(Problem("task.name", name, "is not a task", fix))
+        raise ConfigError(
+            Problem(
+                "task.name",
+                name,
+                rule="is not a task",
+                fix=f"use {', '.join(task_names())} or a path to a .py",
+            )
+        )
     return importlib.import_module(f"{__name__}.{name}")
 
 

@@ -93,8 +93,14 @@ class AnswerTask(TextTask):
         """Reject a model that is not causal: it would attend to the padding, which follows each row."""
         super().check(stream, module, shape)
         if not getattr(module, "CAUSAL", True):
-            rule = "is not causal, so it has no log-probability of an answer"
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, "use a causal model"))
+            raise ConfigError(
+                Problem(
+                    "model.name",
+                    self.config.model.name,
+                    rule="is not causal, so it has no log-probability of an answer",
+                    fix="use a causal model",
+                )
+            )
 
     @cached_property
     def encoder(self) -> PromptEncoder:

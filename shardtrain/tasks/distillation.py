@@ -64,21 +64,33 @@ class Distillation(LanguageModel):
             try:
                 models.check_documents(teacher_module, teacher.name)
             except ConfigError as error:
-                rule = "contains a model that cannot keep packed documents apart"
-                fix = 'set data.packing = "padded", or data.document_mask = "off"'
-                raise ConfigError(Problem(OPTION, path, rule, fix)) from error
+                raise ConfigError(
+                    Problem(
+                        OPTION,
+                        path,
+                        rule="contains a model that cannot keep packed documents apart",
+                        fix='set data.packing = "padded", or data.document_mask = "off"',
+                    )
+                ) from error
 
         # The vocabularies may be padded to different sizes, but both must contain the tokenizer's ids. A
         # model of unknown size (0) is not compared.
         model_ids = int(getattr(shape, "vocab_size", 0) or 0)
         teacher_ids = int(getattr(teacher_shape, "vocab_size", 0) or 0)
         if 0 < teacher_ids < stream.vocab:
-            rule = f"has rows for {teacher_ids} ids, and the tokenizer {stream.vocab}"
-            raise ConfigError(Problem(OPTION, path, rule, "use a teacher with the model's own tokenizer"))
+            raise ConfigError(
+                Problem(
+                    OPTION,
+                    path,
+                    rule=f"has rows for {teacher_ids} ids, and the tokenizer {stream.vocab}",
+                    fix="use a teacher with the model's own tokenizer",
+                )
+            )
         if model_ids and teacher_ids and model_ids != teacher_ids:
             logger.info(
-                f"teacher has a vocabulary of {teacher_ids}, and the model {model_ids}: comparing the first "
-                f"{min(model_ids, teacher_ids)}, which include the tokenizer's {stream.vocab} ids"
+                f"teacher has a vocabulary of {teacher_ids}, and the model {model_ids}: "
+                f"comparing the first {min(model_ids, teacher_ids)}, "
+                f"which include the tokenizer's {stream.vocab} ids"
             )
 
 

@@ -49,9 +49,14 @@ class LanguageModel:
         if stream.masks_documents:
             models.check_documents(module, self.config.model.name)
         if not getattr(module, "CAUSAL", True):
-            rule = 'is not causal, and task.name="language_model" requires a causal model'
-            fix = "use a causal model or another task"
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "model.name",
+                    self.config.model.name,
+                    rule='is not causal, and task.name="language_model" requires a causal model',
+                    fix="use a causal model or another task",
+                )
+            )
 
 
 Task = LanguageModel

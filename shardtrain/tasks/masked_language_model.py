@@ -61,9 +61,14 @@ class MaskedLanguageModel(ExampleTask):
         text = self.tokenizer.special_tokens.get("mask_token")
         ids = [] if text is None else self.tokenizer.encode_spans([text])[0][0].tolist()
         if len(ids) != 1:
-            rule = "is required, because the tokenizer has no mask_token"
-            fix = "set it to the id of the mask token"
-            raise ConfigError(Problem("task.options.mask_token_id", None, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "task.options.mask_token_id",
+                    None,
+                    rule="is required, because the tokenizer has no mask_token",
+                    fix="set it to the id of the mask token",
+                )
+            )
         return int(ids[0])
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
@@ -120,13 +125,23 @@ class MaskedLanguageModel(ExampleTask):
         super().check(stream, module, shape)
         is_causal = not getattr(module, "AS_IS", False) and getattr(module, "CAUSAL", True)
         if is_causal:
-            rule = "is causal, and masked language modeling requires a model that sees both sides of a token"
-            fix = "use encoder or transformers"
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "model.name",
+                    self.config.model.name,
+                    rule="is causal, and masked language modeling requires a model that sees both sides of a token",
+                    fix="use encoder or transformers",
+                )
+            )
         if not 0 <= self.mask_id < shape.vocab_size:
-            rule = f"is not an id of the model, which has {shape.vocab_size}"
-            fix = "give the mask's own id"
-            raise ConfigError(Problem("task.options.mask_token_id", self.mask_id, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "task.options.mask_token_id",
+                    self.mask_id,
+                    rule=f"is not an id of the model, which has {shape.vocab_size}",
+                    fix="give the mask's own id",
+                )
+            )
 
     def hide(self, row: Example, seed: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the masked tokens (T) and the targets (T), IGNORE for tokens that are not chosen.

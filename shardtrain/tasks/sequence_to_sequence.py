@@ -45,8 +45,14 @@ class SequenceToSequence(ExampleTask):
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
         """Return the model unchanged. Raises ConfigError for a model without encoder and decoder."""
         if not hasattr(model, "kind"):
-            rule = "has no encoder in addition to its decoder"
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, 'use "transformers"'))
+            raise ConfigError(
+                Problem(
+                    "model.name",
+                    self.config.model.name,
+                    rule="has no encoder in addition to its decoder",
+                    fix='use "transformers"',
+                )
+            )
         return super().adapt(model, layout)
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:

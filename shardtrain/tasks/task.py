@@ -144,13 +144,26 @@ class RowTask:
         if self.num_labels and network is None:
             models.replace_head(model, layout, self.num_labels)
         elif self.num_labels and network.config.num_labels != self.num_labels:
-            rule = f'must be {self.num_labels}, the number of labels of task.name="{self.config.task.name}"'
-            fix = f"set it to {self.num_labels}, or use a folder with as many labels"
-            raise ConfigError(Problem("model.overrides.num_labels", network.config.num_labels, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "model.overrides.num_labels",
+                    network.config.num_labels,
+                    rule=f'must be {self.num_labels}, the number of labels of task.name="{self.config.task.name}"',
+                    fix=f"set it to {self.num_labels}, or use a folder with as many labels",
+                )
+            )
         elif self.num_labels and network.config.get_text_config().pad_token_id is None:
-            rule = "names a network without pad_token_id in config.json, which it needs to find the last token of a row"
-            fix = "add one there: the id of a token that no row ends with"
-            raise ConfigError(Problem("model.overrides.path", self.config.model.overrides.get("path"), rule, fix))
+            raise ConfigError(
+                Problem(
+                    "model.overrides.path",
+                    self.config.model.overrides.get("path"),
+                    rule=(
+                        "names a network without pad_token_id in config.json, "
+                        "which it needs to find the last token of a row"
+                    ),
+                    fix="add one there: the id of a token that no row ends with",
+                )
+            )
         return model
 
     def num_outputs(self, shape: Any) -> int:
@@ -221,15 +234,25 @@ def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:
     """Raise ConfigError for a tokenizer with more ids than the model's vocabulary."""
     rows = getattr(shape, "vocab_size", vocab)
     if vocab > rows:
-        rule = f"contains a tokenizer with {vocab} ids, and the model has a vocabulary of {rows}"
-        fix = "use the model's own tokenizer, or set model.overrides.vocab_size"
-        raise ConfigError(Problem("model.hf_assets_path", config.model.hf_assets_path, rule, fix))
+        raise ConfigError(
+            Problem(
+                "model.hf_assets_path",
+                config.model.hf_assets_path,
+                rule=f"contains a tokenizer with {vocab} ids, and the model has a vocabulary of {rows}",
+                fix="use the model's own tokenizer, or set model.overrides.vocab_size",
+            )
+        )
 
 
 def check_kind(config: Config, model: nn.Module, wanted: str) -> None:
     """Raise ConfigError for a ``transformers`` network of another kind than the task requires."""
     kind = getattr(model, "kind", wanted)
     if kind != wanted:
-        rule = f'contains a {kind} network, and task.name="{config.task.name}" requires {wanted or "another"}'
-        fix = "set model.overrides.architecture to the class of transformers for it, or use another task"
-        raise ConfigError(Problem("model.overrides.path", config.model.overrides.get("path"), rule, fix))
+        raise ConfigError(
+            Problem(
+                "model.overrides.path",
+                config.model.overrides.get("path"),
+                rule=f'contains a {kind} network, and task.name="{config.task.name}" requires {wanted or "another"}',
+                fix="set model.overrides.architecture to the class of transformers for it, or use another task",
+            )
+        )

@@ -39,7 +39,15 @@ def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
         example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
         fix = f"write it like: shardtrain checkpoint {verb} {example}"
         fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(verb, "")
-        raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(words) or None, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                f"shardtrain checkpoint {verb}",
+                " ".join(words) or None,
+                rule=rule,
+                fix=fix,
+                where="command line",
+            )
+        )
     return [place(word) for word in words]
 
 
@@ -95,18 +103,38 @@ def _interval(words: Sequence[str]) -> int:
     names = ("stall", "mttf", "restart")
     for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
         if name not in [f"--{known}" for known in names]:
-            fix = f"options are {', '.join(f'--{known}' for known in names)}"
-            raise ConfigError(Problem("shardtrain checkpoint interval", name, "is not an option", fix, "command line"))
+            raise ConfigError(
+                Problem(
+                    "shardtrain checkpoint interval",
+                    name,
+                    rule="is not an option",
+                    fix=f"options are {', '.join(f'--{known}' for known in names)}",
+                    where="command line",
+                )
+            )
         try:
             times[name[2:]] = parse_seconds(value)
         except ValueError:
-            fix = f"write it like {name} 90s, 2min or 7.9h"
-            raise ConfigError(Problem(name, value, "is not a time", fix, "command line")) from None
+            raise ConfigError(
+                Problem(
+                    name,
+                    value,
+                    rule="is not a time",
+                    fix=f"write it like {name} 90s, 2min or 7.9h",
+                    where="command line",
+                )
+            ) from None
     for known in names:
         if not 0 < times.get(known, 0.0) < math.inf and known != "restart":
-            rule = "must be a time above 0"
-            fix = f"write it like --{known} {'1' if known == 'stall' else '7.9h'}"
-            raise ConfigError(Problem(f"--{known}", times.get(known), rule, fix, "command line"))
+            raise ConfigError(
+                Problem(
+                    f"--{known}",
+                    times.get(known),
+                    rule="must be a time above 0",
+                    fix=f"write it like --{known} {'1' if known == 'stall' else '7.9h'}",
+                    where="command line",
+                )
+            )
     stall, mttf, restart = (times[known] for known in names)
     advised = interval.best_seconds(stall, mttf)
     print(f"save every {format_seconds(advised)} (sqrt(2 * stall * mttf) = {advised:.0f} s)")
@@ -232,12 +260,26 @@ def _weights(words: Sequence[str]) -> int:
     path = _one_checkpoint(path, step)
     if not isinstance(output, Path):
         raise ConfigError(
-            Problem("FILE", str(output), "is not a local file", "write it to a disk first", "command line")
+            Problem(
+                "FILE",
+                str(output),
+                rule="is not a local file",
+                fix="write it to a disk first",
+                where="command line",
+            )
         )
     try:
         number = weights_file.write(path, output)
     except FileExistsError:
-        raise ConfigError(Problem("FILE", str(output), "exists", "name another file", "command line")) from None
+        raise ConfigError(
+            Problem(
+                "FILE",
+                str(output),
+                rule="exists",
+                fix="name another file",
+                where="command line",
+            )
+        ) from None
     except OSError as error:
         raise storage_errors.cannot("write", output, error, "choose another folder") from error
     print(f"{output}: {number} tensors")
@@ -254,12 +296,17 @@ VERBS = {
     ),
     "verify": CommandVerb(
         _verify,
-        (("verify  DIR", "verify every byte of step-N, or of all steps of a folder; exit 5 lists damaged files"),),
+        (("verify  DIR", (
+            "verify every byte of step-N, or of all steps of a folder; "
+            "exit 5 lists damaged files"
+        )),),
         has_help=False,
     ),
     "diff": CommandVerb(
         _diff,
-        (("diff    A B [--step latest|best|N]", "compare two checkpoints tensor by tensor; exit 1 if they differ"),),
+        (("diff    A B [--step latest|best|N]", (
+            "compare two checkpoints tensor by tensor; exit 1 if they differ"
+        )),),
         needs_torch=True,
         has_help=False,
     ),

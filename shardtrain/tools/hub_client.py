@@ -56,21 +56,45 @@ class Hub:
         self.endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or _DEFAULT_ENDPOINT
         parts = urllib.parse.urlsplit(self.endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "is not an https address", "correct or unset it"))
+            raise ConfigError(
+                Problem(
+                    "HF_ENDPOINT",
+                    self.endpoint,
+                    rule="is not an https address",
+                    fix="correct or unset it",
+                )
+            )
         self.answer_seconds = float(constants.HF_HUB_ETAG_TIMEOUT)
         try:
             self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self.ask(get_token)
         except Exception as error:  # of files, of a login that is renewed, of OIDC
-            rule = f"cannot be read ({describe_error(error)})"
-            fix = "log in again with hf auth login, or set HF_TOKEN"
-            raise ConfigError(Problem("the token", None, rule, fix)) from error
+            raise ConfigError(
+                Problem(
+                    "the token",
+                    None,
+                    rule=f"cannot be read ({describe_error(error)})",
+                    fix="log in again with hf auth login, or set HF_TOKEN",
+                )
+            ) from error
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
             origin = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else str(constants.HF_TOKEN_PATH)
-            rule = "is not a token, because it contains spaces or non-ASCII characters"
-            raise ConfigError(Problem(origin, None, rule, "copy it again"))
+            raise ConfigError(
+                Problem(
+                    origin,
+                    None,
+                    rule="is not a token, because it contains spaces or non-ASCII characters",
+                    fix="copy it again",
+                )
+            )
         if self.token and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-            fix = "use https, or unset HF_TOKEN"
-            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "would send the token unencrypted", fix))
+            raise ConfigError(
+                Problem(
+                    "HF_ENDPOINT",
+                    self.endpoint,
+                    rule="would send the token unencrypted",
+                    fix="use https, or unset HF_TOKEN",
+                )
+            )
 
     def files(self) -> tuple[str, dict[str, RepoSibling]]:
         """Return the commit of the revision, and its files by name with size in bytes and hash.
@@ -93,17 +117,28 @@ class Hub:
                 raise TypeError("an answer without files")
             return info.sha or self.revision, {str(file.rfilename): file for file in info.siblings}
         except HFValidationError as error:
-            rule = "is not a valid repository name"
-            fix = "use the form ORGANIZATION/NAME"
-            raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
+            raise ConfigError(
+                Problem(
+                    "--repo_id",
+                    self.repo_id,
+                    rule="is not a valid repository name",
+                    fix="use the form ORGANIZATION/NAME",
+                )
+            ) from error
         except Exception as error:
             # For JSON of another structure the library raises built-in exceptions of Python. Some of its HTTP
             # errors are subclasses of ValueError.
             is_of_python = isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError)
             if isinstance(error, HfHubHTTPError) or not is_of_python:
                 raise self.explain(error) from error
-            rule = f"did not return a list of the files of {self.repo_id}"
-            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "set it to the address of a hub")) from error
+            raise ConfigError(
+                Problem(
+                    "HF_ENDPOINT",
+                    self.endpoint,
+                    rule=f"did not return a list of the files of {self.repo_id}",
+                    fix="set it to the address of a hub",
+                )
+            ) from error
 
     def download(self, name: str, commit: str, folder: Path, force: bool = False) -> Path:
         """Download a file to ``folder`` and return its path. Existing files in the folder or the library's
@@ -189,8 +224,9 @@ class Hub:
 
     def _unreachable(self, reason: str) -> StorageError:
         return StorageError(
-            f"{self.endpoint} cannot be reached ({reason}); check the network, HTTPS_PROXY and HF_ENDPOINT, "
-            "try again later, or copy the files from a machine that has them"
+            f"{self.endpoint} cannot be reached ({reason}); check the network, "
+            "HTTPS_PROXY and HF_ENDPOINT, try again later, or copy the files from a machine that "
+            "has them"
         )
 
 
@@ -267,10 +303,21 @@ def _without_secrets(record: logging.LogRecord) -> bool:
 def refuse_token(words: Sequence[str], program: str) -> None:
     """Raise ConfigError if a command-line argument contains a Hugging Face access token."""
     if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
-        rule = "would show the token to all users of this machine, and leave it in the shell history"
-        fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
-        raise ConfigError(Problem("--hf_token", None, rule, fix))
+        raise ConfigError(
+            Problem(
+                "--hf_token",
+                None,
+                rule="would show the token to all users of this machine, and leave it in the shell history",
+                fix="set the environment variable HF_TOKEN, or log in once with hf auth login",
+            )
+        )
     # A folder may be named hf_model. A token has about 34 letters and digits after hf_.
     if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
-        rule = "has an argument that looks like an access token"
-        raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN instead"))
+        raise ConfigError(
+            Problem(
+                program,
+                None,
+                rule="has an argument that looks like an access token",
+                fix="set the environment variable HF_TOKEN instead",
+            )
+        )

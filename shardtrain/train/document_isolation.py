@@ -60,8 +60,14 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None, config: Confi
     name = model.config_name
     fix = 'set data.packing to "padded", or this to "off"'
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
-        rule = f"is not supported by {name}, which takes no position_ids"
-        raise ConfigError(Problem(OPTION, None, rule, fix))
+        raise ConfigError(
+            Problem(
+                OPTION,
+                None,
+                rule=f"is not supported by {name}, which takes no position_ids",
+                fix=fix,
+            )
+        )
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
     # distinct tokens that are the same on all ranks
     length = 2 * _LENGTH
@@ -101,8 +107,8 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None, config: Confi
         )
     elif masked_change > _MAX_RATIO * unmasked_change:
         rule = (
-            f"is ignored by {name}: a previous document in the row changes its logits by {float(masked_change):.2g}, "
-            f"and without a mask by {float(unmasked_change):.2g}"
+            f"is ignored by {name}: a previous document in the row changes its logits by "
+            f"{float(masked_change):.2g}, and without a mask by {float(unmasked_change):.2g}"
         )
         raise ConfigError(Problem(OPTION, None, rule, fix))
 

@@ -99,9 +99,14 @@ def build(config: Config, world: process_group.World) -> DryRun:
         ConfigError: the errors of a run, or a task from a user's file, whose batches depend on its data.
     """
     if config.task.name.endswith(".py"):
-        rule = "builds its batches from the rows of its data, and a dry run reads no data"
-        fix = "start the run on one machine instead"
-        raise ConfigError(Problem("task.name", config.task.name, rule, fix))
+        raise ConfigError(
+            Problem(
+                "task.name",
+                config.task.name,
+                rule="builds its batches from the rows of its data, and a dry run reads no data",
+                fix="start the run on one machine instead",
+            )
+        )
     task = tasks.open_task(config)
     config = _without_compiler(config)
 

@@ -264,9 +264,14 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     replaced = broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven")))
     if replaced:
         option, path, step = replaced
-        rule = f"has been replaced: steps after {step} of this run were trained on other contents"
-        fix = f"continue with checkpoint.load_step={step}, or {RESTART}"
-        raise ConfigError(Problem(option, path, rule, fix))
+        raise ConfigError(
+            Problem(
+                option,
+                path,
+                rule=f"has been replaced: steps after {step} of this run were trained on other contents",
+                fix=f"continue with checkpoint.load_step={step}, or {RESTART}",
+            )
+        )
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_first_names(differing)} differ at equal size" if differing else ""
     old_files = facts.get("data_files", {})
@@ -277,8 +282,8 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     if changed:
         return f"{_first_names(changed)} differ"
     return (
-        "rows of a file of equal size, tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or "
-        "training.last_batch differ"
+        "rows of a file of equal size, tokenizer, seq_len, seed, packing, mixture, data.mode, "
+        "data.readers or training.last_batch differ"
     )
 
 

@@ -96,8 +96,9 @@ def save_after_step(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abst
             stop.warned_of_grace = True
             logger.warning(
                 f"a step ({step_seconds:.1f} s) and a save ({save_seconds:.1f} s) take longer than "
-                f"checkpoint.grace_seconds={grace_seconds}: a request to stop would lose the steps after the last "
-                "checkpoint; raise it if your platform allows, use shorter steps, or save more often"
+                f"checkpoint.grace_seconds={grace_seconds}: a request to stop would lose the steps "
+                "after the last checkpoint; raise it if your platform allows, use shorter steps, "
+                "or save more often"
             )
 
 
@@ -108,9 +109,14 @@ def save_seed(run: Run, checkpoints: Checkpoints) -> None:
         ConfigError: the run has resumed from a checkpoint.
     """
     if run.state.step:
-        rule = f"requires a new run, and this one is at step {run.state.step}"
-        fix = "remove it, or choose another job.dump_folder"
-        raise ConfigError(Problem("checkpoint.create_seed_checkpoint", True, rule, fix))
+        raise ConfigError(
+            Problem(
+                "checkpoint.create_seed_checkpoint",
+                True,
+                rule=f"requires a new run, and this one is at step {run.state.step}",
+                fix="remove it, or choose another job.dump_folder",
+            )
+        )
     save(run, checkpoints, last=False, wait=True)
 
 
@@ -132,8 +138,9 @@ def _stop_early(run: Run, checkpoints: Checkpoints) -> None:
     if tracker.step >= 0:
         result = f"best {tracker.value:.6g} at step {tracker.step}"
     logger.warning(
-        f"{tracker.metric} has not improved for {tracker.without_improvement} validations ({result}): the run ends at "
-        f"step {run.state.step} of {run.total_steps} (validation.patience={tracker.patience})"
+        f"{tracker.metric} has not improved for {tracker.without_improvement} validations "
+        f"({result}): the run ends at step {run.state.step} of {run.total_steps} "
+        f"(validation.patience={tracker.patience})"
     )
     run.total_steps = run.state.step
 
@@ -144,8 +151,8 @@ def log_best_step(run: Run, checkpoints: Checkpoints) -> None:
         return
     result = best.describe(best.read_pointer(folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)))
     logger.info(
-        f"best step: {checkpoints.best.kept} ({result}), last step: {run.state.step}; {choice.COMMANDS} use the best "
-        "step of this folder, or the last one with --step=latest"
+        f"best step: {checkpoints.best.kept} ({result}), last step: {run.state.step}; "
+        f"{choice.COMMANDS} use the best step of this folder, or the last one with --step=latest"
     )
 
 
@@ -175,7 +182,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
             if any_rank(is_late) or not is_in_time:
                 newest = signals.newest_checkpoint(folder)
                 raise NotSaved(
-                    f"stopped by {reason} after step {step}; a save would have taken longer than the time left of "
+                    f"stopped by {reason} after step {step}; a save would have taken longer than "
+                    "the time left of "
                     f"checkpoint.grace_seconds={run.config.checkpoint.grace_seconds}; "
                     f"the last checkpoint is {newest or 'none'}"
                 )

@@ -88,10 +88,18 @@ def check(model: Any, parts: Sequence[Any], mesh: Mesh, config: Config) -> None:
     # Weights without an initializer are NaN until they are loaded. The first step reports them.
     if math.isfinite(size) and not error <= allowed:
         rule = (
-            f"changes the logits of {model.config_name} by {error:.2g} (their size is {size:.2g}), because it does not "
-            "compute every token from the positions and the attention that it is given"
+            f"changes the logits of {model.config_name} by {error:.2g} (their size is {size:.2g}), "
+            "because it does not compute every token from the positions and the attention that it "
+            "is given"
         )
-        raise ConfigError(Problem(OPTION, mesh.size(context_parallel.AXIS), rule, "set the degree to 1"))
+        raise ConfigError(
+            Problem(
+                OPTION,
+                mesh.size(context_parallel.AXIS),
+                rule=rule,
+                fix="set the degree to 1",
+            )
+        )
 
 
 def _rms(values: Tensor) -> Tensor:

@@ -217,9 +217,14 @@ class Validator:
         self._rows_per_epoch = num_samples
         self._rows_per_step = derived.global_batch_size(config, mesh.device_mesh.size())
         if self._options.per_epoch and num_samples is None:
-            rule = "requires the number of training rows, which these data have only after they are read"
-            fix = "use validation.freq"
-            raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "validation.per_epoch",
+                    self._options.per_epoch,
+                    rule="requires the number of training rows, which these data have only after they are read",
+                    fix="use validation.freq",
+                )
+            )
         self._stream = open_dataloader(config, mesh)
         self._last_step = 0
 

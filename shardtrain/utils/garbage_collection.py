@@ -55,7 +55,14 @@ class GarbageCollection:
 
     def __init__(self, freq: int, debug: bool = False) -> None:
         if freq < 1:
-            raise ConfigError(Problem("training.gc_freq", freq, "must be at least 1", "set it to 50"))
+            raise ConfigError(
+                Problem(
+                    "training.gc_freq",
+                    freq,
+                    rule="must be at least 1",
+                    fix="set it to 50",
+                )
+            )
         self._freq = freq
         self._debug = debug
         self._was_enabled = gc.isenabled()

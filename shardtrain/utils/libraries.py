@@ -34,4 +34,11 @@ def load(name: str, option: str, value: object = None, install: str = '"shardtra
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             rule = f"needs the {library} library, which is installed but cannot be imported ({reason})"
             fix = f"repair it, for example with pip install --force-reinstall {install}"
-        raise ConfigError(Problem(option, value, rule, f"{fix}{otherwise and f', or {otherwise}'}")) from error
+        raise ConfigError(
+            Problem(
+                option,
+                value,
+                rule=rule,
+                fix=f"{fix}{otherwise and f', or {otherwise}'}",
+            )
+        ) from error

@@ -25,7 +25,15 @@ def listen_address() -> str:
     value = os.environ.get(LISTEN_ADDRESS, "").strip()
     address = value.strip("[]")
     if value and not _is_ip_address(address):
-        raise ConfigError(Problem(LISTEN_ADDRESS, value, "must be an IP address", _FIX, "environment"))
+        raise ConfigError(
+            Problem(
+                LISTEN_ADDRESS,
+                value,
+                rule="must be an IP address",
+                fix=_FIX,
+                where="environment",
+            )
+        )
     return address
 
 
@@ -46,8 +54,15 @@ def rendezvous_listener(host: str, port: int) -> socket.socket:
         # an IPv6 address with the name of an interface that does not exist does not even resolve
         if error.errno not in (*_NOT_OF_THIS_MACHINE, socket.EAI_NONAME):
             raise
-        rule = "is not an address of this machine"
-        raise ConfigError(Problem(LISTEN_ADDRESS, address, rule, _FIX, "environment")) from None
+        raise ConfigError(
+            Problem(
+                LISTEN_ADDRESS,
+                address,
+                rule="is not an address of this machine",
+                fix=_FIX,
+                where="environment",
+            )
+        ) from None
 
 
 def open_listener(host: str, port: int) -> socket.socket:

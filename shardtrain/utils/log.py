@@ -81,8 +81,14 @@ def setup(
         StorageError: the file cannot be opened.
     """
     if world_size > 1 and "{rank}" not in file_pattern:
-        rule = f"would make {world_size} ranks write one file"
-        raise ConfigError(Problem("metrics.save_log_file", file_pattern, rule, "put {rank} into the name"))
+        raise ConfigError(
+            Problem(
+                "metrics.save_log_file",
+                file_pattern,
+                rule=f"would make {world_size} ranks write one file",
+                fix="put {rank} into the name",
+            )
+        )
     path = Path(run_folder) / file_pattern.replace("{rank}", str(rank))
     only_warnings = world_size > MANY_RANKS and os.environ.get("LOCAL_RANK", "0") != "0"
     try:
@@ -155,7 +161,14 @@ def console_ranks() -> set[int]:
     text = os.environ.get("LOG_RANK", "").strip() or "0"
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
-        raise ConfigError(Problem("LOG_RANK", text, "is not a list of ranks", 'write it like "0" or "0,1"'))
+        raise ConfigError(
+            Problem(
+                "LOG_RANK",
+                text,
+                rule="is not a list of ranks",
+                fix='write it like "0" or "0,1"',
+            )
+        )
     return {int(part) for part in parts}
 
 

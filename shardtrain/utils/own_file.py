@@ -137,7 +137,14 @@ def load_function(path: str, kind: FileKind, option: str) -> Callable[..., Any]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
     if sum(parameter.kind in by_position for parameter in parameters) < 2:
-        raise ConfigError(Problem(option, path, f"has {name} that takes fewer than two arguments", kind.fix))
+        raise ConfigError(
+            Problem(
+                option,
+                path,
+                rule=f"has {name} that takes fewer than two arguments",
+                fix=kind.fix,
+            )
+        )
     return function
 
 
@@ -157,9 +164,14 @@ def run(path: str | Path, kind: FileKind, option: str) -> ModuleType:
     except SystemExit as error:
         # Otherwise a run would end here with the exit status of a completed one
         code = "" if error.code is None else repr(error.code)
-        rule = f"ends the program when it is loaded (sys.exit({code}))"
-        fix = 'write that under `if __name__ == "__main__":`'
-        raise ConfigError(Problem(option, str(path), rule, fix)) from None
+        raise ConfigError(
+            Problem(
+                option,
+                str(path),
+                rule=f"ends the program when it is loaded (sys.exit({code}))",
+                fix='write that under `if __name__ == "__main__":`',
+            )
+        ) from None
     return module
 
 

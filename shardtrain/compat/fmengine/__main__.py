@@ -30,9 +30,15 @@ def _dispatch(words: list[str]) -> int:
         print(str(__doc__).replace("``", "`"), end="")
         return 0
     if name not in PROGRAMS:
-        fix = f"use one of {', '.join(PROGRAMS)}"
-        rule = "requires a program" if name is None else "does not exist"
-        raise ConfigError(Problem("shardtrain.compat.fmengine", name, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain.compat.fmengine",
+                name,
+                rule="requires a program" if name is None else "does not exist",
+                fix=f"use one of {', '.join(PROGRAMS)}",
+                where="command line",
+            )
+        )
     module_name, function = PROGRAMS[name]
     module = importlib.import_module(f"shardtrain.compat.fmengine.{module_name}")
     program: Callable[[list[str]], int] = getattr(module, function)

@@ -53,8 +53,8 @@ def to_fmengine(words: Sequence[str]) -> int:
     """Run ``to-fmengine`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-fmengine",
-        "Convert a checkpoint or a Hugging Face folder to a folder for FMEngine's --init_ckpt, with a file per layer "
-        "and model-parallel rank.",
+        "Convert a checkpoint or a Hugging Face folder to a folder for FMEngine's --init_ckpt, "
+        "with a file per layer and model-parallel rank.",
     )
     where = "a step-N folder, a run's folder, a Hugging Face folder or an FMEngine folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
@@ -88,8 +88,14 @@ def to_fmengine(words: Sequence[str]) -> int:
         else:
             choice.reject_step(options.step, folder)
             for name, value in given.items():
-                rule = f"has no effect, because {folder} is not a checkpoint of this package"
-                raise ConfigError(Problem(f"--{name}", str(value), rule, "remove it"))
+                raise ConfigError(
+                    Problem(
+                        f"--{name}",
+                        str(value),
+                        rule=f"has no effect, because {folder} is not a checkpoint of this package",
+                        fix="remove it",
+                    )
+                )
         stack.enter_context(folders.errors_name(options.checkpoint, folder))
         count, layers = folders.write(folder, output, options.mp_world_size)
     parts = "in one part"
@@ -119,12 +125,25 @@ def to_hf_format(words: Sequence[str]) -> int:
     switch = str(options.is_lora_tuned).lower()
     if switch not in ("true", "false", "yes", "no", "1", "0"):
         raise ConfigError(
-            Problem("--is-lora-tuned", options.is_lora_tuned, "must be true or false", "correct it", "command line")
+            Problem(
+                "--is-lora-tuned",
+                options.is_lora_tuned,
+                rule="must be true or false",
+                fix="correct it",
+                where="command line",
+            )
         )
     only_adapters = switch in ("true", "yes", "1")
     if options.base_model and not Path(options.base_model).is_dir():
-        fix = f"run shardtrain data download --repo_id {options.base_model} --all, and set it to that folder"
-        raise ConfigError(Problem("--base-model", options.base_model, _LOCAL_ONLY, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--base-model",
+                options.base_model,
+                rule=_LOCAL_ONLY,
+                fix=f"run shardtrain data download --repo_id {options.base_model} --all, and set it to that folder",
+                where="command line",
+            )
+        )
     base = Path(options.base_model) if options.base_model else None
     from shardtrain.compat.fmengine import folders
     from shardtrain.lora import FACT
@@ -170,8 +189,15 @@ def from_hf(words: Sequence[str]) -> int:
     options = parser.read(words)
     folder = options.model_name_or_path
     if not is_hub_folder(Path(folder)):
-        fix = f"run shardtrain data download --repo_id {folder} --all, and set it to that folder"
-        raise ConfigError(Problem("--model_name_or_path", folder, _LOCAL_ONLY, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--model_name_or_path",
+                folder,
+                rule=_LOCAL_ONLY,
+                fix=f"run shardtrain data download --repo_id {folder} --all, and set it to that folder",
+                where="command line",
+            )
+        )
     return to_fmengine([folder, options.output_dir, f"--mp_world_size={options.mp_world_size}"])
 
 
@@ -180,12 +206,25 @@ def _adapters(folder: Path, output: Path, step: str, alpha: float | None, is_req
     from shardtrain.compat.fmengine import folders
 
     if not is_requested:
-        rule = "has no effect without --adapter"
-        raise ConfigError(Problem("--lora_alpha", alpha, rule, "add --adapter", "command line"))
+        raise ConfigError(
+            Problem(
+                "--lora_alpha",
+                alpha,
+                rule="has no effect without --adapter",
+                fix="add --adapter",
+                where="command line",
+            )
+        )
     if alpha is None:
-        rule = "is required, because the weight files do not contain it"
-        fix = "use the value of lora.lora_alpha in the training JSON"
-        raise ConfigError(Problem("--lora_alpha", None, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--lora_alpha",
+                None,
+                rule="is required, because the weight files do not contain it",
+                fix="use the value of lora.lora_alpha in the training JSON",
+                where="command line",
+            )
+        )
     rank, count = folders.write_adapters(folder, output, step, alpha, str(base or ""))
     print(f"{output}: {count} adapters of rank {rank}, scaled by {alpha / rank:g}")
     return 0

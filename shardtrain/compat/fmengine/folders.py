@@ -40,8 +40,15 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
     """
     require_new(output)
     if not 1 <= num_shards <= _MAX_SHARDS:
-        rule = f"must be between 1 and {_MAX_SHARDS}"
-        raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use 1", "command line"))
+        raise ConfigError(
+            Problem(
+                "--mp_world_size",
+                num_shards,
+                rule=f"must be between 1 and {_MAX_SHARDS}",
+                fix="use 1",
+                where="command line",
+            )
+        )
     family, num_layers = family_of(folder)
     model = recognise(folder)
     with open_weights(folder, model.block) as weights:
@@ -64,8 +71,17 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
         num_heads = getattr(model.config, "num_heads", 0) or 0
         num_kv_heads = getattr(model.config, "num_kv_heads", 0) or 0
         if num_heads % num_shards or num_kv_heads % num_shards:
-            rule = f"must divide the {num_heads} heads of queries and the {num_kv_heads} heads of keys and values"
-            raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a common divisor", "command line"))
+            raise ConfigError(
+                Problem(
+                    "--mp_world_size",
+                    num_shards,
+                    rule=(
+                        f"must divide the {num_heads} heads of queries and the {num_kv_heads} heads of keys and values"
+                    ),
+                    fix="use a common divisor",
+                    where="command line",
+                )
+            )
 
         with files.new_folder(output) as temporary:
             step = temporary / _STEP
@@ -103,8 +119,15 @@ def _require_divisible(name: str, shape: tuple[int, ...], dim: int | None, num_s
     if "embed" in name or "lm_head" in name:
         next_multiple = -(-shape[dim] // num_shards) * num_shards
         fix = f"use a divisor, or import with --vocab_size {next_multiple} first"
-    rule = f"must divide the size {shape[dim]} of {name}"
-    raise ConfigError(Problem("--mp_world_size", num_shards, rule, fix, "command line"))
+    raise ConfigError(
+        Problem(
+            "--mp_world_size",
+            num_shards,
+            rule=f"must divide the size {shape[dim]} of {name}",
+            fix=fix,
+            where="command line",
+        )
+    )
 
 
 @contextlib.contextmanager
@@ -201,8 +224,9 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
                 continue
             if shard:
                 raise CheckpointError(
-                    f"{step_folder}: adapters of several model-parallel ranks cannot be joined, because each rank "
-                    "initialized its own lora_A; train with --model_parallel_size 1"
+                    f"{step_folder}: adapters of several model-parallel ranks cannot be joined, "
+                    "because each rank initialized its own lora_A; train with "
+                    "--model_parallel_size 1"
                 )
             ranks.add(stored.shape[0 if kind == "lora_A" else 1])
             tensors[f"base_model.model.model.layers.{number - 1}.{name}.weight"] = opened.tensor(stored)

@@ -35,8 +35,15 @@ def train(words: list[str]) -> int:
     """Run ``cli/train.py`` and return its exit status."""
     wants_help = "--help" in words or "-h" in words
     if not wants_help and not _has_flag(words):
-        rule = "is required: the JSON file with optimizer, batch and precision"
-        raise ConfigError(Problem(FLAG, None, rule, f"write it like {FLAG} ./configs/llama.json", "command line"))
+        raise ConfigError(
+            Problem(
+                FLAG,
+                None,
+                rule="is required: the JSON file with optimizer, batch and precision",
+                fix=f"write it like {FLAG} ./configs/llama.json",
+                where="command line",
+            )
+        )
     return cli.main(["train", *words])
 
 
@@ -59,7 +66,15 @@ def deepspeed(words: list[str]) -> int:
     for name in ("num_gpus", "num_nodes", "master_port"):
         text = options.get(name, "1")
         if not (text.isdecimal() and 0 < int(text) < 10**6):
-            raise ConfigError(Problem(f"--{name}", text, "must be a positive integer", "correct it", "command line"))
+            raise ConfigError(
+                Problem(
+                    f"--{name}",
+                    text,
+                    rule="must be a positive integer",
+                    fix="correct it",
+                    where="command line",
+                )
+            )
 
     # Like DeepSpeed, run on the hosts of a hostfile, or only on this machine.
     host_options = _host_options(options)
@@ -94,9 +109,15 @@ def commands(words: list[str]) -> int:
         ConfigError: the folder contains other programs with these names.
     """
     if len(words) != 1 or words[0].startswith("-"):
-        rule = "requires an output folder"
-        fix = 'write it like export PATH="$(python -m shardtrain.compat.fmengine commands ~/.fmengine):$PATH"'
-        raise ConfigError(Problem("shardtrain.compat.fmengine commands", None, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain.compat.fmengine commands",
+                None,
+                rule="requires an output folder",
+                fix='write it like export PATH="$(python -m shardtrain.compat.fmengine commands ~/.fmengine):$PATH"',
+                where="command line",
+            )
+        )
     folder = Path(words[0]).expanduser().absolute()
     for name in ("deepspeed", "torchrun"):
         command = shlex.join(python_child.command("shardtrain.compat.fmengine", name))
@@ -105,7 +126,14 @@ def commands(words: list[str]) -> int:
         with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
             if path.exists() and "shardtrain.compat.fmengine" not in path.read_text(errors="replace")[:1000]:
-                raise ConfigError(Problem(str(path), None, "exists and is another program", "use another folder"))
+                raise ConfigError(
+                    Problem(
+                        str(path),
+                        None,
+                        rule="exists and is another program",
+                        fix="use another folder",
+                    )
+                )
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)
     print(folder)
@@ -121,13 +149,33 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if word.startswith("-"):
             name, _, value = word.partition("=")
             supported = ", ".join([*_OPTIONS, *_ALIASES, *sorted(_IGNORED)])
-            rule = "is not supported by this launcher"
-            raise ConfigError(Problem(name, value or None, rule, f"supported are {supported}", "deepspeed"))
-        rule = "must be FMEngine's cli/train.py, the only supported program"
-        raise ConfigError(Problem("deepspeed", word, rule, "start other programs with DeepSpeed itself"))
+            raise ConfigError(
+                Problem(
+                    name,
+                    value or None,
+                    rule="is not supported by this launcher",
+                    fix=f"supported are {supported}",
+                    where="deepspeed",
+                )
+            )
+        raise ConfigError(
+            Problem(
+                "deepspeed",
+                word,
+                rule="must be FMEngine's cli/train.py, the only supported program",
+                fix="start other programs with DeepSpeed itself",
+            )
+        )
     if program == len(words):
-        fix = "write cli/train.py and its flags"
-        raise ConfigError(Problem("deepspeed", None, "requires a program", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "deepspeed",
+                None,
+                rule="requires a program",
+                fix="write cli/train.py and its flags",
+                where="command line",
+            )
+        )
     options = {}
     for name, value in parsed.own.items():
         if name not in _IGNORED:
@@ -142,10 +190,23 @@ def _host_options(options: dict[str, str]) -> list[str]:
     is_local = any(options.get(name, "").startswith("localhost") for name in ("include", "exclude"))
     if is_local or not Path(file).is_file():
         if hostfile and not is_local:
-            raise ConfigError(Problem("--hostfile", hostfile, "does not exist", "correct or remove it"))
+            raise ConfigError(
+                Problem(
+                    "--hostfile",
+                    hostfile,
+                    rule="does not exist",
+                    fix="correct or remove it",
+                )
+            )
         if int(options.get("num_nodes", "1")) > 1:
-            rule = f"requires a hostfile, and {HOSTFILE} does not exist"
-            raise ConfigError(Problem("--num_nodes", options["num_nodes"], rule, "add --hostfile FILE"))
+            raise ConfigError(
+                Problem(
+                    "--num_nodes",
+                    options["num_nodes"],
+                    rule=f"requires a hostfile, and {HOSTFILE} does not exist",
+                    fix="add --hostfile FILE",
+                )
+            )
         return []
     words = ["--hostfile", file]
     for name, option in (
@@ -158,9 +219,15 @@ def _host_options(options: dict[str, str]) -> list[str]:
         if name in options:
             words += [option, options[name]]
     if options.get("launcher", "pdsh") not in ("pdsh", "ssh"):
-        rule = "is not supported; hosts are connected by ssh"
-        fix = "remove it, or use `shardtrain launch slurm` under Slurm"
-        raise ConfigError(Problem("--launcher", options["launcher"], rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--launcher",
+                options["launcher"],
+                rule="is not supported; hosts are connected by ssh",
+                fix="remove it, or use `shardtrain launch slurm` under Slurm",
+                where="command line",
+            )
+        )
     return words
 
 
@@ -222,7 +289,14 @@ def _local_devices(options: dict[str, str]) -> str:
             continue
         match = re.fullmatch(r"localhost(?::(\d+(?:,\d+)*))?", text)
         if not match or name == "exclude":
-            rule = "is only supported with a hostfile; on this machine use --include localhost:0,1"
-            raise ConfigError(Problem(f"--{name}", text, rule, "select devices with --include", "command line"))
+            raise ConfigError(
+                Problem(
+                    f"--{name}",
+                    text,
+                    rule="is only supported with a hostfile; on this machine use --include localhost:0,1",
+                    fix="select devices with --include",
+                    where="command line",
+                )
+            )
         return match[1] or ""
     return ""

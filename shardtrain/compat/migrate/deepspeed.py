@@ -215,10 +215,16 @@ def _batches(migration: FileMigration) -> None:
         elif per_process:
             disagrees = total % per_process != 0
         if disagrees:
-            rule = f"must be {micro} x {accumulated} x {world or 'the number of'} processes, as DeepSpeed requires"
-            fix = "remove gradient_accumulation_steps, or correct one of the three options"
             migration.problems.append(
-                Problem("train_batch_size", total, rule, fix, migration.where("train_batch_size"))
+                Problem(
+                    "train_batch_size",
+                    total,
+                    rule=(
+                        f"must be {micro} x {accumulated} x {world or 'the number of'} processes, as DeepSpeed requires"
+                    ),
+                    fix="remove gradient_accumulation_steps, or correct one of the three options",
+                    where=migration.where("train_batch_size"),
+                )
             )
         migration.record("gradient_accumulation_steps", "honoured", "the two batch sizes determine it")
         return
@@ -406,7 +412,13 @@ def _rates(migration: FileMigration) -> None:
     migration.set(first, "lr_scheduler.min_lr_factor", share, "the first rate as a fraction of the peak")
     if not 0 <= share <= 1:
         migration.problems.append(
-            Problem(f"{_WARMUP}min_lr", least, f"is above warmup_max_lr={most}", "correct it", migration.where(first))
+            Problem(
+                f"{_WARMUP}min_lr",
+                least,
+                rule=f"is above warmup_max_lr={most}",
+                fix="correct it",
+                where=migration.where(first),
+            )
         )
 
 
@@ -420,9 +432,14 @@ def _shares(migration: FileMigration) -> None:
         migration.record(first, "honoured", "the warmup starts at 0")
     migration.record(first, "unsupported", "the warmup of a cosine always starts at 0")
     if not 0 <= share <= 1:
-        rule = "must be between 0 and 1"
         migration.problems.append(
-            Problem("scheduler.params.cos_min_ratio", share, rule, "correct it", migration.where(last))
+            Problem(
+                "scheduler.params.cos_min_ratio",
+                share,
+                rule="must be between 0 and 1",
+                fix="correct it",
+                where=migration.where(last),
+            )
         )
 
 
@@ -435,7 +452,15 @@ def _length(migration: FileMigration) -> None:
     elif steps is None or steps < 1:
         rule = "must be a positive number of steps for this schedule"
         place = migration.where(key if key in migration.values else _k("scheduler.type"))
-        migration.problems.append(Problem("scheduler.params.total_num_steps", steps, rule, "write it", place))
+        migration.problems.append(
+            Problem(
+                "scheduler.params.total_num_steps",
+                steps,
+                rule=rule,
+                fix="write it",
+                where=place,
+            )
+        )
     else:
         migration.set(key, "lr_scheduler.total_steps", steps, "later steps use the last rate")
 

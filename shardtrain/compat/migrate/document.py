@@ -52,12 +52,25 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise bounded_reads.unreadable("the file", path, error, "use a configuration file") from None
     if len(content) > MAX_BYTES:
-        rule = f"must be a configuration of at most {MAX_BYTES} bytes"
-        raise ConfigError(Problem("the file", str(path), rule, "use a configuration file"))
+        raise ConfigError(
+            Problem(
+                "the file",
+                str(path),
+                rule=f"must be a configuration of at most {MAX_BYTES} bytes",
+                fix="use a configuration file",
+            )
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(Problem("the file", str(path), "is not UTF-8 text", "save it as UTF-8")) from None
+        raise ConfigError(
+            Problem(
+                "the file",
+                str(path),
+                rule="is not UTF-8 text",
+                fix="save it as UTF-8",
+            )
+        ) from None
 
 
 def facts_of_folder(folder: str | None) -> dict[str, Any]:

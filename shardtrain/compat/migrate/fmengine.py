@@ -102,8 +102,15 @@ class FlagLine:
         places += [parent / name for parent in self.path.resolve().parents[:4]]
         file = next((place for place in places if place.is_file()), None)
         if file is None:
-            fix = "add the JSON file to the command"
-            raise ConfigError(Problem("deepspeed_config", name, "does not exist here", fix, self.path.name))
+            raise ConfigError(
+                Problem(
+                    "deepspeed_config",
+                    name,
+                    rule="does not exist here",
+                    fix="add the JSON file to the command",
+                    where=self.path.name,
+                )
+            )
         return [read(file)]
 
     def refuse_stray(self, words: Sequence[str]) -> None:
@@ -116,14 +123,28 @@ class FlagLine:
                 key = name[2:].replace("-", "_")
                 expects_value = bool(key) and not equals
                 if key in values and equals and values[key] != value:
-                    rule = f"was already set to {values[key]}"
-                    raise ConfigError(Problem(name, value, rule, "keep only one", "command line"))
+                    raise ConfigError(
+                        Problem(
+                            name,
+                            value,
+                            rule=f"was already set to {values[key]}",
+                            fix="keep only one",
+                            where="command line",
+                        )
+                    )
                 values[key] = value if equals else self.flags.get(key, "")
             elif expects_value:
                 expects_value = False
             else:
-                rule = "does not belong to a flag"
-                raise ConfigError(Problem("the argument", word, rule, "write --flag value", "command line"))
+                raise ConfigError(
+                    Problem(
+                        "the argument",
+                        word,
+                        rule="does not belong to a flag",
+                        fix="write --flag value",
+                        where="command line",
+                    )
+                )
 
     def read(self, num_processes: int | None, parts: Sequence[FileMigration]) -> FileMigration:
         """Translate each flag."""
@@ -167,8 +188,14 @@ def command_line(path: Path, text: str) -> FlagLine:
             line_numbers += [number] * len(words_of_line)
         if any(word.partition("=")[0] == FLAG for word in words):
             return parse(words, path.name, path, line_numbers)
-    rule = f"contains no command with {FLAG}, FMEngine's flag"
-    raise ConfigError(Problem("the file", str(path), rule, "use the configuration file itself"))
+    raise ConfigError(
+        Problem(
+            "the file",
+            str(path),
+            rule=f"contains no command with {FLAG}, FMEngine's flag",
+            fix="use the configuration file itself",
+        )
+    )
 
 
 def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> FlagLine:
@@ -210,8 +237,15 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
             continue
         if "$" in text:
             at = f"{where}:{lines[number]}" if lines else where
-            rule = "must not be a shell variable, because the shell is not run"
-            raise ConfigError(Problem(name, text, rule, "write the value", at))
+            raise ConfigError(
+                Problem(
+                    name,
+                    text,
+                    rule="must not be a shell variable, because the shell is not run",
+                    fix="write the value",
+                    where=at,
+                )
+            )
         line.flags[key] = text
         if lines:
             line.lines[tuple(key.split("\0"))] = lines[number]
@@ -221,9 +255,15 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
 def require_deepspeed(document: ForeignDocument, system: str) -> None:
     """Raise ConfigError if the file that the flags name as DeepSpeed's is from another system."""
     if system != deepspeed.SYSTEM:
-        rule = f"must be DeepSpeed's JSON, but its keys are those of {system}"
-        fix = "use the file with train_micro_batch_size_per_gpu"
-        raise ConfigError(Problem("deepspeed_config", str(document.path), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "deepspeed_config",
+                str(document.path),
+                rule=f"must be DeepSpeed's JSON, but its keys are those of {system}",
+                fix="use the file with train_micro_batch_size_per_gpu",
+                where="command line",
+            )
+        )
 
 
 def before(migration: FileMigration) -> None:
@@ -243,9 +283,14 @@ def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
     migration.set("model_parallel_size", "parallelism.tensor_parallel_degree", tensor)
     world = migration.num_processes
     if world and world % (stages * tensor):
-        rule = f"times model_parallel_size={tensor} must divide the {world} processes"
         migration.problems.append(
-            Problem("pipe_parallel_size", stages, rule, "use divisors", migration.where("pipe_parallel_size"))
+            Problem(
+                "pipe_parallel_size",
+                stages,
+                rule=f"times model_parallel_size={tensor} must divide the {world} processes",
+                fix="use divisors",
+                where=migration.where("pipe_parallel_size"),
+            )
         )
         return
 

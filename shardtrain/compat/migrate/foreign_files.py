@@ -151,9 +151,15 @@ def open_file(
     """
     migration = migrate([path], num_processes, machine=machine)
     if verb == "train" and migration.verb != verb:
-        rule = "is for testing, but this command trains"
-        fix = f"run shardtrain {migration.verb} {path}"
-        raise ConfigError(Problem("mode", migration.verb, rule, fix, path.name))
+        raise ConfigError(
+            Problem(
+                "mode",
+                migration.verb,
+                rule="is for testing, but this command trains",
+                fix=f"run shardtrain {migration.verb} {path}",
+                where=path.name,
+            )
+        )
     return _followed(migration, arguments, path), migration.launch
 
 
@@ -217,8 +223,14 @@ def reader_of(document: ForeignDocument) -> Any:
             return reader
     names = ", ".join(reader.SYSTEM for reader in READERS)
     seen = ", ".join(list(document.values)[:4]) or "nothing"
-    rule = f"must be from a known system (its first keys are {seen})"
-    raise ConfigError(Problem("the file", str(document.path), rule, f"use a file of {names}, torchtitan or FMEngine"))
+    raise ConfigError(
+        Problem(
+            "the file",
+            str(document.path),
+            rule=f"must be from a known system (its first keys are {seen})",
+            fix=f"use a file of {names}, torchtitan or FMEngine",
+        )
+    )
 
 
 def _is_script(file: Path) -> bool:
@@ -258,8 +270,15 @@ def _join(parts: Sequence[FileMigration], problems: list[Problem]) -> list[Setti
             is_explicit = option in explicit
             earlier = settings.get(option)
             if earlier and is_explicit and option in explicit_options and earlier.value != setting.value:
-                rule = f"contradicts {earlier.value!r} at {earlier.where}"
-                problems.append(Problem(option, setting.value, rule, "make the files agree", setting.where))
+                problems.append(
+                    Problem(
+                        option,
+                        setting.value,
+                        rule=f"contradicts {earlier.value!r} at {earlier.where}",
+                        fix="make the files agree",
+                        where=setting.where,
+                    )
+                )
             elif not earlier or (is_explicit and option not in explicit_options):
                 settings[option] = setting
                 if is_explicit:

@@ -52,23 +52,50 @@ def main(words: Sequence[str]) -> int:
             text = value if equals else (words.pop(0) if words else "")
             if name == "--nproc":
                 if not (text.isdecimal() and 0 < int(text) < 10**7):
-                    fix = "write it like --nproc 8"
-                    raise ConfigError(Problem(name, text, "must be a positive integer", fix, "command line"))
+                    raise ConfigError(
+                        Problem(
+                            name,
+                            text,
+                            rule="must be a positive integer",
+                            fix="write it like --nproc 8",
+                            where="command line",
+                        )
+                    )
                 nproc = int(text)
             elif not text:
                 raise ConfigError(
-                    Problem(name, text, "requires the name of a file", "write it like -o new.toml", "command line")
+                    Problem(
+                        name,
+                        text,
+                        rule="requires the name of a file",
+                        fix="write it like -o new.toml",
+                        where="command line",
+                    )
                 )
             else:
                 output = Path(text)
         elif word.startswith("-"):
-            fix = "run `shardtrain config migrate --help` for a list of options"
-            raise ConfigError(Problem(word, None, "does not exist", fix, "command line"))
+            raise ConfigError(
+                Problem(
+                    word,
+                    None,
+                    rule="does not exist",
+                    fix="run `shardtrain config migrate --help` for a list of options",
+                    where="command line",
+                )
+            )
         else:
             files.append(Path(word))
     if not files:
-        fix = "write it like shardtrain config migrate parameters.yml -o new.toml"
-        raise ConfigError(Problem("shardtrain config migrate", None, "requires a file", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain config migrate",
+                None,
+                rule="requires a file",
+                fix="write it like shardtrain config migrate parameters.yml -o new.toml",
+                where="command line",
+            )
+        )
 
     # Do not read the folders that the files name. They may not exist on this machine.
     migration = migrate(files, nproc, flags)
@@ -83,7 +110,13 @@ def main(words: Sequence[str]) -> int:
         return 0
     if any(os.path.realpath(output) == os.path.realpath(file) for file in files):
         raise ConfigError(
-            Problem("-o", str(output), "must not be an input file", "choose another file", "command line")
+            Problem(
+                "-o",
+                str(output),
+                rule="must not be an input file",
+                fix="choose another file",
+                where="command line",
+            )
         )
     with storage_errors.writing(output, "choose another file"):
         atomic_io.write(output, text, create_folder=True)

@@ -196,7 +196,15 @@ class FileMigration:
         try:
             return of_kind(value, kind)
         except Unfit as unfit:
-            self.problems.append(Problem(_dotted(key), value, unfit.rule, unfit.fix, self.where(key)))
+            self.problems.append(
+                Problem(
+                    _dotted(key),
+                    value,
+                    rule=unfit.rule,
+                    fix=unfit.fix,
+                    where=self.where(key),
+                )
+            )
             return otherwise
 
     def has(self, key: str) -> bool:
@@ -317,8 +325,15 @@ def _without_rule(
         if value in ({}, [], None, ""):
             migration.record(key, "ignored", "it is empty")
         else:
-            fix = f"write {name} as a table with its own keys"
-            migration.problems.append(Problem(name, value, "must be a table", fix, where))
+            migration.problems.append(
+                Problem(
+                    name,
+                    value,
+                    rule="must be a table",
+                    fix=f"write {name} as a table with its own keys",
+                    where=where,
+                )
+            )
         return
 
     # A name very close to a known one is a typing error, even where unknown keys are allowed.
@@ -365,6 +380,14 @@ def _to(migration: FileMigration, key: str, value: Any, rule: To) -> None:
         if rule.translate:
             new = rule.translate(new)
     except Unfit as unfit:
-        migration.problems.append(Problem(_dotted(key), value, unfit.rule, unfit.fix, migration.where(key)))
+        migration.problems.append(
+            Problem(
+                _dotted(key),
+                value,
+                rule=unfit.rule,
+                fix=unfit.fix,
+                where=migration.where(key),
+            )
+        )
         return
     migration.set(key, rule.option, new, rule.why)

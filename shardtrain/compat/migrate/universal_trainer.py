@@ -84,9 +84,15 @@ def prepare(migration: FileMigration) -> None:
             continue
         value = migration.values[key]
         if value is not None and not isinstance(value, int | float | bool | str):
-            rule = "must be a number, text, true or false"
-            fix = "write it as text, which a hook can parse"
-            migration.problems.append(Problem(key.replace("\0", "."), None, rule, fix, migration.where(key)))
+            migration.problems.append(
+                Problem(
+                    key.replace("\0", "."),
+                    None,
+                    rule="must be a number, text, true or false",
+                    fix="write it as text, which a hook can parse",
+                    where=migration.where(key),
+                )
+            )
         elif value is not None:
             migration.set(key, f"task.options.{name}", value, "hooks can read it as self.config.task.options")
         else:
@@ -102,9 +108,15 @@ def finish(migration: FileMigration) -> None:
     _data(migration, world * rows)
     mode = str(get(_key(_T, "mode"), str, "train"))
     if mode not in ("train", "test"):
-        where = migration.where(_key(_T, "mode"))
-        fix = "correct it (test also accepts a file without labels, and writes predictions)"
-        migration.problems.append(Problem(f"{_T}mode", mode, "must be train or test", fix, where))
+        migration.problems.append(
+            Problem(
+                f"{_T}mode",
+                mode,
+                rule="must be train or test",
+                fix="correct it (test also accepts a file without labels, and writes predictions)",
+                where=migration.where(_key(_T, "mode")),
+            )
+        )
     migration.verb = mode
     migration.record(_key(_T, "mode"), "honoured", f"shardtrain.compat.main runs `shardtrain {mode}` with this file")
     folder = get(_key(_T, "pretrained_model_dir"), str)
@@ -231,8 +243,8 @@ def _processes(migration: FileMigration) -> int:
             )
         elif used > 1:
             migration.notes.append(
-                f"is_distributed is false: {used} processes, one for each device, share DataParallel's {batch} rows; "
-                "the numbers equal those of a single process"
+                f"is_distributed is false: {used} processes, one for each device, "
+                f"share DataParallel's {batch} rows; the numbers equal those of a single process"
             )
         return used
 
@@ -284,13 +296,26 @@ def _hooks(migration: FileMigration) -> bool:
         migration.problems += [Problem(f"{_T}hooks_file", given, p.rule, p.fix, migration.where(key)) for p in wrong]
         return True
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
-        rule = f"cannot be read as a Python file ({error.strerror if isinstance(error, OSError) else error})"
-        migration.problems.append(Problem(f"{_T}hooks_file", given, rule, "correct it", migration.where(key)))
+        migration.problems.append(
+            Problem(
+                f"{_T}hooks_file",
+                given,
+                rule=f"cannot be read as a Python file ({error.strerror if isinstance(error, OSError) else error})",
+                fix="correct it",
+                where=migration.where(key),
+            )
+        )
         return True
     if not names & {"Task", "Model"}:
-        rule = "must define a class Task or a class Model"
-        fix = "see docs/migrate/universal_trainer.md"
-        migration.problems.append(Problem(f"{_T}hooks_file", given, rule, fix, migration.where(key)))
+        migration.problems.append(
+            Problem(
+                f"{_T}hooks_file",
+                given,
+                rule="must define a class Task or a class Model",
+                fix="see docs/migrate/universal_trainer.md",
+                where=migration.where(key),
+            )
+        )
     if facts is not None:
         migration.set(key, "task.name", path, "its class Task")
         metric = next((name for name in facts.metrics if name != "loss"), "loss")

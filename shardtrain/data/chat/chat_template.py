@@ -139,8 +139,17 @@ class ChatTemplate:
         # a template cannot break out of this sandbox only if it cannot break out of Jinja's
         version = importlib.metadata.version("jinja2")
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
-            rule = f"requires jinja2 3.1.6 or newer, which closes holes of the sandbox; version {version} is installed"
-            raise ConfigError(Problem(option, None, rule, "pip install -U jinja2"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    None,
+                    rule=(
+                        "requires jinja2 3.1.6 or newer, which closes holes of the sandbox; "
+                        f"version {version} is installed"
+                    ),
+                    fix="pip install -U jinja2",
+                )
+            )
 
         # the functions that Hugging Face's templates expect in addition to Jinja's, with their work counted
         environment = sandbox(self._work, _generation_tag(self), loopcontrols)

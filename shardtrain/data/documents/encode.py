@@ -243,30 +243,50 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
     """
     template, tool_template = _templates(tokenizer, data)
     if template is None:
-        fix = "name the file of a Jinja template, or use the tokenizer of a chat model"
         raise ConfigError(
-            Problem("data.chat_template", None, "is not set, and the tokenizer has no chat template", fix)
+            Problem(
+                "data.chat_template",
+                None,
+                rule="is not set, and the tokenizer has no chat template",
+                fix="name the file of a Jinja template, or use the tokenizer of a chat model",
+            )
         )
     special = tokenizer.special_tokens
     compiled = ChatTemplate(template, special, data.chat_template)
     tools = None if tool_template is None else ChatTemplate(tool_template, special)
     if data.learn_turn_separator and (compiled.marks or (tools is not None and tools.marks)):
-        rule = "has no effect: the chat template marks what is learned with {% generation %}"
-        fix = "move the line end into the marks, or remove the option"
-        raise ConfigError(Problem("data.learn_turn_separator", True, rule, fix))
+        raise ConfigError(
+            Problem(
+                "data.learn_turn_separator",
+                True,
+                rule="has no effect: the chat template marks what is learned with {% generation %}",
+                fix="move the line end into the marks, or remove the option",
+            )
+        )
     conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
     # The end must be one special token, and the template must not write one itself.
     if data.turn_end is not None:
         ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
         if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
-            rule = f"is not a special token of the tokenizer {tokenizer.spec}"
-            fix = "name one, such as its end token"
-            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "data.turn_end",
+                    data.turn_end,
+                    rule=f"is not a special token of the tokenizer {tokenizer.spec}",
+                    fix="name one, such as its end token",
+                )
+            )
         written = Conversations(tokenizer, compiled, tools).turn_end()
         if written is not None:
             end = tokenizer.decode([written], keep_special=True)
-            rule = f"has no effect: the chat template ends a turn with {end!r}"
-            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "remove it"))
+            raise ConfigError(
+                Problem(
+                    "data.turn_end",
+                    data.turn_end,
+                    rule=f"has no effect: the chat template ends a turn with {end!r}",
+                    fix="remove it",
+                )
+            )
     return conversations
 
 
@@ -276,9 +296,14 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
         return tokenizer.chat_template, tokenizer.tool_template
     file = Path(data.chat_template)
     if not file.is_file():
-        rule = "is not a file"
-        fix = "name the file of a Jinja template"
-        raise ConfigError(Problem("data.chat_template", data.chat_template, rule, fix))
+        raise ConfigError(
+            Problem(
+                "data.chat_template",
+                data.chat_template,
+                rule="is not a file",
+                fix="name the file of a Jinja template",
+            )
+        )
     return read_text(file, "data.chat_template"), None
 
 

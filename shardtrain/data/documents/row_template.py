@@ -107,9 +107,14 @@ class RowTemplate:
             return environment.from_string(text)
         except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
             where = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
-            rule = f"is not a Jinja template ({where})"
-            fix = "write columns like {{ question }}"
-            raise ConfigError(Problem(f"{option}.{name}", text, rule, fix)) from error
+            raise ConfigError(
+                Problem(
+                    f"{option}.{name}",
+                    text,
+                    rule=f"is not a Jinja template ({where})",
+                    fix="write columns like {{ question }}",
+                )
+            ) from error
 
 
 class TemplatedEncoder:

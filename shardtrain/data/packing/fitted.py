@@ -208,11 +208,18 @@ def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_m
     )
     if table is None and refuses_many and packing.kind == "first_fit" and line.num_documents > MAX_DOCUMENTS:
         rule = (
-            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents without a table for rows of '
+            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents without a table '
+            "for rows of "
             f"{packing.seq_len}: fitting more than {MAX_DOCUMENTS:,} takes minutes on each rank at each start"
         )
-        fix = 'run "shardtrain data prepare" with this configuration, which fits them once, or use "concat"'
-        raise ConfigError(Problem("data.packing", None, rule, fix))
+        raise ConfigError(
+            Problem(
+                "data.packing",
+                None,
+                rule=rule,
+                fix='run "shardtrain data prepare" with this configuration, which fits them once, or use "concat"',
+            )
+        )
     return table
 
 

@@ -180,9 +180,14 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
     table = _load(bytes(raw["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
-        fix = 'run "shardtrain data prepare" again with this version'
-        rule = f"has format_version {version!r}, and this version reads {VERSION}"
-        raise ConfigError(Problem(option, str(path), rule, fix))
+        raise ConfigError(
+            Problem(
+                option,
+                str(path),
+                rule=f"has format_version {version!r}, and this version reads {VERSION}",
+                fix='run "shardtrain data prepare" again with this version',
+            )
+        )
     try:
         index = _parse(table)
     except (KeyError, TypeError, ValueError) as error:
@@ -210,12 +215,24 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
         rule = "does not exist"
         if folder.exists():
             rule = "is a file, not a folder of prepared tokens"
-        fix = 'name a folder made by "shardtrain data prepare"'
-        raise ConfigError(Problem(option, str(folder), rule, fix))
+        raise ConfigError(
+            Problem(
+                option,
+                str(folder),
+                rule=rule,
+                fix='name a folder made by "shardtrain data prepare"',
+            )
+        )
     if not path.is_file():
         if (folder / UNFINISHED).is_dir():
-            fix = 'start the same "shardtrain data prepare" again: it continues where it stopped'
-            raise ConfigError(Problem(option, str(folder), "is not completely prepared", fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(folder),
+                    rule="is not completely prepared",
+                    fix='start the same "shardtrain data prepare" again: it continues where it stopped',
+                )
+            )
         inner = sorted(f.parent.name for f in folder.glob(f"*/{INDEX}"))
         fix = 'run "shardtrain data prepare" first'
         if inner:

@@ -146,9 +146,14 @@ class ShardTokenBuffer:
             return np.array([], dtype=np.int64)
         mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
         if mapped[0] != 0 or mapped[-1] > self.num_tokens:
-            rule = f"contains starts of documents outside the {self.num_tokens} tokens"
-            fix = 'run "shardtrain data prepare" again'
-            raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
+            raise ConfigError(
+                Problem(
+                    self.option,
+                    str(self.folder / STARTS),
+                    rule=f"contains starts of documents outside the {self.num_tokens} tokens",
+                    fix='run "shardtrain data prepare" again',
+                )
+            )
         return np.asarray(mapped)
 
     def _first_look(self, stored: ShardFile) -> None:
@@ -232,12 +237,20 @@ def check_tokenizer(buffer: ShardTokenBuffer, tokenizer: Tokenizer, option: str 
     index = buffer.index
     if index.tokenizer != tokenizer.fingerprint:
         rule = (
-            f'differs from the tokenizer of {buffer.folder}, "{index.tokenizer_name}": that has {index.vocab_size} ids '
-            f"and fingerprint {index.tokenizer[:12]}; this has {tokenizer.vocab_size} ids and fingerprint "
+            f'differs from the tokenizer of {buffer.folder}, "{index.tokenizer_name}": '
+            f"that has {index.vocab_size} ids "
+            f"and fingerprint {index.tokenizer[:12]}; this has {tokenizer.vocab_size} ids and "
+            "fingerprint "
             f"{tokenizer.fingerprint[:12]}"
         )
-        fix = "use that tokenizer, or prepare the data with this one"
-        raise ConfigError(Problem(option, None, rule, fix))
+        raise ConfigError(
+            Problem(
+                option,
+                None,
+                rule=rule,
+                fix="use that tokenizer, or prepare the data with this one",
+            )
+        )
     check_vocabulary(buffer, tokenizer.vocab_size, option)
 
 
@@ -245,11 +258,20 @@ def check_vocabulary(buffer: ShardTokenBuffer, vocab_size: int, option: str = "m
     """Raise ConfigError if tokens have ids that are not in the vocabulary of a model or tokenizer."""
     if buffer.index.max_id >= vocab_size:
         rule = (
-            f"has a vocabulary of {vocab_size}, and {buffer.folder} contains ids up to {buffer.index.max_id} of a "
-            f"vocabulary of {buffer.index.vocab_size}"
+            f"has a vocabulary of {vocab_size}, and {buffer.folder} contains ids up to "
+            f"{buffer.index.max_id} of a vocabulary of {buffer.index.vocab_size}"
         )
-        fix = f"use a vocabulary of {buffer.index.max_id + 1} or more, or prepare the data with the right tokenizer"
-        raise ConfigError(Problem(option, None, rule, fix))
+        raise ConfigError(
+            Problem(
+                option,
+                None,
+                rule=rule,
+                fix=(
+                    f"use a vocabulary of {buffer.index.max_id + 1} or more, "
+                    "or prepare the data with the right tokenizer"
+                ),
+            )
+        )
 
 
 def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:

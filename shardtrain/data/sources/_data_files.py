@@ -381,8 +381,14 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
     option = request.option
     path = request.path
     if not path:
-        rule = f'is not set, and the dataset "{dataset}" requires it'
-        raise ConfigError(Problem(option, None, rule, f"name a file, a folder of {wanted}, or a pattern"))
+        raise ConfigError(
+            Problem(
+                option,
+                None,
+                rule=f'is not set, and the dataset "{dataset}" requires it',
+                fix=f"name a file, a folder of {wanted}, or a pattern",
+            )
+        )
     place = os.path.expanduser(path)
 
     def file_list(arrays: Any) -> FileList:
@@ -406,22 +412,49 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
     if kind == "folder":
         names = _walk(root, endings, option)
         if not names:
-            fix = "name one that has some"
-            raise ConfigError(Problem(option, path, f"is a folder without {wanted} files", fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    path,
+                    rule=f"is a folder without {wanted} files",
+                    fix="name one that has some",
+                )
+            )
     elif not kind and not os.path.lexists(root) and glob.has_magic(root):
         root, names = _match(root)
         if not names:
-            fix = "correct the pattern, or name a folder"
-            raise ConfigError(Problem(option, path, "matches no file", fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    path,
+                    rule="matches no file",
+                    fix="correct the pattern, or name a folder",
+                )
+            )
     elif kind or os.path.lexists(root):
         root, name = os.path.split(root)
         names = [name]
     else:
-        fix = f"name a file, a folder of {wanted}, or a pattern"
-        raise ConfigError(Problem(option, path, "does not exist", fix))
+        raise ConfigError(
+            Problem(
+                option,
+                path,
+                rule="does not exist",
+                fix=f"name a file, a folder of {wanted}, or a pattern",
+            )
+        )
     if len(names) > MAX_FILES:
-        rule = f"names {len(names):,} files, and at most {MAX_FILES:,} are supported, because each start checks all"
-        raise ConfigError(Problem(option, path, rule, "put more documents into each file"))
+        raise ConfigError(
+            Problem(
+                option,
+                path,
+                rule=(
+                    f"names {len(names):,} files, and at most {MAX_FILES:,} are supported, "
+                    "because each start checks all"
+                ),
+                fix="put more documents into each file",
+            )
+        )
 
     # columns, because an object for each of a million files would take half a gigabyte
     before = os.path.join(root, "")

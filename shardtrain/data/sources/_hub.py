@@ -47,8 +47,14 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
     library = _datasets(request)
     streaming = dataset.streaming if request.streaming is None else request.streaming
     if streaming and "[" in (dataset.split or request.split):
-        rule = f"is not supported for a part of a split ({dataset.split or request.split})"
-        raise ConfigError(Problem("data.streaming", True, rule, "set it to false, or read all of the split"))
+        raise ConfigError(
+            Problem(
+                "data.streaming",
+                True,
+                rule=f"is not supported for a part of a split ({dataset.split or request.split})",
+                fix="set it to false, or read all of the split",
+            )
+        )
     options: dict[str, Any] = {
         "name": request.subset or dataset.subset,
         "split": dataset.split or request.split,
@@ -116,8 +122,14 @@ def open_saved(request: Request) -> Table | Shards:
         for path in files:
             if kinds[path] != "file":
                 name = os.path.basename(path)
-                rule = f"contains {name!r}, which is not a regular file"
-                raise ConfigError(Problem(request.option, request.path, rule, "remove it from the folder"))
+                raise ConfigError(
+                    Problem(
+                        request.option,
+                        request.path,
+                        rule=f"contains {name!r}, which is not a regular file",
+                        fix="remove it from the folder",
+                    )
+                )
         _prove({"folder": folder}, files, request)
         return []
 
@@ -125,16 +137,26 @@ def open_saved(request: Request) -> Table | Shards:
     try:
         saved = library.load_from_disk(request.path)
     except Exception as error:
-        rule = f"cannot be opened as a saved dataset ({describe_error(error)})"
-        fix = "save it again by save_to_disk"
-        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
+        raise ConfigError(
+            Problem(
+                request.option,
+                request.path,
+                rule=f"cannot be opened as a saved dataset ({describe_error(error)})",
+                fix="save it again by save_to_disk",
+            )
+        ) from error
 
     # a dataset that was saved without a DatasetDict may know its split
     splits = saved if isinstance(saved, Mapping) else {str(saved.split or request.split): saved}
     if request.split not in splits:
-        rule = f'has no split "{request.split}"'
-        fix = f"set {request.split_option} to {' or '.join(splits)}"
-        raise ConfigError(Problem(request.option, request.path, rule, fix))
+        raise ConfigError(
+            Problem(
+                request.option,
+                request.path,
+                rule=f'has no split "{request.split}"',
+                fix=f"set {request.split_option} to {' or '.join(splits)}",
+            )
+        )
     return _opened(splits[request.split], request)
 
 
@@ -158,9 +180,14 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
     try:
         dataset = library.concatenate_datasets(parts)
     except Exception as error:
-        rule = f"contains Arrow files with different columns ({describe_error(error)})"
-        fix = "select files with the same columns by a pattern"
-        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
+        raise ConfigError(
+            Problem(
+                request.option,
+                request.path,
+                rule=f"contains Arrow files with different columns ({describe_error(error)})",
+                fix="select files with the same columns by a pattern",
+            )
+        ) from error
     return _opened(dataset, request)
 
 

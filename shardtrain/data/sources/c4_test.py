@@ -26,7 +26,12 @@ def open_source(request: Request) -> Table | Shards:
     )
     if not path:
         option = request.option.removesuffix("_path")
-        rule = f"is a local dataset, which is not in ./{PLACES[0]}"
-        fix = f'name its folder with {request.option}, or use "python_stdlib", which is on every machine'
-        raise ConfigError(Problem(option, "c4_test", rule, fix))
+        raise ConfigError(
+            Problem(
+                option,
+                "c4_test",
+                rule=f"is a local dataset, which is not in ./{PLACES[0]}",
+                fix=f'name its folder with {request.option}, or use "python_stdlib", which is on every machine',
+            )
+        )
     return huggingface.open_preset(replace(request, path=path), HubSet("c4_test", split="train"))

@@ -57,9 +57,14 @@ def open_source(request: Request) -> Table | Shards:
         DataError: a file cannot be used.
     """
     if not request.path:
-        fix = 'name a dataset of the hub ("org/name"), or a local folder'
-        rule = 'is not set, and the dataset "huggingface" requires it'
-        raise ConfigError(Problem(request.option, None, rule, fix))
+        raise ConfigError(
+            Problem(
+                request.option,
+                None,
+                rule='is not set, and the dataset "huggingface" requires it',
+                fix='name a dataset of the hub ("org/name"), or a local folder',
+            )
+        )
     path = request.path
     # a path is local if it exists, or if it cannot be the id of a dataset on the hub
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
@@ -76,15 +81,27 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
     """
     own_split = (dataset.split or "train").partition("[")[0]
     if dataset.split is not None and request.split != own_split and not request.has_default_split:
-        rule = "has no effect with this dataset, which is a part of one split"
-        raise ConfigError(Problem(request.split_option, request.split, rule, "remove it"))
+        raise ConfigError(
+            Problem(
+                request.split_option,
+                request.split,
+                rule="has no effect with this dataset, which is a part of one split",
+                fix="remove it",
+            )
+        )
     if request.path is not None:
         if dataset.split:
             request = replace(request, split=own_split)
         return open_local(request, sole_split=own_split)
     if request.subset is not None and dataset.data_files is not None:
-        rule = "has no effect with this dataset, which is a part of one subset"
-        raise ConfigError(Problem(request.subset_option, request.subset, rule, "remove it"))
+        raise ConfigError(
+            Problem(
+                request.subset_option,
+                request.subset,
+                rule="has no effect with this dataset, which is a part of one subset",
+                fix="remove it",
+            )
+        )
     # the user named the dataset and not a path, so messages must name that option
     option = request.option.removesuffix("_path")
     return _hub.open_hub(replace(request, path=dataset.name, option=option), dataset)
@@ -101,9 +118,14 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
 
     def look() -> dict[str, bool]:
         if request.subset is not None and bounded_reads.kind(path) != "folder":
-            rule = f"has no folder {request.subset}, the requested subset"
-            fix = f"remove {request.subset_option}, or correct it"
-            raise ConfigError(Problem(request.option, request.path, rule, fix))
+            raise ConfigError(
+                Problem(
+                    request.option,
+                    request.path,
+                    rule=f"has no folder {request.subset}, the requested subset",
+                    fix=f"remove {request.subset_option}, or correct it",
+                )
+            )
         return {
             "is_saved": any(bounded_reads.kind(os.path.join(path, name)) == "file" for name in _SAVED),
             "is_folder": bounded_reads.kind(path) == "folder",
@@ -150,9 +172,14 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
         return files
     chosen = [number for number, split in enumerate(splits) if split == wanted]
     if not chosen:
-        rule = f'has no files of the split "{request.split}"'
-        fix = f"set {request.split_option} to {' or '.join(known)}"
-        raise ConfigError(Problem(request.option, request.path, rule, fix))
+        raise ConfigError(
+            Problem(
+                request.option,
+                request.path,
+                rule=f'has no files of the split "{request.split}"',
+                fix=f"set {request.split_option} to {' or '.join(known)}",
+            )
+        )
     if len(chosen) == len(files):
         return files
     logger.info("%s: reading %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)

@@ -38,9 +38,14 @@ def open_source(request: Request) -> Table:
         DataError: the files are missing or unreadable, e.g. because the library is a zip of bytecode.
     """
     if request.path is not None:
-        fix = 'remove it, or use the dataset "text"'
-        rule = "has no effect with the dataset python_stdlib"
-        raise ConfigError(Problem(request.option, request.path, rule, fix))
+        raise ConfigError(
+            Problem(
+                request.option,
+                request.path,
+                rule="has no effect with the dataset python_stdlib",
+                fix='remove it, or use the dataset "text"',
+            )
+        )
     return open_folder(Path(sysconfig.get_path("stdlib")))
 
 

@@ -33,12 +33,23 @@ def open_source(request: Request) -> Table:
         DataError: the files are missing or unreadable.
     """
     if request.path is not None:
-        rule = "has no effect with the dataset stdlib_packages"
-        raise ConfigError(Problem(request.option, request.path, rule, 'remove it, or use the dataset "tsv"'))
+        raise ConfigError(
+            Problem(
+                request.option,
+                request.path,
+                rule="has no effect with the dataset stdlib_packages",
+                fix='remove it, or use the dataset "tsv"',
+            )
+        )
     if request.split not in SPLITS:
-        fix = f"use one of {', '.join(SPLITS)}"
-        rule = "is not a split of stdlib_packages"
-        raise ConfigError(Problem(request.split_option, request.split, rule, fix))
+        raise ConfigError(
+            Problem(
+                request.split_option,
+                request.split,
+                rule="is not a split of stdlib_packages",
+                fix=f"use one of {', '.join(SPLITS)}",
+            )
+        )
     library = open_folder(Path(sysconfig.get_path("stdlib")))
     assert isinstance(library, Library)
     rows = shared_opening.once(library.listed_at, lambda: _rows(library, SPLITS[request.split]))

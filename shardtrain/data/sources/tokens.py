@@ -16,9 +16,14 @@ def open_line(request: Request, tokenizer: Tokenizer) -> TokenBuffer:
         ConfigError: no folder is named, it is not complete, or another tokenizer made it.
     """
     if request.path is None:
-        fix = 'name a folder made by "shardtrain data prepare"'
-        rule = 'is not set, and the dataset "tokens" requires it'
-        raise ConfigError(Problem(request.option, None, rule, fix))
+        raise ConfigError(
+            Problem(
+                request.option,
+                None,
+                rule='is not set, and the dataset "tokens" requires it',
+                fix='name a folder made by "shardtrain data prepare"',
+            )
+        )
     line = ShardTokenBuffer(request.path, request.option)
     check_tokenizer(line, tokenizer)
     return line

@@ -57,18 +57,30 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
         ("data.add_eos", data.add_eos, suffix, "ends"),
     ):
         if value and not ids:
-            rule = f"requires a token that {position} a text, which the tokenizer {tokenizer.spec} does not have"
-            fix = "remove it, or name the token in tokenizer_config.json"
-            raise ConfigError(Problem(option, value, rule, fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    value,
+                    rule=(
+                        f"requires a token that {position} a text, which the tokenizer {tokenizer.spec} does not have"
+                    ),
+                    fix="remove it, or name the token in tokenizer_config.json",
+                )
+            )
 
     # a text between documents, which may contain special tokens
     separator: tuple[int, ...] = ()
     if data.separator is not None:
         separator = tuple(tokenizer.encode_spans([data.separator])[0][0].tolist())
         if not separator:
-            rule = f"has no tokens in the tokenizer {tokenizer.spec}"
-            fix = "use another text, or remove it"
-            raise ConfigError(Problem("data.separator", data.separator, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "data.separator",
+                    data.separator,
+                    rule=f"has no tokens in the tokenizer {tokenizer.spec}",
+                    fix="use another text, or remove it",
+                )
+            )
     return Ends(prefix, suffix, separator)
 
 

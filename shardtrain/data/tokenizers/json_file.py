@@ -46,8 +46,14 @@ class JsonTokenizer:
         # ids may have gaps, so the largest id determines the size of an embedding
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.vocab_size <= MAX_IDS:
-            rule = "has an empty vocabulary" if self.vocab_size == 0 else "has ids of 2**31 and above"
-            raise ConfigError(Problem(option, str(file), rule, "use a trained tokenizer"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(file),
+                    rule="has an empty vocabulary" if self.vocab_size == 0 else "has ids of 2**31 and above",
+                    fix="use a trained tokenizer",
+                )
+            )
 
         # special tokens of the file, and the tokens that begin and end a document, from the files next to
         # it
@@ -116,9 +122,14 @@ class JsonTokenizer:
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            rule = f"cannot encode a text ({str(error)[:200]})"
-            fix = "use a tokenizer with patterns that terminate"
-            raise ConfigError(Problem(self.option, self.spec, rule, fix)) from None
+            raise ConfigError(
+                Problem(
+                    self.option,
+                    self.spec,
+                    rule=f"cannot encode a text ({str(error)[:200]})",
+                    fix="use a tokenizer with patterns that terminate",
+                )
+            ) from None
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
         """Return the text of ids, with special tokens only if ``keep_special``."""
@@ -142,9 +153,14 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:200]
-        rule = f"cannot be read as a tokenizer ({reason})"
-        fix = "replace the file by a complete tokenizer.json"
-        raise ConfigError(Problem(option, str(file), rule, fix)) from error
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule=f"cannot be read as a tokenizer ({reason})",
+                fix="replace the file by a complete tokenizer.json",
+            )
+        ) from error
     # the file may configure truncation and padding, but documents must stay complete
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -186,8 +202,14 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
         elif kind == "Prepend" and isinstance(rule.get("prepend"), str):
             growth *= 1 + len(rule["prepend"]) / _MAX_GROWTH
     if growth > _MAX_GROWTH:
-        rule = f"has a normalizer that may make a text more than {_MAX_GROWTH} times longer"
-        raise ConfigError(Problem(option, str(file), rule, "use a tokenizer as it was published"))
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule=f"has a normalizer that may make a text more than {_MAX_GROWTH} times longer",
+                fix="use a tokenizer as it was published",
+            )
+        )
 
 
 def _adds_too_many(file: Path, option: str) -> ConfigError:
@@ -221,6 +243,7 @@ def _warn_of_idle_switch(switch: bool | None, prefix_ids: tuple[int, ...], bos_i
     _warned_of.add(file)
     action, fix = ("adds BOS", "false") if prefix_ids else ("does not add BOS", "true")
     logger.warning(
-        f"{file}: its post-processor {action}, but tokenizer_config.json sets add_bos_token={str(switch).lower()}; the "
-        f"post-processor takes precedence, as in transformers, unless you set data.add_bos = {fix}"
+        f"{file}: its post-processor {action}, but tokenizer_config.json sets "
+        f"add_bos_token={str(switch).lower()}; the post-processor takes precedence, "
+        f"as in transformers, unless you set data.add_bos = {fix}"
     )

@@ -152,22 +152,46 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
         if file.is_dir():
             file = next((file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0])
         if not file.exists() and not assets.tokenizer_folder(path).exists():
-            fix = 'name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"'
-            raise ConfigError(Problem(option, path, "does not exist", fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    path,
+                    rule="does not exist",
+                    fix='name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"',
+                )
+            )
         if not file.is_file():
-            fix = 'name a folder that contains one of them, or use "bytes"'
-            raise ConfigError(Problem(option, path, f"holds no {' or '.join(_NAMES)}", fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    path,
+                    rule=f"holds no {' or '.join(_NAMES)}",
+                    fix='name a folder that contains one of them, or use "bytes"',
+                )
+            )
         if file.stat().st_size > MAX_FILE_BYTES:
-            rule = f"has more than {MAX_FILE_BYTES} bytes, more than any tokenizer"
-            raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(file),
+                    rule=f"has more than {MAX_FILE_BYTES} bytes, more than any tokenizer",
+                    fix="name a tokenizer's file",
+                )
+            )
         content = file.read_bytes()
     except OSError as error:
         raise bounded_reads.unreadable(option, path, error) from error
     if not content:
         raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
     if content.startswith(b"version https://git-lfs"):
-        fix = "fetch the file itself, with git lfs pull or shardtrain data download"
-        raise ConfigError(Problem(option, str(file), "is a Git LFS pointer instead of the file", fix))
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule="is a Git LFS pointer instead of the file",
+                fix="fetch the file itself, with git lfs pull or shardtrain data download",
+            )
+        )
 
     # open it in a child with limits first: a library may fill the memory or crash on a file of unknown
     # origin
@@ -177,7 +201,14 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
         if not assets.is_built_in(path):
             sandbox.prove("tokenizer", request, digest)
     except sandbox.Refused as refused:
-        raise ConfigError(Problem(option, str(file), str(refused), "use another tokenizer's files")) from None
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule=str(refused),
+                fix="use another tokenizer's files",
+            )
+        ) from None
     return file, content
 
 
@@ -189,8 +220,14 @@ def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
     """
     tokenizer = open_tokenizer(spec, option)
     if tokenizer.fingerprint != fingerprint:
-        fix = "start again with unchanging files"
-        raise ConfigError(Problem(option, spec, "has changed while it was in use", fix))
+        raise ConfigError(
+            Problem(
+                option,
+                spec,
+                rule="has changed while it was in use",
+                fix="start again with unchanging files",
+            )
+        )
     return tokenizer
 
 

@@ -119,11 +119,23 @@ class SentencePieceTokenizer:
         for i, token in config.added.items():
             if i < pieces and self._model.id_to_piece(i) != token.content:
                 piece = self._model.id_to_piece(i)
-                rule = f"has the piece {piece!r} at id {i}, tokenizer_config.json {token.content!r}"
-                raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
+                raise ConfigError(
+                    Problem(
+                        self.option,
+                        str(file),
+                        rule=f"has the piece {piece!r} at id {i}, tokenizer_config.json {token.content!r}",
+                        fix="use files that belong together",
+                    )
+                )
             if i >= pieces + 2**20:
-                rule = f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}"
-                raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
+                raise ConfigError(
+                    Problem(
+                        self.option,
+                        str(file),
+                        rule=f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}",
+                        fix="use files that belong together",
+                    )
+                )
         return {i: token.content for i, token in config.added.items() if i >= pieces}
 
     def _end(self, config: TokenizerConfig, name: str, special: dict[str, int]) -> int | None:
@@ -179,9 +191,22 @@ def _load(file: Path, content: bytes, option: str) -> Any:
             return processor
     # the library raises several exception classes for a file in another format
     except Exception as error:
-        rule = "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model"
-        raise ConfigError(Problem(option, str(file), rule, "copy or download it again")) from error
-    raise ConfigError(Problem(option, str(file), "has an empty vocabulary", "use a trained tokenizer"))
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule="is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model",
+                fix="copy or download it again",
+            )
+        ) from error
+    raise ConfigError(
+        Problem(
+            option,
+            str(file),
+            rule="has an empty vocabulary",
+            fix="use a trained tokenizer",
+        )
+    )
 
 
 def _read_pieces(message: bytes) -> tuple[list[int], npt.NDArray[np.int64]]:

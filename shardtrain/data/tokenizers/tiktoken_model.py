@@ -75,8 +75,14 @@ class TiktokenTokenizer:
         for i, token in beside.added.items():
             if not num_ranks <= i < num_ranks + _NUM_SPECIAL:
                 last = num_ranks + _NUM_SPECIAL - 1
-                rule = f"has special tokens {num_ranks}..{last}, tokenizer_config.json names {i}"
-                raise ConfigError(Problem(option, str(file), rule, "use files that belong together"))
+                raise ConfigError(
+                    Problem(
+                        option,
+                        str(file),
+                        rule=f"has special tokens {num_ranks}..{last}, tokenizer_config.json names {i}",
+                        fix="use files that belong together",
+                    )
+                )
             names[i] = token.content
         specials = {text: i for i, text in names.items()}
         tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
@@ -189,19 +195,45 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
         except binascii.Error:
             token = None
         if match is None or token is None:
-            rule = "is not a base64 token and its rank"
-            raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    f"{file}:{number}",
+                    rule="is not a base64 token and its rank",
+                    fix="copy or download the file again",
+                )
+            )
         if token in ranks or int(match[2]) != len(ranks):
-            rule = "has a duplicate token" if token in ranks else f"has a rank other than {len(ranks)}"
-            raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    f"{file}:{number}",
+                    rule="has a duplicate token" if token in ranks else f"has a rank other than {len(ranks)}",
+                    fix="copy or download the file again",
+                )
+            )
         ranks[token] = len(ranks)
 
     # The file does not specify how to split texts. The number of ranks identifies other tokenizers.
     if len(ranks) in _OTHERS:
-        rule = f"has {len(ranks)} ranks like {_OTHERS[len(ranks)]}, and only Llama 3's split pattern is supported"
-        raise ConfigError(Problem(option, str(file), rule, "use the tokenizer.json of that model"))
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule=(
+                    f"has {len(ranks)} ranks like {_OTHERS[len(ranks)]}, and only Llama 3's split pattern is supported"
+                ),
+                fix="use the tokenizer.json of that model",
+            )
+        )
     missing = [i for i in range(256) if bytes((i,)) not in ranks]
     if missing:
-        rule = f"lacks a token for {len(missing)} of the 256 bytes, so it cannot encode some texts"
-        raise ConfigError(Problem(option, str(file), rule, "copy or download the file again"))
+        raise ConfigError(
+            Problem(
+                option,
+                str(file),
+                rule=f"lacks a token for {len(missing)} of the 256 bytes, so it cannot encode some texts",
+                fix="copy or download the file again",
+            )
+        )
     return ranks

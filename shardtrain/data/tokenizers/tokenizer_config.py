@@ -68,9 +68,14 @@ class TokenizerConfig:
         """
         number = self.token_ids.get(f"{name}_id")
         if number is not None and (type(number) is not int or not 0 <= number < vocab_size):
-            rule = f"is not in 0..{vocab_size - 1}, the ids of the tokenizer"
-            fix = "correct tokenizer_config.json next to the tokenizer"
-            raise ConfigError(Problem(f"{option}: {name}_id", number, rule, fix))
+            raise ConfigError(
+                Problem(
+                    f"{option}: {name}_id",
+                    number,
+                    rule=f"is not in 0..{vocab_size - 1}, the ids of the tokenizer",
+                    fix="correct tokenizer_config.json next to the tokenizer",
+                )
+            )
         if name not in self.tokens:
             if number is not None:
                 return number
@@ -78,8 +83,14 @@ class TokenizerConfig:
         token = self.tokens[name]
         token_id = None if token is None else find(token)
         if token is not None and token_id is None:
-            fix = "correct tokenizer_config.json and special_tokens_map.json next to the tokenizer"
-            raise ConfigError(Problem(option, None, f"names the {name} {token!r}, which has no id", fix))
+            raise ConfigError(
+                Problem(
+                    option,
+                    None,
+                    rule=f"names the {name} {token!r}, which has no id",
+                    fix="correct tokenizer_config.json and special_tokens_map.json next to the tokenizer",
+                )
+            )
         return token_id
 
     def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -155,7 +166,14 @@ def read_text(file: Path, option: str) -> str:
     try:
         content = bounded_reads.start(file, _MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
-            raise ConfigError(Problem(option, str(file), f"is larger than {_MAX_FILE_BYTES} bytes", _FIX))
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(file),
+                    rule=f"is larger than {_MAX_FILE_BYTES} bytes",
+                    fix=_FIX,
+                )
+            )
         return content.decode("utf-8-sig")
     except OSError as error:
         raise bounded_reads.unreadable(option, file, error, _FIX) from error
@@ -192,11 +210,23 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
             for number, token in added.items():
                 config.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            rule = "has an added_tokens_decoder that is not an object of ids and tokens"
-            raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(file),
+                    rule="has an added_tokens_decoder that is not an object of ids and tokens",
+                    fix=_FIX,
+                )
+            ) from error
         if any(number < 0 or not token.content for number, token in config.added.items()):
-            rule = "has an added token without text, or with an id below 0"
-            raise ConfigError(Problem(option, str(file), rule, _FIX))
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(file),
+                    rule="has an added token without text, or with an id below 0",
+                    fix=_FIX,
+                )
+            )
 
     # one chat template, or several by name
     template = content.get("chat_template")
@@ -206,7 +236,13 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
         try:
             config.templates.update({str(entry["name"]): entry["template"] for entry in template})
         except (KeyError, TypeError) as error:
-            rule = "has a chat_template that is neither a text nor a list of names and templates"
-            raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
+            raise ConfigError(
+                Problem(
+                    option,
+                    str(file),
+                    rule="has a chat_template that is neither a text nor a list of names and templates",
+                    fix=_FIX,
+                )
+            ) from error
     if not all(isinstance(template, str) for template in config.templates.values()):
         raise ConfigError(Problem(option, str(file), "has a chat_template that is not text", _FIX))

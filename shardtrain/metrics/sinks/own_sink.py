@@ -23,8 +23,14 @@ def find(path: str) -> Any:
     cls = own_file.load(path, own_file.SINK, "metrics.sinks").Sink
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     if missing:
-        rule = f"has a class Sink without {', '.join(missing)}"
-        raise ConfigError(Problem("metrics.sinks", path, rule, own_file.SINK.fix))
+        raise ConfigError(
+            Problem(
+                "metrics.sinks",
+                path,
+                rule=f"has a class Sink without {', '.join(missing)}",
+                fix=own_file.SINK.fix,
+            )
+        )
     return cls
 
 

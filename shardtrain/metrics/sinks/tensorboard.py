@@ -138,8 +138,14 @@ class TensorBoardSink:
 def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:
     """Raise ConfigError if the package of an option is not installed. ``pip`` is its name on PyPI if it differs."""
     if name not in sys.modules and importlib.util.find_spec(name) is None:
-        fix = f"pip install {pip or name}, or turn the option off"
-        raise ConfigError(Problem(option, value, f"requires the package {name}", fix))
+        raise ConfigError(
+            Problem(
+                option,
+                value,
+                rule=f"requires the package {name}",
+                fix=f"pip install {pip or name}, or turn the option off",
+            )
+        )
 
 
 def _fresh_folder(folder: Path, below: str) -> Path:

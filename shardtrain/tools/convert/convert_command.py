@@ -76,8 +76,8 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
     if ids > rows:
         said = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={rows} of {CONFIG}"
         raise ConfigError(
-            f"{file} has {ids} token IDs, but {said} has fewer rows; import with --vocab_size {ids}, or replace "
-            "the tokenizer by that of the model"
+            f"{file} has {ids} token IDs, but {said} has fewer rows; "
+            f"import with --vocab_size {ids}, or replace the tokenizer by that of the model"
         )
 
 
@@ -116,7 +116,10 @@ def export_main(words: Sequence[str]) -> int:
         if getattr(found, option) and not found.push:
             raise ConfigError(
                 Problem(
-                    f"--{option}", True, "has no effect without --push", "add --push ORG/NAME, or remove the option"
+                    f"--{option}",
+                    True,
+                    rule="has no effect without --push",
+                    fix="add --push ORG/NAME, or remove the option",
                 )
             )
     push = None
@@ -141,7 +144,14 @@ def _to_folder(found: Any, push: Any) -> int:
     is_folder = is_hub_folder(found.checkpoint) or (found.checkpoint / "adapter_config.json").is_file()
     if found.to is None:
         if push is None or not is_folder:
-            raise ConfigError(Problem("--to", None, "is required: the folder to write", "name a new folder"))
+            raise ConfigError(
+                Problem(
+                    "--to",
+                    None,
+                    rule="is required: the folder to write",
+                    fix="name a new folder",
+                )
+            )
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must be between 0.001 and 1000; use 5")
@@ -161,8 +171,16 @@ def _to_folder(found: Any, push: Any) -> int:
     reject_step(found.step, found.checkpoint)
     for option in ("config", "adapter", "base_model"):
         if getattr(found, option):
-            rule = f"has no effect, because {found.checkpoint} is a Hugging Face folder with its own config.json"
-            raise ConfigError(Problem(f"--{option}", str(getattr(found, option)), rule, "remove it"))
+            raise ConfigError(
+                Problem(
+                    f"--{option}",
+                    str(getattr(found, option)),
+                    rule=(
+                        f"has no effect, because {found.checkpoint} is a Hugging Face folder with its own config.json"
+                    ),
+                    fix="remove it",
+                )
+            )
     found.to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=found.to.parent, prefix=f"{found.to.name}.tmp-") as folder:
         importing.to_checkpoint(found.checkpoint, Path(folder) / "step-0")
@@ -261,7 +279,7 @@ def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
     error, scale = logits.largest_error(wanted)
     if not error <= logits.TOLERANCE * max(scale, 1.0):
         raise CheckpointError(
-            f"{wanted.output}: transformers' logits differ by {error:.2e}, with logits up to {scale:.2g}; do not use "
-            "this folder"
+            f"{wanted.output}: transformers' logits differ by {error:.2e}, "
+            f"with logits up to {scale:.2g}; do not use this folder"
         )
     print(f"transformers returns the same logits: largest error {error:.2e}, with logits up to {scale:.2g}")

@@ -53,8 +53,14 @@ class Push:
             raise self._wrong("has no organization", "use the form ORGANIZATION/NAME")
         self._hub = Hub(repo_id)
         if not self._hub.token:
-            fix = f"set HF_TOKEN to a token with write access ({TOKENS_PAGE}), or log in with hf auth login"
-            raise ConfigError(Problem("--push", repo_id, "requires a token, and none was found", fix))
+            raise ConfigError(
+                Problem(
+                    "--push",
+                    repo_id,
+                    rule="requires a token, and none was found",
+                    fix=f"set HF_TOKEN to a token with write access ({TOKENS_PAGE}), or log in with hf auth login",
+                )
+            )
         self._api: HfApi = HfApi(
             self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
         )

@@ -57,7 +57,10 @@ def main(words: list[str]) -> int:
     if options.tokenizer_path and options.assets != ["tokenizer"]:
         raise ConfigError(
             Problem(
-                "--tokenizer_path", options.tokenizer_path, "can only be combined with --assets tokenizer", "remove it"
+                "--tokenizer_path",
+                options.tokenizer_path,
+                rule="can only be combined with --assets tokenizer",
+                fix="remove it",
             )
         )
     hub = Hub(options.repo_id, options.revision)
@@ -88,8 +91,8 @@ def main(words: list[str]) -> int:
             free = shutil.disk_usage(folder).free
             if num_bytes > free:
                 raise StorageError(
-                    f"{folder} has {format_bytes(free)} free, but the files need {format_bytes(num_bytes)}; "
-                    "free some space or name another --local_dir"
+                    f"{folder} has {format_bytes(free)} free, but the files need "
+                    f"{format_bytes(num_bytes)}; free some space or name another --local_dir"
                 )
             with _staging(folder) as staging:
                 for name in missing:
@@ -144,8 +147,14 @@ def _staging(folder: Path) -> Iterator[Path]:
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
-            rule = "is being written by another process"
-            raise ConfigError(Problem("--local_dir", str(folder), rule, "wait until it ends")) from None
+            raise ConfigError(
+                Problem(
+                    "--local_dir",
+                    str(folder),
+                    rule="is being written by another process",
+                    fix="wait until it ends",
+                )
+            ) from None
         try:
             yield staging
         except DataError:
@@ -163,8 +172,14 @@ def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
     for name in known:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
-            rule = f"has a file named {name[:80]!r}, which is outside of its folder"
-            raise ConfigError(Problem("--repo_id", options.repo_id, rule, "do not use this repository"))
+            raise ConfigError(
+                Problem(
+                    "--repo_id",
+                    options.repo_id,
+                    rule=f"has a file named {name[:80]!r}, which is outside of its folder",
+                    fix="do not use this repository",
+                )
+            )
     below = f"{options.tokenizer_path.strip('/')}/" if options.tokenizer_path else ""
     chosen: dict[str, None] = {}
     for kind in options.assets:
@@ -174,8 +189,14 @@ def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
         elif not found:
             where = f"{options.repo_id}/{below}".rstrip("/")
             names = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
-            rule = f"matches no file of {where}, which has {names or 'no files'}"
-            raise ConfigError(Problem("--assets", kind, rule, "check --repo_id, or request other assets"))
+            raise ConfigError(
+                Problem(
+                    "--assets",
+                    kind,
+                    rule=f"matches no file of {where}, which has {names or 'no files'}",
+                    fix="check --repo_id, or request other assets",
+                )
+            )
         chosen |= dict.fromkeys(sorted(found))
     return list(chosen)
 
@@ -187,8 +208,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _parser() -> StrictArgumentParser:
     parser = StrictArgumentParser(
         PROGRAM,
-        "Download files of a Hugging Face repository with huggingface_hub, which reads the environment: HF_TOKEN, "
-        "HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY.",
+        "Download files of a Hugging Face repository with huggingface_hub, "
+        "which reads the environment: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY.",
         f"{PROGRAM} --repo_id meta-llama/Llama-3.1-8B --assets tokenizer",
         first="--repo_id",
     )

@@ -92,7 +92,15 @@ def main(words: list[str]) -> int:
         usage=USAGE,
     )
     if not found.own.get("--output"):
-        raise ConfigError(Problem("--output", None, "is required", "write --output FOLDER", COMMAND_LINE))
+        raise ConfigError(
+            Problem(
+                "--output",
+                None,
+                rule="is required",
+                fix="write --output FOLDER",
+                where=COMMAND_LINE,
+            )
+        )
     loaded = load(*found.configuration())
     if problems := check(loaded):
         raise ConfigError(list(problems))
@@ -114,8 +122,14 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Pre
     for named in build_dataset.named_sources(config, config.training):
         module = sources.find(named.source.dataset, named.dataset_option)
         if not hasattr(module, "open_source"):
-            fix = "name the text to prepare"
-            raise ConfigError(Problem(named.dataset_option, named.source.dataset, "is prepared already", fix))
+            raise ConfigError(
+                Problem(
+                    named.dataset_option,
+                    named.source.dataset,
+                    rule="is prepared already",
+                    fix="name the text to prepare",
+                )
+            )
         request = build_dataset.request_for(config, named)
         source = module.open_source(request)
         encoder = open_encoder(tokenizer, config.data, named.source)
@@ -338,9 +352,14 @@ class _Work:
             state: dict[str, Any] = checked_json.parse(path.read_bytes())
             _same_facts(self.job, state["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            rule = f"cannot be continued ({error or type(error).__name__})"
-            fix = f"remove {self.job.folder}"
-            raise ConfigError(Problem("--output", str(path), rule, fix)) from error
+            raise ConfigError(
+                Problem(
+                    "--output",
+                    str(path),
+                    rule=f"cannot be continued ({error or type(error).__name__})",
+                    fix=f"remove {self.job.folder}",
+                )
+            ) from error
         return state
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
@@ -376,19 +395,40 @@ def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
         what = f"another content of {name}" if name in before else f"a set without {name}"
     elif isinstance(now[key], str | int) and not key.endswith(("tokenizer", "encoder")):
         what = f"{key} {facts.get(key)!r}, not {now[key]!r}"
-    fix = "name another folder, or remove this one"
-    raise ConfigError(Problem("--output", str(job.folder), f"was prepared from {what}", fix))
+    raise ConfigError(
+        Problem(
+            "--output",
+            str(job.folder),
+            rule=f"was prepared from {what}",
+            fix="name another folder, or remove this one",
+        )
+    )
 
 
 def _refuse_foreign(folder: Path) -> None:
     """Raise ConfigError if the folder has content that is not from this command."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(Problem("--output", str(folder), "is a file", "name a folder", COMMAND_LINE))
+        raise ConfigError(
+            Problem(
+                "--output",
+                str(folder),
+                rule="is a file",
+                fix="name a folder",
+                where=COMMAND_LINE,
+            )
+        )
     if folder.is_dir() and not (folder / UNFINISHED).is_dir():
         inside = sorted(path.name for path in folder.iterdir())
         if inside:
-            rule = f"is not empty ({', '.join(inside[:3])}{', ...' if len(inside) > 3 else ''})"
-            raise ConfigError(Problem("--output", str(folder), rule, "name a new or empty folder", COMMAND_LINE))
+            raise ConfigError(
+                Problem(
+                    "--output",
+                    str(folder),
+                    rule=f"is not empty ({', '.join(inside[:3])}{', ...' if len(inside) > 3 else ''})",
+                    fix="name a new or empty folder",
+                    where=COMMAND_LINE,
+                )
+            )
 
 
 @contextmanager
@@ -404,8 +444,14 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            rule = "is being prepared by another process"
-            raise ConfigError(Problem("--output", str(folder), rule, "wait for it, or stop it")) from None
+            raise ConfigError(
+                Problem(
+                    "--output",
+                    str(folder),
+                    rule="is being prepared by another process",
+                    fix="wait for it, or stop it",
+                )
+            ) from None
         yield
 
 

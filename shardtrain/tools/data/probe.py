@@ -273,9 +273,19 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     model = models.build(module, shape)
     count = sum(parameter.numel() for parameter in model.parameters())
     if count > MAX_PARAMETERS:
-        rule = f"has {count / 1e9:.1f} billion parameters, more than the {MAX_PARAMETERS / 1e9:.0f} that probe runs"
-        fix = "use a smaller flavor or --model.overrides.num_layers 2; with the same [data] its mask is the same"
-        raise ConfigError(Problem("model.flavor", config.model.flavor, rule, fix))
+        raise ConfigError(
+            Problem(
+                "model.flavor",
+                config.model.flavor,
+                rule=(
+                    f"has {count / 1e9:.1f} billion parameters, more than the "
+                    f"{MAX_PARAMETERS / 1e9:.0f} that probe runs"
+                ),
+                fix=(
+                    "use a smaller flavor or --model.overrides.num_layers 2; with the same [data] its mask is the same"
+                ),
+            )
+        )
     to_empty(model)
     for buffer in model.buffers():
         buffer.zero_()
@@ -309,13 +319,25 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
     from shardtrain import data
 
     if config.data.packing == "padded":
-        rule = "gives each document its own sequence, so there is nothing to probe"
-        raise ConfigError(Problem("data.packing", "padded", rule, 'probe "first_fit" or "concat"'))
+        raise ConfigError(
+            Problem(
+                "data.packing",
+                "padded",
+                rule="gives each document its own sequence, so there is nothing to probe",
+                fix='probe "first_fit" or "concat"',
+            )
+        )
     stream = data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
     for _, batch in zip(range(MAX_BATCHES), stream, strict=False):
         if batch.documents_BT is None:
-            rule = "lets the documents of a sequence attend to each other, so there is nothing to probe"
-            raise ConfigError(Problem("data.document_mask", config.data.document_mask, rule, 'set it to "on"'))
+            raise ConfigError(
+                Problem(
+                    "data.document_mask",
+                    config.data.document_mask,
+                    rule="lets the documents of a sequence attend to each other, so there is nothing to probe",
+                    fix='set it to "on"',
+                )
+            )
         for row, documents_T in enumerate(batch.documents_BT):
             if bool((documents_T != documents_T[0]).any()):
                 one = slice(row, row + 1)
@@ -323,6 +345,7 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
                 tokens_BT, targets_BT, positions_BT, ids_B = (column[one] for column in columns)
                 return data.Batch(tokens_BT, targets_BT, positions_BT, ids_B, batch.documents_BT[one]), stream.tokenizer
     raise DataError(
-        f"no sequence of the first {MAX_BATCHES} batches has two documents; use a larger training.seq_len, or "
+        f"no sequence of the first {MAX_BATCHES} batches has two documents; "
+        "use a larger training.seq_len, or "
         'data.packing="first_fit"'
     )

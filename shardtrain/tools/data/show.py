@@ -119,8 +119,15 @@ def main(words: list[str]) -> int:
             found = True
             print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
     if not found:
-        rule = "is beyond the end of the data"
-        raise ConfigError(Problem("--step", taken.own.get("--step", 1), rule, "name an earlier step", COMMAND_LINE))
+        raise ConfigError(
+            Problem(
+                "--step",
+                taken.own.get("--step", 1),
+                rule="is beyond the end of the data",
+                fix="name an earlier step",
+                where=COMMAND_LINE,
+            )
+        )
     return 0
 
 
@@ -228,8 +235,8 @@ def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
     frame, end = (_FRAME, _END) if color else ("", "")
     count = len(shown.parts)
     lines = [
-        f"{frame}== position {shown.position}: sample {shown.sample} of {shown.dataset}, {shown.num_targets} targets, "
-        f"{count} {'document' if count == 1 else 'documents'}{end}"
+        f"{frame}== position {shown.position}: sample {shown.sample} of {shown.dataset}, "
+        f"{shown.num_targets} targets, {count} {'document' if count == 1 else 'documents'}{end}"
     ]
     for number, part in enumerate(shown.parts):
         last = part.first_position + part.num_tokens - 1

@@ -54,7 +54,14 @@ class TrainingTexts:
         for path in wanted:
             module = find(dataset or _guess(path), "--dataset")
             if not hasattr(module, "open_source"):
-                raise ConfigError(Problem("--dataset", dataset, "contains tokens and no text", "use the original text"))
+                raise ConfigError(
+                    Problem(
+                        "--dataset",
+                        dataset,
+                        rule="contains tokens and no text",
+                        fix="use the original text",
+                    )
+                )
             # As for data.text_field, a number selects a column of files without a header.
             header = not text_field.isdecimal()
             request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header)
@@ -184,19 +191,37 @@ def _check(options: argparse.Namespace) -> list[str]:
     special = [BOS, EOS, PAD, *options.special]
     problems: list[Problem | str] = []
     if len(set(special)) < len(special) or "" in special:
-        rule = f"has an empty token, a repeated token, or one of {BOS}, {EOS}, {PAD}"
-        problems.append(Problem("--special", " ".join(options.special), rule, "name each other token once"))
+        problems.append(
+            Problem(
+                "--special",
+                " ".join(options.special),
+                rule=f"has an empty token, a repeated token, or one of {BOS}, {EOS}, {PAD}",
+                fix="name each other token once",
+            )
+        )
     least = 256 + len(special)
     if not least <= options.vocab_size <= 2**24:
-        rule = f"must be between {least} (256 bytes and {len(special)} special tokens) and {2**24}"
-        problems.append(Problem("--vocab_size", options.vocab_size, rule, "32000 is usual for one language"))
+        problems.append(
+            Problem(
+                "--vocab_size",
+                options.vocab_size,
+                rule=f"must be between {least} (256 bytes and {len(special)} special tokens) and {2**24}",
+                fix="32000 is usual for one language",
+            )
+        )
     folder = Path(options.output)
     if folder.is_file():
         problems.append(Problem("--output", options.output, "is a file", "name a folder"))
     there = [name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()]
     if there and not options.force:
-        rule = f"already contains {' and '.join(there)}"
-        problems.append(Problem("--output", options.output, rule, "name another folder, or use --force"))
+        problems.append(
+            Problem(
+                "--output",
+                options.output,
+                rule=f"already contains {' and '.join(there)}",
+                fix="name another folder, or use --force",
+            )
+        )
     if problems:
         raise ConfigError(problems)
     return special
@@ -208,11 +233,24 @@ def _guess(path: str | None) -> str:
     A folder counts as its first file.
     """
     if path is None:
-        fix = "name files or folders, or a dataset that needs none, e.g. --dataset python_stdlib"
-        raise ConfigError(Problem("--input", None, "is not given", fix))
+        raise ConfigError(
+            Problem(
+                "--input",
+                None,
+                rule="is not given",
+                fix="name files or folders, or a dataset that needs none, e.g. --dataset python_stdlib",
+            )
+        )
     file = Path(path)
     if not file.exists() and not any(sign in path for sign in "*?["):
-        raise ConfigError(Problem("--input", path, "does not exist", "name files or folders of text"))
+        raise ConfigError(
+            Problem(
+                "--input",
+                path,
+                rule="does not exist",
+                fix="name files or folders of text",
+            )
+        )
     if file.is_dir():
         file = next((name for name in sorted(file.rglob("*")) if name.is_file()), file)
     uncompressed_name = file.name.lower()
@@ -220,8 +258,14 @@ def _guess(path: str | None) -> str:
         uncompressed_name = uncompressed_name.removesuffix(ending)
     dataset = "text" if uncompressed_name.endswith(".py") else dataset_of(file.name)
     if dataset is None:
-        rule = "has no ending of a known format"
-        raise ConfigError(Problem("--input", path, rule, "set its format with --dataset, e.g. --dataset text"))
+        raise ConfigError(
+            Problem(
+                "--input",
+                path,
+                rule="has no ending of a known format",
+                fix="set its format with --dataset, e.g. --dataset text",
+            )
+        )
     return dataset
 
 

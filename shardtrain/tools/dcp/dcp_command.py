@@ -90,8 +90,10 @@ def to_dcp(words: Sequence[str]) -> int:
     """Run ``to-dcp`` and return its exit status."""
     parser = StrictArgumentParser(
         "shardtrain checkpoint to-dcp",
-        "Write a checkpoint as a folder of torch.distributed.checkpoint. With the names of torchtitan v0.2, torchtitan "
-        "can load the weights with checkpoint.initial_load_path. It can also continue training, but not the position "
+        "Write a checkpoint as a folder of torch.distributed.checkpoint. "
+        "With the names of torchtitan v0.2, torchtitan "
+        "can load the weights with checkpoint.initial_load_path. It can also continue training, "
+        "but not the position "
         "in the data: move DCP into torchtitan's checkpoint folder as step-N, and set "
         'checkpoint.exclude_from_loading = ["dataloader"].',
     )
@@ -114,9 +116,17 @@ def to_dcp(words: Sequence[str]) -> int:
     groups = None
     if loaded and adam and not found.model_only:
         if loaded.lr_scheduler.name.endswith(".py") and not found.config:
-            rule = "is a Python file named in a run's folder, and the learning rate of the checkpoint depends on it"
-            fix = "add --config with the run's TOML if you trust that file, or add --model-only"
-            raise ConfigError(Problem("lr_scheduler.name", loaded.lr_scheduler.name, rule, fix))
+            raise ConfigError(
+                Problem(
+                    "lr_scheduler.name",
+                    loaded.lr_scheduler.name,
+                    rule=(
+                        "is a Python file named in a run's folder, and the learning rate of the "
+                        "checkpoint depends on it"
+                    ),
+                    fix="add --config with the run's TOML if you trust that file, or add --model-only",
+                )
+            )
         groups = _groups(loaded, stored.facts["state"])
     count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
     print(f"{found.output}: {count} tensors, each read back and equal")

@@ -88,7 +88,15 @@ def naming(kind: str, family: str, config: Any) -> Naming:
         ConfigError: torchtitan does not have the model.
     """
     if kind == TORCHTITAN and (family not in _FAMILIES or getattr(config, "qkv_bias", False)):
-        raise ConfigError(Problem("model.name", family, _refusal(family), f"use --names={OWN}", "command line"))
+        raise ConfigError(
+            Problem(
+                "model.name",
+                family,
+                rule=_refusal(family),
+                fix=f"use --names={OWN}",
+                where="command line",
+            )
+        )
     return Naming(kind, family, config)
 
 
@@ -104,8 +112,15 @@ def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str,
         ConfigError: the folder has torchtitan's names, but torchtitan's weights have another layout.
     """
     if family in _OTHERWISE and any(name == _MARK or name.endswith(f".{_MARK}") for name in there):
-        fix = "take its weights from a Hugging Face folder: shardtrain import"
-        raise ConfigError(Problem("model.name", family, _refusal(family), fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "model.name",
+                family,
+                rule=_refusal(family),
+                fix="take its weights from a Hugging Face folder: shardtrain import",
+                where="command line",
+            )
+        )
     found = []
     for kind in NAMINGS:
         if kind == TORCHTITAN and family not in _FAMILIES:

@@ -94,12 +94,25 @@ def read(words: Sequence[str]) -> DoctorOptions:
     taken = take(words, options, ("--json", "--strict"))
     arguments = split(taken.rest)
     if arguments.max_restarts:
-        rule = "has no effect, because the doctor runs once"
-        raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, "remove it", "command line"))
+        raise ConfigError(
+            Problem(
+                "--max_restarts",
+                arguments.max_restarts,
+                rule="has no effect, because the doctor runs once",
+                fix="remove it",
+                where="command line",
+            )
+        )
     loaded = config.load(arguments.path, arguments.overrides)
     if loaded.config.comm.mode == "fake_backend":
-        fix = "remove it, or use it with shardtrain train to check a mesh without machines"
-        raise ConfigError(Problem("comm.mode", "fake_backend", "has no communication to measure", fix))
+        raise ConfigError(
+            Problem(
+                "comm.mode",
+                "fake_backend",
+                rule="has no communication to measure",
+                fix="remove it, or use it with shardtrain train to check a mesh without machines",
+            )
+        )
     return DoctorOptions(
         loaded,
         arguments.nproc,

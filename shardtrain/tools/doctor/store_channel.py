@@ -40,8 +40,14 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     address = os.environ.get("MASTER_ADDR", "")
     port = os.environ.get("MASTER_PORT", "")
     if not meeting_folder(os.environ) and (not address or not port.isdecimal()):
-        fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
-        raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not an address", fix))
+        raise ConfigError(
+            Problem(
+                "MASTER_ADDR:MASTER_PORT",
+                f"{address}:{port}",
+                rule="is not an address",
+                fix="start it with torchrun or srun, or without RANK and WORLD_SIZE",
+            )
+        )
     try:
         # Use the store of shardtrain's launcher if it started this rank. Otherwise use the address of
         # torchrun or srun, where rank 0 serves the store unless torchrun's agent does.

@@ -74,10 +74,21 @@ def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validati
     if asked.tasks:
         return {}
     if not config.validation.dataset:
-        rule = "is not set, the run has no [validation], and --tasks is not set"
-        raise ConfigError(Problem("--data", None, rule, "write it like --data books=books.jsonl"))
+        raise ConfigError(
+            Problem(
+                "--data",
+                None,
+                rule="is not set, the run has no [validation], and --tasks is not set",
+                fix="write it like --data books=books.jsonl",
+            )
+        )
     if config.task.name not in OF_NEXT_TOKENS:
-        rule = f'is not set, and task.name="{config.task.name}" has its own loss on [validation]'
-        fix = 'run "shardtrain test" for that loss, or add a dataset like --data books=books.jsonl'
-        raise ConfigError(Problem("--data", None, rule, fix))
+        raise ConfigError(
+            Problem(
+                "--data",
+                None,
+                rule=f'is not set, and task.name="{config.task.name}" has its own loss on [validation]',
+                fix='run "shardtrain test" for that loss, or add a dataset like --data books=books.jsonl',
+            )
+        )
     return {"validation": sets.section_of_run(opened)}

@@ -46,8 +46,14 @@ class Engine(TemplateLM):
         tokenizer = self._opened.tokenizer
         found = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
         if found is None:
-            rule = "requires a token that ends documents, but the tokenizer has none"
-            raise ConfigError(Problem("--tasks", None, rule, "use the model's own tokenizer"))
+            raise ConfigError(
+                Problem(
+                    "--tasks",
+                    None,
+                    rule="requires a token that ends documents, but the tokenizer has none",
+                    fix="use the model's own tokenizer",
+                )
+            )
         return found
 
     @property
@@ -151,8 +157,17 @@ class Engine(TemplateLM):
             sampling, stops, new_tokens = _asked(requests[members[0]].args[1])
             room = self.max_length - new_tokens
             if room < 1:
-                rule = f"requests {new_tokens} new tokens, but the model was trained on sequences of {self.max_length}"
-                raise ConfigError(Problem("--tasks", None, rule, "choose another task"))
+                raise ConfigError(
+                    Problem(
+                        "--tasks",
+                        None,
+                        rule=(
+                            f"requests {new_tokens} new tokens, but the model was trained on "
+                            f"sequences of {self.max_length}"
+                        ),
+                        fix="choose another task",
+                    )
+                )
             prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in members}
             members.sort(key=lambda i: -len(prompts[i]))
             for start in range(0, len(members), self._batch_size):
@@ -178,8 +193,14 @@ def _asked(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
     limit = next((int(options[name]) for name in names if options.get(name) is not None), _NEW_TOKENS)
     unknown = sorted(set(options) - {"until", "do_sample", "temperature", "top_k", "top_p", *names})
     if unknown:
-        rule = f"has unsupported generation options: {', '.join(unknown)}"
-        raise ConfigError(Problem("--tasks", None, rule, "choose another task"))
+        raise ConfigError(
+            Problem(
+                "--tasks",
+                None,
+                rule=f"has unsupported generation options: {', '.join(unknown)}",
+                fix="choose another task",
+            )
+        )
     draws = options.get("do_sample", bool(options.get("temperature")))
     temperature = float(options.get("temperature", 1.0)) if draws else 0.0
     sampling = Sampling(1.0, temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))

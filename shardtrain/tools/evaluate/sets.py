@@ -106,12 +106,23 @@ def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = No
     """
     text = _Bytes(opened.tokenizer)  # report a missing tokenizer before opening the data
     if section.seq_len % opened.width:
-        rule = f"is not a multiple of {opened.width}, the number of ranks over which sequences are split"
-        raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "use --data and --seq_len"))
+        raise ConfigError(
+            Problem(
+                "validation.seq_len",
+                section.seq_len,
+                rule=f"is not a multiple of {opened.width}, the number of ranks over which sequences are split",
+                fix="use --data and --seq_len",
+            )
+        )
     if section.seq_len * section.local_batch_size > _MOST_TOKENS:
-        rule = f"with {section.local_batch_size} rows per batch exceeds {_MOST_TOKENS:,} tokens"
-        fix = "use shorter sequences, or fewer rows per batch"
-        raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, fix))
+        raise ConfigError(
+            Problem(
+                "validation.seq_len",
+                section.seq_len,
+                rule=f"with {section.local_batch_size} rows per batch exceeds {_MOST_TOKENS:,} tokens",
+                fix="use shorter sequences, or fewer rows per batch",
+            )
+        )
     config = dataclasses.replace(opened.config, validation=section)
     with together(config):
         stream = data.open_dataloader(

@@ -22,8 +22,14 @@ def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) 
         ConfigError: lm-eval is not installed, or does not have a task.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        rule = "requires the lm-eval library, which is not installed"
-        raise ConfigError(Problem("--tasks", ",".join(asked.tasks), rule, 'pip install "shardtrain[eval]"'))
+        raise ConfigError(
+            Problem(
+                "--tasks",
+                ",".join(asked.tasks),
+                rule="requires the lm-eval library, which is not installed",
+                fix='pip install "shardtrain[eval]"',
+            )
+        )
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -52,8 +58,14 @@ def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in tasks if name not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 1)
-        fix = f"did you mean {near[0]}?" if near else "for your own tasks, set --include_path to their folder"
-        raise ConfigError(Problem("--tasks", unknown[0], "is not a task of lm-eval", fix))
+        raise ConfigError(
+            Problem(
+                "--tasks",
+                unknown[0],
+                rule="is not a task of lm-eval",
+                fix=f"did you mean {near[0]}?" if near else "for your own tasks, set --include_path to their folder",
+            )
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -117,8 +117,14 @@ class Answers:
         try:
             ids = self._encoder.value(prompt, "--prompt")
         except Unusable as error:
-            rule = f"cannot be used: {error.reason}"
-            raise ConfigError(Problem("--prompt", prompt, rule, "give another")) from None
+            raise ConfigError(
+                Problem(
+                    "--prompt",
+                    prompt,
+                    rule=f"cannot be used: {error.reason}",
+                    fix="give another",
+                )
+            ) from None
         self._tell_length([ids])
         text = self._text(ids)
         printer = Printer(text)
@@ -167,8 +173,8 @@ class Answers:
         trained = self._opened.config.training.seq_len
         if longest > trained and self._is_first:
             print(
-                f"warning: up to {longest} tokens, but the model was trained on sequences of {trained}: later text may "
-                "make no sense",
+                f"warning: up to {longest} tokens, but the model was trained on sequences of "
+                f"{trained}: later text may make no sense",
                 file=sys.stderr,
             )
 

@@ -309,8 +309,14 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
     attentions = _matching(model, layout.context)
     recurrences = _matching(model, layout.recurrence)
     if not attentions and not recurrences:
-        rule = "names no attention core, so keys and values cannot be cached"
-        raise ConfigError(Problem("LAYOUT.context", None, rule, "add --no_cache, or name the core"))
+        raise ConfigError(
+            Problem(
+                "LAYOUT.context",
+                None,
+                rule="names no attention core, so keys and values cannot be cached",
+                fix="add --no_cache, or name the core",
+            )
+        )
     for path, core in attentions.items():
         _check_core(path, core)
     cached_attentions = {path: CachedCore(core) for path, core in attentions.items()}
@@ -341,5 +347,11 @@ def _check_core(path: str, core: nn.Module) -> None:
     # Caching has the same requirements as splitting a sequence.
     broken = broken_when_split(core, None, seq_len=0)
     if broken:
-        rule = f"{broken.rule}, so its keys and values cannot be cached"
-        raise ConfigError(Problem("LAYOUT.context", path, rule, f"add --no_cache, or {broken.fix}"))
+        raise ConfigError(
+            Problem(
+                "LAYOUT.context",
+                path,
+                rule=f"{broken.rule}, so its keys and values cannot be cached",
+                fix=f"add --no_cache, or {broken.fix}",
+            )
+        )

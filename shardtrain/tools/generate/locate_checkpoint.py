@@ -25,8 +25,14 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     """Load a model's configuration from ``config_file``, or find it from a run, checkpoint or hub folder."""
     if is_hub_folder(path):
         if config_file is not None:
-            rule = f"has no effect: {path} is a Hugging Face folder, which has its own configuration"
-            raise ConfigError(Problem("--config", str(config_file), rule, "remove it"))
+            raise ConfigError(
+                Problem(
+                    "--config",
+                    str(config_file),
+                    rule=f"has no effect: {path} is a Hugging Face folder, which has its own configuration",
+                    fix="remove it",
+                )
+            )
         return config_of(path, tokenizer_path)
 
     # A checkpoint written by import or merge records its model and may contain the tokenizer.
@@ -38,27 +44,52 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         return loaded_of(noted, kept.config if kept is not None else {}, assets)
 
     if tokenizer_path is not None:
-        rule = "is only for Hugging Face folders, because a run has its own tokenizer"
-        raise ConfigError(Problem("--tokenizer", tokenizer_path, rule, "remove it"))
+        raise ConfigError(
+            Problem(
+                "--tokenizer",
+                tokenizer_path,
+                rule="is only for Hugging Face folders, because a run has its own tokenizer",
+                fix="remove it",
+            )
+        )
     if config_file is not None:
         return configs.load(config_file)
     if not path.exists():
-        raise ConfigError(Problem("--from", str(path), "does not exist", "name a run's folder or a checkpoint"))
+        raise ConfigError(
+            Problem(
+                "--from",
+                str(path),
+                rule="does not exist",
+                fix="name a run's folder or a checkpoint",
+            )
+        )
 
     # A run writes its configuration to its folder. Search the path and its parents.
     whole = Path(os.path.realpath(path))
     levels = [whole, *whole.parents][:_LEVELS]
     found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
     if found is None:
-        rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"
-        raise ConfigError(Problem("--from", str(path), rule, "name the run's configuration with --config"))
+        raise ConfigError(
+            Problem(
+                "--from",
+                str(path),
+                rule=f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder",
+                fix="name the run's configuration with --config",
+            )
+        )
     loaded = configs.load(found)
     # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration explicitly.
     model = loaded.config.model
     for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
         if value and value.endswith(".py"):
-            rule = f"is a Python file named in {found}, which was not requested explicitly"
-            raise ConfigError(Problem(option, value, rule, f"if you trust it, add --config {found}"))
+            raise ConfigError(
+                Problem(
+                    option,
+                    value,
+                    rule=f"is a Python file named in {found}, which was not requested explicitly",
+                    fix=f"if you trust it, add --config {found}",
+                )
+            )
     return loaded
 
 

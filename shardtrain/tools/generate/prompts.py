@@ -127,7 +127,12 @@ def check_output(path: Path | None) -> None:
         raise ConfigError(Problem("--output", str(path), "exists", "name another file"))
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
-            Problem("--output", str(path), "is in a folder that does not exist or is not writable", "create the folder")
+            Problem(
+                "--output",
+                str(path),
+                rule="is in a folder that does not exist or is not writable",
+                fix="create the folder",
+            )
         )
 
 

@@ -120,14 +120,26 @@ def open_model(
     """
     config = load_config(path, config_file, tokenizer_path).config
     if config.task.name not in OF_TEXT:
-        rule = "does not predict the next token, so it cannot generate text"
-        raise ConfigError(Problem("task.name", config.task.name, rule, 'use "shardtrain test" for its predictions'))
+        raise ConfigError(
+            Problem(
+                "task.name",
+                config.task.name,
+                rule="does not predict the next token, so it cannot generate text",
+                fix='use "shardtrain test" for its predictions',
+            )
+        )
     module, shape = models.configured(config.model)
     weights = _StoredWeights(path, step, config, module, shape, base, adapter)
     model = models.build(module, shape)
     if getattr(model, "kind", "causal") != "causal":
-        rule = f"contains a {shape.class_name}, which cannot continue a text"
-        raise ConfigError(Problem("--from", str(path), rule, "name a causal language model"))
+        raise ConfigError(
+            Problem(
+                "--from",
+                str(path),
+                rule=f"contains a {shape.class_name}, which cannot continue a text",
+                fix="name a causal language model",
+            )
+        )
     weights.adapt(model)
 
     open_tokenizer = functools.cache(functools.partial(_open_tokenizer, path, config, shape.vocab_size))
@@ -167,12 +179,24 @@ def open_model(
 
 def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokenizer:
     if not config.model.hf_assets_path and config.model.tokenizer_path is None:
-        rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
-        raise ConfigError(Problem("--from", str(path), rule, 'add --tokenizer with a path or "bytes"'))
+        raise ConfigError(
+            Problem(
+                "--from",
+                str(path),
+                rule="has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)",
+                fix='add --tokenizer with a path or "bytes"',
+            )
+        )
     tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > vocab_size:
-        rule = f"is a tokenizer with {tokenizer.vocab_size} ids, but the model has embeddings for {vocab_size}"
-        raise ConfigError(Problem("model.hf_assets_path", tokenizer.spec, rule, "use the model's own tokenizer"))
+        raise ConfigError(
+            Problem(
+                "model.hf_assets_path",
+                tokenizer.spec,
+                rule=f"is a tokenizer with {tokenizer.vocab_size} ids, but the model has embeddings for {vocab_size}",
+                fix="use the model's own tokenizer",
+            )
+        )
     return tokenizer
 
 
@@ -240,11 +264,23 @@ class _StoredWeights:
         self._base = base
         self._spec = None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
         if self._spec is None and base is not None:
-            rule = "is only for adapters, but this is a full model"
-            raise ConfigError(Problem("--base", str(base), rule, "remove it"))
+            raise ConfigError(
+                Problem(
+                    "--base",
+                    str(base),
+                    rule="is only for adapters, but this is a full model",
+                    fix="remove it",
+                )
+            )
         if self._spec is not None and adapter is not None:
-            rule = f"would be added to {self.where}, which already contains adapters"
-            raise ConfigError(Problem("--adapter", str(adapter), rule, "merge these first (shardtrain merge)"))
+            raise ConfigError(
+                Problem(
+                    "--adapter",
+                    str(adapter),
+                    rule=f"would be added to {self.where}, which already contains adapters",
+                    fix="merge these first (shardtrain merge)",
+                )
+            )
         self._peft = None if adapter is None else PeftFolder(adapter, module, shape)
 
     def settings(self) -> dict[str, Any]:

@@ -111,10 +111,22 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
     training = dataclasses.replace(config.training, global_batch_size=-1)
     loaded = dataclasses.replace(loaded, config=dataclasses.replace(config, training=training))
     if not sets_of(loaded.config):
-        rule = "is not set, and neither is task.test_dataset_path"
-        fix = "name a held-out set"
-        raise ConfigError(Problem("validation.dataset", None, rule, fix))
+        raise ConfigError(
+            Problem(
+                "validation.dataset",
+                None,
+                rule="is not set, and neither is task.test_dataset_path",
+                fix="name a held-out set",
+            )
+        )
     output = own.get("--output", config.job.dump_folder)
     if "--step" in own and "--checkpoint" in own:
-        raise ConfigError(Problem("--checkpoint", own["--checkpoint"], "is another name of --step", "use one of them"))
+        raise ConfigError(
+            Problem(
+                "--checkpoint",
+                own["--checkpoint"],
+                rule="is another name of --step",
+                fix="use one of them",
+            )
+        )
     return HeldOutOptions(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))

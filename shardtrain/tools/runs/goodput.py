@@ -33,8 +33,15 @@ def main(words: Sequence[str]) -> int:
     help_if_asked(words, USAGE)
     if len(words) != 1 or words[0].startswith("-"):
         given = " ".join(words) or None
-        fix = "write it like shardtrain goodput outputs"
-        raise ConfigError(Problem("shardtrain goodput", given, "requires the folder of one run", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "shardtrain goodput",
+                given,
+                rule="requires the folder of one run",
+                fix="write it like shardtrain goodput outputs",
+                where="command line",
+            )
+        )
     found, bad = events.read(Path(words[0]))
     attempts = attempts_of(found)
     if bad:

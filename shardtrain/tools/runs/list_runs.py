@@ -18,7 +18,8 @@ def main(words: Sequence[str]) -> int:
     """Print the table and return the exit status. Raise ConfigError if the path is not a folder."""
     parser = StrictArgumentParser(
         "shardtrain runs",
-        "List the runs in and below a folder: state, last step and loss, and the time since the run last wrote a file. "
+        "List the runs in and below a folder: state, last step and loss, "
+        "and the time since the run last wrote a file. "
         '"silent" means that a run has no exit.json and has written nothing for ten minutes.',
         example="shardtrain runs outputs",
     )
@@ -27,7 +28,15 @@ def main(words: Sequence[str]) -> int:
     asked = parser.read(words)
     root = Path(asked.folder)
     if not root.is_dir():
-        raise ConfigError(Problem("FOLDER", asked.folder, "is not a folder", "name a folder with runs", "command line"))
+        raise ConfigError(
+            Problem(
+                "FOLDER",
+                asked.folder,
+                rule="is not a folder",
+                fix="name a folder with runs",
+                where="command line",
+            )
+        )
     runs = sorted(run_files.below(root), key=lambda run: run.age_seconds)
     if asked.json:
         for run in runs:

@@ -140,9 +140,14 @@ class RunFolder:
         Raise ConfigError if it is missing, invalid, or names code of the user.
         """
         if not self.config.is_file():
-            rule = f"is not a run's folder: it has no {RESOLVED_CONFIG}"
             raise ConfigError(
-                Problem("RUN_FOLDER", str(self.path), rule, "name the job.dump_folder of a run", COMMAND_LINE)
+                Problem(
+                    "RUN_FOLDER",
+                    str(self.path),
+                    rule=f"is not a run's folder: it has no {RESOLVED_CONFIG}",
+                    fix="name the job.dump_folder of a run",
+                    where=COMMAND_LINE,
+                )
             )
         loaded = configs.load(self.config, overrides)
         if code := configs.code_of_a_run(loaded):
@@ -217,8 +222,15 @@ def read(path: Path) -> RunRecord:
     folder = RunFolder(path)
     record = RunRecord(Path(os.path.realpath(path)).name, path)
     if not folder.metrics.is_file():
-        fix = "name the folder of a run, which is its job.dump_folder"
-        raise ConfigError(Problem("RUN_FOLDER", str(path), "has no metrics.jsonl", fix, COMMAND_LINE))
+        raise ConfigError(
+            Problem(
+                "RUN_FOLDER",
+                str(path),
+                rule="has no metrics.jsonl",
+                fix="name the folder of a run, which is its job.dump_folder",
+                where=COMMAND_LINE,
+            )
+        )
     record.bad_lines = _read_series(folder.metrics, record.metrics) + _read_series(folder.validation, record.validation)
     record.samples = _samples(folder.samples)
     for name, pair in read_object(folder.planned).items():

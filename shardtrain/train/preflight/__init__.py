@@ -242,9 +242,12 @@ def _too_many_ranks(machine: Machine) -> Problem | None:
     if machine.device in ("cpu", None) or not num_devices or machine.local_ranks <= num_devices:
         return None
     unit = "accelerator" if num_devices == 1 else "accelerators"
-    rule = f"exceeds its {num_devices} {unit}"
-    fix = f'start {num_devices} (--nproc {num_devices}), or use more nodes or training.device="cpu"'
-    return Problem("ranks of this machine", machine.local_ranks, rule, fix)
+    return Problem(
+        "ranks of this machine",
+        machine.local_ranks,
+        rule=f"exceeds its {num_devices} {unit}",
+        fix=f'start {num_devices} (--nproc {num_devices}), or use more nodes or training.device="cpu"',
+    )
 
 
 def _check_files(loaded: Loaded, machine: Machine, findings: _Findings) -> None:

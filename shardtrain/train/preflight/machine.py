@@ -92,8 +92,15 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
         near = nearest(name, supported)
         if near:
             fix = f"did you mean {near}? {fix}"
-        rule = "is not a known machine" if known is None else "is not a device that train supports"
-        raise ConfigError(Problem("--for-machine", name, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--for-machine",
+                name,
+                rule="is not a known machine" if known is None else "is not a device that train supports",
+                fix=fix,
+                where="command line",
+            )
+        )
     config = loaded.config
     min_ranks = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
     count = nproc or max(1, min_ranks)

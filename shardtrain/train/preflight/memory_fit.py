@@ -173,10 +173,17 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         option = "training.global_batch_size"
         rows *= accumulation
     rule = (
-        f"makes {rows} sequences of seq_len={t.seq_len} on a rank: their ids and the input of the first layer take "
-        f"{format_bytes(needed_bytes)} or more on {machine.name}, which has {format_bytes(machine.memory_bytes)}"
+        f"makes {rows} sequences of seq_len={t.seq_len} on a rank: "
+        f"their ids and the input of the first layer take {format_bytes(needed_bytes)} or more on "
+        f"{machine.name}, which has {format_bytes(machine.memory_bytes)}"
     )
-    return Problem(option, loaded.value(option), rule, "lower it, or training.seq_len", loaded.where(option))
+    return Problem(
+        option,
+        loaded.value(option),
+        rule=rule,
+        fix="lower it, or training.seq_len",
+        where=loaded.where(option),
+    )
 
 
 def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]) -> Iterator[Problem]:
@@ -205,7 +212,8 @@ def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]
         holder = f"the {machine.local_ranks} ranks of a host need"
     rule = (
         f"has {billions:.3g} billion weights: with gradients and {config.optimizer.name}'s state {holder} "
-        f"{format_bytes(needed_bytes)} or more, and {machine.name} has {format_bytes(machine.memory_bytes)}"
+        f"{format_bytes(needed_bytes)} or more, and {machine.name} has "
+        f"{format_bytes(machine.memory_bytes)}"
     )
     # The usual ways to need less.
     fixes = []
@@ -214,5 +222,10 @@ def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]
     if config.training.dtype == "float32":
         fixes.append('training.dtype="bfloat16"')
     fixes += ["a smaller model", "or adapters (lora.enable)"]
-    fix = f"use {', '.join(fixes)}"
-    yield Problem("model.flavor", config.model.flavor, rule, fix, loaded.where("model.flavor"))
+    yield Problem(
+        "model.flavor",
+        config.model.flavor,
+        rule=rule,
+        fix=f"use {', '.join(fixes)}",
+        where=loaded.where("model.flavor"),
+    )

@@ -75,9 +75,14 @@ def _check_schedule(config: Config) -> None:
     try:
         error = within(SCHEDULE_SECONDS, check)
     except TimeoutError:
-        rule = f"does not return the factors of about 1,000 steps within {SCHEDULE_SECONDS:g} s"
-        fix = "compute them from the arguments only, without waiting"
-        raise ConfigError(Problem("lr_scheduler.name", name, rule, fix)) from None
+        raise ConfigError(
+            Problem(
+                "lr_scheduler.name",
+                name,
+                rule=f"does not return the factors of about 1,000 steps within {SCHEDULE_SECONDS:g} s",
+                fix="compute them from the arguments only, without waiting",
+            )
+        ) from None
     if error is not None:
         raise error
 

@@ -84,8 +84,9 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
     num_fitting = int(free_bytes / (SPARE * checkpoint_bytes)) if checkpoint_bytes else num_new
     if num_fitting < 1:
         error = StorageError(
-            f"{folder}: a checkpoint of this run takes {format_bytes(checkpoint_bytes)}, a save requires {SPARE} times "
-            f"that, and {format_bytes(free_bytes)} are free: free space, or set checkpoint.folder to another filesystem"
+            f"{folder}: a checkpoint of this run takes {format_bytes(checkpoint_bytes)}, "
+            f"a save requires {SPARE} times that, and {format_bytes(free_bytes)} are free: "
+            "free space, or set checkpoint.folder to another filesystem"
         )
         return [error], []
     if num_fitting < num_new:
@@ -93,8 +94,9 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
         if options.keep_latest_k:
             policy = f"checkpoint.keep_latest_k={options.keep_latest_k}"
         warning = (
-            f"{policy}: {folder} must hold {num_new} more checkpoints of {format_bytes(checkpoint_bytes)} before the "
-            f"first is deleted, and {format_bytes(free_bytes)} are free, room for {num_fitting}"
+            f"{policy}: {folder} must hold {num_new} more checkpoints of "
+            f"{format_bytes(checkpoint_bytes)} before the first is deleted, "
+            f"and {format_bytes(free_bytes)} are free, room for {num_fitting}"
         )
         return [], [warning]
     return [], []
@@ -129,8 +131,15 @@ def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     if needed_bytes <= free_bytes:
         return None
     rule = (
-        f"keeps up to {batches_per_worker} batches of each worker and rank in {SHARED}: {format_bytes(needed_bytes)} "
-        f"or more, and {format_bytes(free_bytes)} are free there"
+        f"keeps up to {batches_per_worker} batches of each worker and rank in {SHARED}: "
+        f"{format_bytes(needed_bytes)} or more, and {format_bytes(free_bytes)} are free there"
     )
-    fix = "set it to 0, lower training.dataloader.prefetch_factor, or give the container more (docker run --shm-size)"
-    return Problem(option, workers, rule, fix, loaded.where(option))
+    return Problem(
+        option,
+        workers,
+        rule=rule,
+        fix=(
+            "set it to 0, lower training.dataloader.prefetch_factor, or give the container more (docker run --shm-size)"
+        ),
+        where=loaded.where(option),
+    )

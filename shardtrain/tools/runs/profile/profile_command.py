@@ -26,8 +26,9 @@ def main(words: Sequence[str]) -> int:
     """Print the summary of the traces. Raise ConfigError or DataError for invalid input."""
     parser = StrictArgumentParser(
         "shardtrain profile",
-        "Summarize the profiler traces of a run, which profiling.enable_profiling writes: the operations that take "
-        "most time, communication that does not overlap with computation, and memory over time.",
+        "Summarize the profiler traces of a run, which profiling.enable_profiling writes: "
+        "the operations that take most time, communication that does not overlap with computation, "
+        "and memory over time.",
         example="shardtrain profile outputs",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
@@ -37,12 +38,26 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     asked = parser.read(words)
     if asked.top < 1:
-        raise ConfigError(Problem("--top", asked.top, "must be at least 1", "remove it for 10", "command line"))
+        raise ConfigError(
+            Problem(
+                "--top",
+                asked.top,
+                rule="must be at least 1",
+                fix="remove it for 10",
+                where="command line",
+            )
+        )
     files = _files(Path(asked.run), asked.step)
     if asked.rank is not None and asked.rank not in files:
-        rule = "has no trace"
-        fix = f"use one of {', '.join(map(str, sorted(files)[:20]))}"
-        raise ConfigError(Problem("--rank", asked.rank, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--rank",
+                asked.rank,
+                rule="has no trace",
+                fix=f"use one of {', '.join(map(str, sorted(files)[:20]))}",
+                where="command line",
+            )
+        )
     # With thousands of ranks, summarize only some of them, evenly spaced.
     ranks = sorted(files)
     shown = ranks if len(ranks) <= _MOST_RANKS else ranks[:: -(-len(ranks) // _MOST_RANKS)]
@@ -62,9 +77,15 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
     if path.is_file():
         return {0: path}
     if not path.is_dir():
-        rule = "does not exist"
-        fix = "name the folder of a run, which is its job.dump_folder"
-        raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "RUN",
+                str(path),
+                rule="does not exist",
+                fix="name the folder of a run, which is its job.dump_folder",
+                where="command line",
+            )
+        )
     name = RunFolder(path).options().get("profiling.save_traces_folder", "profile_traces")
     folders = {
         int(one.name.removeprefix("iteration_")): one
@@ -78,13 +99,25 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
             if match:
                 found.setdefault(number, {})[int(match[1])] = file
     if not found:
-        rule = "has no profiler trace"
-        fix = "train with --profiling.enable_profiling for at least profiling.profile_freq steps"
-        raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "RUN",
+                str(path),
+                rule="has no profiler trace",
+                fix="train with --profiling.enable_profiling for at least profiling.profile_freq steps",
+                where="command line",
+            )
+        )
     if step is not None and step not in found:
-        rule = "has no trace"
-        fix = f"use one of {', '.join(map(str, sorted(found)[-20:]))}"
-        raise ConfigError(Problem("--step", step, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--step",
+                step,
+                rule="has no trace",
+                fix=f"use one of {', '.join(map(str, sorted(found)[-20:]))}",
+                where="command line",
+            )
+        )
     return found[max(found) if step is None else step]
 
 

@@ -70,8 +70,15 @@ def main(words: Sequence[str]) -> int:
         found = plan(loaded.config, request.first, request.last)
     output = Path(request.output or tempfile.mkdtemp(prefix="shardtrain-replay-"))
     if os.path.realpath(output) == os.path.realpath(found.run_folder):
-        rule = "is the run's own folder, which a replay does not change"
-        raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
+        raise ConfigError(
+            Problem(
+                "--output",
+                str(output),
+                rule="is the run's own folder, which a replay does not change",
+                fix="name another folder",
+                where="command line",
+            )
+        )
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
     # Ranks that are started as separate processes must share one folder, so pass it to them.
     words = ["replay", *words] if request.output else ["replay", *words, "--output", str(output)]
@@ -118,8 +125,14 @@ def _read(words: Sequence[str]) -> _Request:
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
     first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)
     if not 1 <= first <= last:
-        rule = "is neither a step above 0 nor a range of steps" if places else "is not set"
-        fix = "write it like 120 or 100:120"
-        raise ConfigError(Problem("STEP", places[0] if places else None, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "STEP",
+                places[0] if places else None,
+                rule="is neither a step above 0 nor a range of steps" if places else "is not set",
+                fix="write it like 120 or 100:120",
+                where="command line",
+            )
+        )
     path = places[1] if len(places) > 1 else None
     return _Request(first, last, path, taken.own.get("--nproc"), taken.own.get("--output"), overrides)

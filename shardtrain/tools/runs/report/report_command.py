@@ -27,13 +27,25 @@ def main(words: Sequence[str]) -> int:
     asked = parser.read(words)
     if not 1 <= len(asked.runs) <= _MOST_RUNS:
         given = len(asked.runs) or None
-        fix = "write it like shardtrain report outputs -o report.html"
         raise ConfigError(
-            Problem("shardtrain report", given, f"requires 1 to {_MOST_RUNS} folders", fix, "command line")
+            Problem(
+                "shardtrain report",
+                given,
+                rule=f"requires 1 to {_MOST_RUNS} folders",
+                fix="write it like shardtrain report outputs -o report.html",
+                where="command line",
+            )
         )
     if Path(asked.output).suffix.lower() in (".pdf", ".png", ".svg", ".md", ".json", ".csv", ".txt"):
-        fix = f"write -o {Path(asked.output).with_suffix('.html').name}, and print it from a browser"
-        raise ConfigError(Problem("-o", asked.output, "is not the name of an HTML file", fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "-o",
+                asked.output,
+                rule="is not the name of an HTML file",
+                fix=f"write -o {Path(asked.output).with_suffix('.html').name}, and print it from a browser",
+                where="command line",
+            )
+        )
     problems: list[Problem | str] = []
     records = []
     for folder in asked.runs:
@@ -42,8 +54,15 @@ def main(words: Sequence[str]) -> int:
         except ConfigError as error:
             problems += error.problems
         except OSError as error:
-            fix = "check its permissions"
-            problems.append(Problem("RUN_FOLDER", folder, f"cannot be read: {error.strerror}", fix, "command line"))
+            problems.append(
+                Problem(
+                    "RUN_FOLDER",
+                    folder,
+                    rule=f"cannot be read: {error.strerror}",
+                    fix="check its permissions",
+                    where="command line",
+                )
+            )
     if problems:
         raise ConfigError(problems)
     text = page.build(records)

@@ -35,8 +35,9 @@ def main(words: Sequence[str]) -> int:
     """Show the runs until the user presses q or Ctrl-C, or once with ``--once``. Raises ConfigError."""
     parser = StrictArgumentParser(
         "shardtrain watch",
-        "Show runs while they train: loss, speed, memory, time and alerts. It only reads files of the runs, so it "
-        "works on any machine that can read the folder, also before a run has started.",
+        "Show runs while they train: loss, speed, memory, time and alerts. "
+        "It only reads files of the runs, so it works on any machine that can read the folder, "
+        "also before a run has started.",
         example="shardtrain watch outputs",
     )
     parser.add_argument(
@@ -46,9 +47,15 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="time between two updates (1)")
     asked = parser.read(words)
     if not 0.1 <= asked.interval_seconds <= 3600:
-        rule = "must be 0.1 to 3600 seconds"
-        fix = "remove it for one update per second"
-        raise ConfigError(Problem("--interval_seconds", asked.interval_seconds, rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "--interval_seconds",
+                asked.interval_seconds,
+                rule="must be 0.1 to 3600 seconds",
+                fix="remove it for one update per second",
+                where="command line",
+            )
+        )
     followed = [FollowedRun(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
     if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         for one in followed:
@@ -67,9 +74,15 @@ def _folders(path: Path) -> list[Path]:
     Return the path itself if it is a run, or does not exist yet.
     """
     if path.exists() and not path.is_dir():
-        rule = "is not a folder"
-        fix = "name the folder of a run, which is its job.dump_folder"
-        raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
+        raise ConfigError(
+            Problem(
+                "RUN",
+                str(path),
+                rule="is not a folder",
+                fix="name the folder of a run, which is its job.dump_folder",
+                where="command line",
+            )
+        )
     folders = [run.folder for run in run_files.below(path)] if path.is_dir() else []
     return folders or [path]
 
