@@ -30,6 +30,7 @@ PRESETS = (
     ("llama3", "70B"),
     ("qwen3", "8B"),
     ("qwen3_moe", "30B-A3B"),
+    ("qwen3_next", "80B-A3B"),
     ("mistral", "7B-v0.3"),
     ("mixtral", "8x7B"),
     ("deepseek_v3", "671B"),

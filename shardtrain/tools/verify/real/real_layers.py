@@ -45,6 +45,8 @@ INNER = {
     "num_experts": 16,
     "num_heads": 8,
     "num_kv_heads": 8,
+    "linear_key_heads": 4,
+    "linear_value_heads": 8,
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
 }
@@ -93,13 +95,15 @@ def pieces(
     ``count`` returns a piece with its numbers of parameters.
     """
     # Keep one layer of each kind. If this takes two layers, the second one
-    # has experts or no rotary positions.
+    # has experts or no rotary positions, or attention after a recurrence.
     sizes = model_shape(loaded) or {}
     shallow: dict[str, Any] = {}
     if "num_layers" in sizes:
         shallow = {"num_layers": 1}
     if sizes.get("no_rope_layer_interval"):
         shallow |= {"num_layers": 2, "no_rope_layer_interval": 2}
+    if sizes.get("full_attention_interval", 1) > 1:
+        shallow |= {"num_layers": 2, "full_attention_interval": 2}
     if sizes.get("interleave_moe_layer_step", 1) > 1:
         shallow |= {"num_layers": 2, "interleave_moe_layer_step": 2}
     if sizes.get("num_dense_layers"):
