@@ -535,10 +535,13 @@ NETWORKS = {
 
 
 def as_is(rng: random.Random, draft: Draft) -> None:
-    """A ``transformers`` network of any kind, by its config.json. Only Llama has a tensor-parallel plan."""
+    """A ``transformers`` network of any kind, by its config.json. Only Llama has a tensor-parallel plan, and can split
+    sequences."""
     folder, task = rng.choice(list(NETWORKS.items()))
     draft.drop_pipeline()
-    draft.drop(M, "model.", "task.", "debug.moe", "lora.", "optimizer.no_weight_decay", PP, CP, EP, f"{P}context")
+    draft.drop(M, "model.", "task.", "debug.moe", "lora.", "optimizer.no_weight_decay", PP, EP)
+    if folder != LLAMA:
+        draft.drop(CP, f"{P}context")
     if draft.options.get("optimizer.name") == "Muon":
         draft.drop("optimizer.name", "optimizer.lr", "optimizer.muon_")
     if folder != LLAMA:
@@ -877,13 +880,20 @@ def _of_ranks(case: Case) -> Iterator[Broken]:
 
 
 def _of_networks(case: Case) -> Iterator[Broken]:
-    """A ``transformers`` network supports only the sharding of its own tensor-parallel plan."""
+    """A ``transformers`` network supports split sequences, and the sharding of its own tensor-parallel plan."""
     if case.value("model.name") != AS_IS:
         return
-    for option in (PP, CP, EP):
+    for option in (PP, EP):
         if case.number(option) > 1:
             yield Broken("transformers networks do not support this axis", (option,))
-    tp = case.number(TP)
+    tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
+    if cp > 1 and case.value(f"{M}path") != LLAMA:
+        yield Broken("only causal language models split sequences", (CP,))
+    chunks = context_chunks(case)
+    if seq_len % chunks or seq_len // cp % tp:
+        yield Broken(f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank", (SEQ,))
+    if cp > 1 and case.value(f"{P}context_parallel_method") == "ulysses" and 2 % (tp * cp):
+        yield Broken(f"ulysses must divide the 2 KV heads by {tp * cp}", (CP,))
     if tp > 1 and (case.value(f"{M}path") != LLAMA or 2 % tp):
         yield Broken("the tensor-parallel plan of a network must divide its heads", (TP,))
     if tp > 1 and has_compiled_layers(case):

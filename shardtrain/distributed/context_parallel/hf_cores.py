@@ -166,7 +166,8 @@ def _pass_documents(model: Any) -> None:
     for block in model.blocks.values():
         block.__dict__[_CORES] = list(_cores(block))
         # A forward in the instance would look like a recomputed block, so replace the class, as FSDP does
-        block.__class__ = _class_with_documents(type(block))
+        block_class: Any = type(block)
+        block.__class__ = _class_with_documents(block_class)
         block.register_forward_pre_hook(add, with_kwargs=True)
 
 
