@@ -26,6 +26,8 @@ _LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _IN_THE_WAY = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
 """Error numbers of opening a symlink (EMLINK on FreeBSD), or a pipe or socket without a reader."""
+_DEVICES = "/dev"
+"""Folder of devices and of links such as ``/dev/stdout``. No file is written there, also not by root."""
 _guarded: tuple[str, ...] = ()
 
 
@@ -89,14 +91,15 @@ def open_file(
 ) -> int:
     """Open a file for writing and return its descriptor; also an ``opener`` for ``open``.
 
-    A symlink, a pipe or a device at ``path`` is removed instead of opened. A file with more hard links is first
-    replaced by a copy. ``fresh`` removes an existing file: truncating it would destroy its other hard links' content.
+    A symlink or a pipe at ``path`` is removed instead of opened. A file with more hard links is first replaced by a
+    copy. ``fresh`` removes an existing file: truncating it would destroy its other hard links' content.
 
     Raises:
-        OSError: the file cannot be opened, or is a link again after each removal. The error has the path.
+        OSError: the file cannot be opened, is a device, or is a link again after each removal. The error has the path.
     """
     parent, name = os.path.split(os.path.abspath(path))
     with _naming(path), folder(parent, create_folder) as at:
+        _keep_devices(name, at)
         if fresh:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=at)
@@ -116,8 +119,20 @@ def open_file(
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
+def _keep_devices(name: str, at: int) -> None:
+    """Raise OSError for a device and for a file in ``/dev``: root could replace ``/dev/null`` of all programs."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(at), os.stat(_DEVICES)):
+            raise OSError(errno.EOPNOTSUPP, "/dev is for devices, not for files")
+    with contextlib.suppress(FileNotFoundError):
+        kind = os.stat(name, dir_fd=at, follow_symlinks=False).st_mode
+        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            raise OSError(errno.EOPNOTSUPP, "it is a device, which a file must not replace")
+
+
 def _clear(name: str, at: int) -> None:
-    """Remove a symlink, a pipe or a device. Replace a file with more hard links by a copy."""
+    """Remove a symlink or a pipe. Replace a file with more hard links by a copy."""
+    _keep_devices(name, at)
     status = os.stat(name, dir_fd=at, follow_symlinks=False)
     if not stat.S_ISREG(status.st_mode):
         os.unlink(name, dir_fd=at)
@@ -130,6 +145,7 @@ def _clear(name: str, at: int) -> None:
 @contextlib.contextmanager
 def _replacing(name: str, at: int, mode: int) -> Iterator[BinaryIO]:
     """Yield a new file. It replaces ``name`` when the block ends, or is removed if the block raises."""
+    _keep_devices(name, at)
     part = f".{name}.{secrets.token_hex(4)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -179,6 +195,7 @@ def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
     parent, name = os.path.split(os.path.abspath(path))
     part = f".{name}.{secrets.token_hex(4)}"
     with _naming(path), folder(parent, create=True) as at:
+        _keep_devices(name, at)
         os.mkdir(part, 0o700, dir_fd=at)
         inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
         try:

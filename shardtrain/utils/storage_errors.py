@@ -54,6 +54,7 @@ _CAUSES = {
     "ELOOP": Cause("a link points to itself, or is where no link is allowed", "remove the link"),
     "ENAMETOOLONG": Cause("the filesystem does not allow such a long name", "use a shorter path"),
     "EFBIG": Cause("the file would exceed the size limit", "raise it with ulimit -f, or use another filesystem"),
+    "EOPNOTSUPP": Cause("", "use a regular file, or another filesystem", is_of_sockets=True),
     "ETXTBSY": Cause("the file is a running program", "stop the program"),
     "EBUSY": Cause("another program or a mount uses it", "stop the program (see fuser -v) or unmount it"),
     "EAGAIN": Cause("no further process may start", "see utils/limits.py", may_pass=True),

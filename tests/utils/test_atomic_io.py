@@ -74,6 +74,37 @@ def test_planted_file_is_replaced(
     assert [other.name for other in path.parent.iterdir()] == ["file"], "there are leftover files"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create devices")
+@pytest.mark.parametrize("kind", [stat.S_IFCHR, stat.S_IFBLK])
+@pytest.mark.parametrize("write", [append, fresh, replace, library])
+def test_device_is_kept(run: Path, kind: int, write: Callable[[Path], None]) -> None:
+    """As root, ``-o /dev/null`` replaced the null device of the machine or of the container with a file."""
+    path = run / "logs/device"
+    try:
+        os.mknod(path, kind | 0o600, os.makedev(1, 3 if kind == stat.S_IFCHR else 0))
+    except PermissionError:
+        pytest.skip("this container forbids devices")
+    device = path.lstat()
+    with pytest.raises(OSError, match="it is a device, which a file must not replace") as caught:
+        write(path)
+    assert str(caught.value.filename) == str(path)
+    assert os.path.samestat(path.lstat(), device) and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["stdout", "new"])
+@pytest.mark.parametrize("write", [append, fresh, replace, library])
+def test_nothing_is_written_into_the_folder_of_devices(
+    run: Path, name: str, write: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links such as ``/dev/stdout`` are not devices, but other programs need them."""
+    # The real folder would lose its links if this test failed.
+    monkeypatch.setattr(atomic_io, "_DEVICES", str(run / "logs"))
+    (run / "logs/stdout").symlink_to("/proc/self/fd/1")
+    with pytest.raises(OSError, match="/dev is for devices, not for files"):
+        write(run / "logs" / name)
+    assert [path.name for path in (run / "logs").iterdir()] == ["stdout"]
+
+
 def test_appending_to_a_hard_linked_file_does_not_change_its_other_name(run: Path) -> None:
     """A folder copied with ``cp -al`` has hard links, but each copy must continue with its own history."""
     path, second = run / "metrics.jsonl", run.parent / "second"
