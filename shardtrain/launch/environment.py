@@ -20,6 +20,7 @@ from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
 from shardtrain.facts.devices import ACCELERATOR_TYPES
 from shardtrain.launch.goodput import ledger
+from shardtrain.utils import library_environment
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.private_network import NETWORK
 from shardtrain.utils.process import STORE, meeting_folder
@@ -454,8 +455,9 @@ def set_process_defaults(
             rank would wait for other ranks.
 
     Raises:
-        ConfigError: GLOO_SOCKET_IFNAME names an interface that does not exist.
+        ConfigError: GLOO_SOCKET_IFNAME names an interface that does not exist, or the compiler cannot use its cache.
     """
+    library_environment.require_compiler_cache(environment)
     # By default, each rank would use one thread per core of the machine.
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),

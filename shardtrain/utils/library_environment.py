@@ -12,10 +12,11 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardtrain.utils import user_cache
+from shardtrain.utils.errors import ConfigError, Problem
 
 COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -35,6 +36,23 @@ def protected() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def require_compiler_cache(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if the user's ``TORCHINDUCTOR_CACHE_DIR`` cannot be used. PyTorch's import would fail there."""
+    chosen = environment.get(COMPILER_CACHE)
+    if not chosen:
+        return
+    try:
+        os.makedirs(chosen, exist_ok=True)
+        is_usable = os.access(chosen, os.W_OK | os.X_OK)
+        reason = "this user may not write it"
+    except (OSError, ValueError) as error:
+        is_usable = False
+        reason = getattr(error, "strerror", None) or str(error)
+    if not is_usable:
+        rule = f"is not a folder that can be written: {reason}"
+        raise ConfigError(Problem(COMPILER_CACHE, chosen, rule, "name another folder, or unset it"))
 
 
 def compiler_cache() -> Path:

@@ -13,7 +13,9 @@ import pytest
 
 from shardtrain.config.schema import Comm
 from shardtrain.distributed import process_group
+from shardtrain.launch import environment
 from shardtrain.utils import library_environment
+from shardtrain.utils.errors import ConfigError
 
 NOBODY = 65534
 
@@ -78,6 +80,36 @@ def test_default_folder_has_pytorchs_name(tmp_path: Path, monkeypatch: pytest.Mo
 def test_folder_of_the_users_variable_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library_environment.COMPILER_CACHE, str(tmp_path))
     assert library_environment.compiler_cache() == tmp_path
+
+
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "a file": Path.touch,
+    "below a file": lambda path: path.parent.touch(),
+    "a dangling link": lambda path: path.symlink_to(path.with_name("absent")),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "read-only": lambda path: path.mkdir(mode=0o500),
+    "in a read-only folder": lambda path: path.parent.mkdir(mode=0o500),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_folder_of_the_users_variable_is_refused(name: str, tmp_path: Path) -> None:
+    """PyTorch's import creates the folder, so each verb ended with a traceback."""
+    if "read-only" in name and os.geteuid() == 0:
+        pytest.skip("root writes everywhere")
+    path = tmp_path / "parent/cache" if "below" in name or "folder" in name else tmp_path / "cache"
+    UNUSABLE[name](path)
+    with pytest.raises(ConfigError) as caught:
+        environment.set_process_defaults({library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True)
+    start, fix = "TORCHINDUCTOR_CACHE_DIR", "name another folder, or unset it"
+    assert str(caught.value).startswith(f'{start}="{path}" is not a folder that can be written: ')
+    assert str(caught.value).endswith(fix) and "\n" not in str(caught.value)
+
+
+def test_missing_folder_of_the_users_variable_is_created(tmp_path: Path) -> None:
+    path = tmp_path / "new/cache"
+    environment.set_process_defaults({library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True)
+    assert path.is_dir()
 
 
 def test_child_of_a_library_imports_nothing_from_the_current_directory(
