@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 
 
 def main() -> int:
@@ -15,7 +16,20 @@ def main() -> int:
 
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, handler)
-    return cli.main()
+    try:
+        code = cli.main()
+    except SystemExit as error:
+        if not isinstance(error.code, int):
+            raise
+        code = error.code
+    threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads and all(thread.daemon for thread in threads):
+        # Python ends daemon threads at their next instruction when the interpreter exits. A thread that returns from
+        # C++ code then, such as the keep-alive of PyTorch's rendezvous, aborts the process.
+        from shardtrain.launch import local
+
+        local.leave(code)
+    return code
 
 
 if __name__ == "__main__":

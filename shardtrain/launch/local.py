@@ -29,9 +29,8 @@ from shardtrain.launch import environment, exit_report, failure, run_ends, signa
 from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
-from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
+from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors, temporary
 from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Preempted, ShardtrainError
-from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
@@ -171,6 +170,7 @@ def end_at_request(loaded: Loaded | None) -> None:
             print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
         if loaded is not None:
             write_exit_before_ranks(loaded, report)
+        temporary.remove_all()
         exit_report.end(report.exit_code if loaded is None else failure.stop_status(loaded.config))
 
     signals.handle_requests(end)
@@ -342,7 +342,7 @@ def _attempt(
     with refusals_in_exit_json(loaded):
         prepare(run_folder, not has_live_run(loaded))
     with contextlib.ExitStack() as stack:
-        records = stack.enter_context(temporary_folder())
+        records = stack.enter_context(temporary.temporary_folder())
         # Only forks use a private network. A new process does not inherit the descriptor, and has threads
         # before it could enter the network.
         network = {}

@@ -50,6 +50,12 @@ def remove(folder: Path) -> None:
         del _held[folder]
 
 
+def remove_all() -> None:
+    """Remove all folders of this process, before an exit that runs no ``finally`` block."""
+    for folder in list(_held):
+        remove(folder)
+
+
 def keep(folder: Path) -> None:
     """Keep a folder of ``make`` for the user: the next start does not remove it."""
     (folder / MARK).unlink(missing_ok=True)

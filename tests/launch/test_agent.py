@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import forked
 import patience
 import pytest
+from launched import wait_for
 from ports import free_port
 
 from shardtrain.config import load
@@ -60,3 +62,52 @@ def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, ran
         finally:
             process.kill()
     assert '"code": 7' in (tmp_path / "exit.json").read_text()
+
+
+ENDS = """
+import sys, threading
+from shardtrain import __main__, cli
+
+def run():
+    from torch.distributed import TCPStore
+    server = TCPStore("127.0.0.1", 0, 1, True)
+    all_are_in_calls = threading.Barrier(9)
+
+    def keep_alive():
+        store = TCPStore("127.0.0.1", server.port, 1, False)
+        all_are_in_calls.wait()
+        while True:
+            store.check(["state"])
+
+    for _ in range(8):
+        threading.Thread(target=keep_alive, daemon=True).start()
+    all_are_in_calls.wait()
+    print("done")
+    END
+
+cli.main = run
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("end", ["return 75", "sys.exit(75)"])
+def test_threads_in_a_store_do_not_abort_the_end_of_a_node(end):
+    """PyTorch's rendezvous sends heartbeats from a thread. A run that had ended with 0 could exit with 134."""
+    command = [sys.executable, "-c", ENDS.replace("END", end)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=patience.seconds(60))
+    assert (ended.returncode, ended.stdout) == (75, "done\n"), ended.stderr
+
+
+def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    words = ["--nnodes=2", "--node_rank=0", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, f"--job.dump_folder={tmp_path / 'run'}"]
+    names = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    with forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names) as process:
+        try:
+            wait_for(lambda: [*(tmp_path / "tmp").glob("shardtrain-*/.removed*")])
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(patience.seconds(30)) == 75
+        finally:
+            process.kill()
+    assert not [*(tmp_path / "tmp").glob("shardtrain-*")]

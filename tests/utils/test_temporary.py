@@ -183,3 +183,15 @@ def test_link_inside_an_abandoned_folder_is_not_followed(place: Path) -> None:
     with temporary.temporary_folder():
         assert not abandoned.exists()
     assert (place / "precious/data").read_text() == "kept"
+
+
+def test_a_fork_removes_no_folder_of_its_parent(place: Path) -> None:
+    folder = temporary.make()
+    pid = os.fork()
+    if not pid:
+        temporary.remove_all()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert [*place.iterdir()] == [folder]
+    temporary.remove_all()
+    assert [*place.iterdir()] == []
