@@ -26,7 +26,7 @@ from shardtrain import __version__
 from shardtrain.config import config_command, help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.facts.file_kinds import FOREIGN_CONFIGS
-from shardtrain.utils import garbage_collection, limits, process, python_child, storage_errors
+from shardtrain.utils import garbage_collection, library_environment, limits, process, python_child, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError, print_error
 from shardtrain.utils.heartbeat import heartbeat
@@ -104,6 +104,11 @@ def _print_system_error(error: OSError) -> int:
         tempfile.gettempdir()
     except FileNotFoundError:
         return _print_errors(8, ["no folder for temporary files can be written; set TMPDIR to one that can"])
+    try:
+        # verbs that start no ranks, such as plan, notice this when they import PyTorch's compiler
+        library_environment.require_compiler_cache(os.environ)
+    except ConfigError as refused:
+        return print_error(refused)
     raise error
 
 
