@@ -179,6 +179,8 @@ class PipelineRunner(Runner):
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
         self._features = hidden
+        # tensor-parallel ranks of a network of transformers hold complete sequences between layers
+        self._sequence_ranks = 1 if hf_stages.is_hf(whole) else mesh.size("tp")
         self._vocab_size = vocab_size
         # With recomputation, compute gradients of weights together with those of inputs. Separately,
         # PyTorch would compute them for each group of weights, and each time recompute the layer and keep
@@ -192,8 +194,8 @@ class PipelineRunner(Runner):
                 num_stages,
                 mesh.device,
                 # Without shapes, the stages would send pickled shapes to each other in the first step.
-                input_args=_input(index, hidden, mesh, config),
-                output_args=_output(index == self._last, hidden, vocab_size, mesh, config),
+                input_args=_input(index, hidden, self._sequence_ranks, mesh, config),
+                output_args=_output(index == self._last, hidden, vocab_size, self._sequence_ranks, mesh, config),
                 group=mesh.group(AXIS),
                 dw_builder=(lambda: _no_op) if recomputes else None,
             )
@@ -214,7 +216,7 @@ class PipelineRunner(Runner):
         """Return the shape of the output of a stage for this rank's part of some sequences."""
         if index == self._last:
             return rows, tokens, _vocabulary_columns(self._vocab_size, self._mesh, self._config)
-        return rows, tokens // self._mesh.size("tp"), self._features
+        return rows, tokens // self._sequence_ranks, self._features
 
     @property
     def has_loss(self) -> bool:
@@ -337,21 +339,21 @@ class AllStages(nn.Module):
         return out  # type: ignore[no-any-return]
 
 
-def _input(index: int, hidden: int, mesh: Mesh, config: Config) -> Tensor:
+def _input(index: int, hidden: int, sequence_ranks: int, mesh: Mesh, config: Config) -> Tensor:
     """Return a stage's input without memory: tokens, or activations (batch, tokens of this rank, hidden)."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if index == 0:
         return torch.empty(rows, tokens, dtype=torch.int64, device="meta")
-    return _activation(rows, tokens // mesh.size("tp"), hidden, config)
+    return _activation(rows, tokens // sequence_ranks, hidden, config)
 
 
-def _output(is_last: bool, hidden: int, vocab_size: int, mesh: Mesh, config: Config) -> Tensor:
+def _output(is_last: bool, hidden: int, vocab_size: int, sequence_ranks: int, mesh: Mesh, config: Config) -> Tensor:
     """Return a stage's output without memory: activations, or this rank's columns of the logits."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)
     if not is_last:
-        return _activation(rows, tokens // mesh.size("tp"), hidden, config)
+        return _activation(rows, tokens // sequence_ranks, hidden, config)
     return _activation(rows, tokens, _vocabulary_columns(vocab_size, mesh, config), config)
 
 

@@ -22,6 +22,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert_parallel_degree": 2}),
     "ep4": (4, {"expert_parallel_degree": 4}),
     "ep2 of fsdp4": (4, {"expert_parallel_degree": 2}),
+    "ep2 tp2": (2, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
     "pp2 ep2": (4, {**piped(2, "1F1B"), "expert_parallel_degree": 2, "data_parallel_shard_degree": 2}),
 }
 NAMES = (
@@ -35,7 +36,7 @@ NAMES = (
     "deepseek_v3",
     "deepseek_v32",
 )
-DEFAULT = [("gpt_oss", "ep2 of fsdp4"), ("deepseek_v3", "ep2")]
+DEFAULT = [("gpt_oss", "ep2 of fsdp4"), ("qwen3_moe", "ep2 tp2")]
 NIGHTLY = [(name, mesh) for name in NAMES for mesh in MESHES if (name, mesh) not in DEFAULT]
 
 
@@ -43,9 +44,7 @@ NIGHTLY = [(name, mesh) for name in NAMES for mesh in MESHES if (name, mesh) not
 def test_split_experts_have_the_numbers_of_one_process(name: str, mesh: str, tmp_path: Path) -> None:
     path = deep_folder(name) if "pp" in mesh else hf_folder(name)
     ranks, degrees = MESHES[mesh]
-    training = {"local_batch_size": 1}
-    if "pp" in mesh:
-        training = {"local_batch_size": 2}
+    training = {"local_batch_size": 2 if mesh == "pp2 ep2" else 1}
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
     config = hf_tiny(path, tmp_path / "split", parallelism=degrees, training=training)
     assert difference(run_ranks(ranks, first_step, config), expected) <= 1e-5

@@ -27,6 +27,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 Interleaved1F1B": (2, piped(2, "Interleaved1F1B")),
     "pp2 ZBVZeroBubble": (2, piped(2, "ZBVZeroBubble")),
     "pp2 fsdp2 1F1B": (4, piped(2, "1F1B", data_parallel_shard_degree=2)),
+    "pp2 tp2 1F1B": (4, piped(2, "1F1B", tensor_parallel_degree=2)),
+    "pp2 cp2 1F1B": (4, piped(2, "1F1B", context_parallel_degree=2)),
 }
 DEFAULT = [("gemma2", "pp2 ZBVZeroBubble"), ("gpt2", "pp4 GPipe")]
 NIGHTLY = [(name, mesh) for name in ARCHITECTURES for mesh in MESHES if (name, mesh) not in DEFAULT]

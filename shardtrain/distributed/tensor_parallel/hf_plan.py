@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import adapter_styles
+from shardtrain.distributed.chain import Absent
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.tensor_parallel import hf_gradients
 from shardtrain.distributed.tensor_parallel.hf_styles import (
@@ -116,6 +117,10 @@ def resolve(model: Any, config: Config) -> Resolved:
 
     ties = tied_names(model)
     resolved = _styles_by_module(model, plan, ties, ranks)
+    for path in _expert_parallel(model, config):
+        resolved.names.pop(path, None)
+        resolved.gathered.pop(path, None)
+        resolved.of_heads.pop(path, None)
     _check_sizes(model, resolved, refuse)
     _complete(model, resolved, refuse)
     has_loss_parallel = not config.parallelism.disable_loss_parallel
@@ -136,7 +141,10 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
 
     # Every module with weights gets a style, so that every parameter becomes a DTensor on the same mesh.
     styles: dict[str, ParallelStyle] = {}
+    other_experts = _expert_parallel(model, config)
     for path, module in model.named_modules():
+        if path in other_experts or isinstance(module, Absent):
+            continue
         style = _style(path, module, model, resolved, keeps_logits_split and path == head)
         if style is not None:
             styles[path] = style
@@ -149,6 +157,11 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
             module.register_forward_hook(_copy_output)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
     adapter_styles.put_back(model, resolved.names.get, mesh.submesh(AXIS), factors)
+
+
+def _expert_parallel(model: Any, config: Config) -> set[str]:
+    """Return the paths of experts that expert parallelism splits instead."""
+    return set(model.experts) if config.parallelism.expert_parallel_degree > 1 else set()
 
 
 def _copy_output(_: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
