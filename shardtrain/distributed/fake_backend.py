@@ -220,7 +220,7 @@ def _trace_stages(
     for part, index in zip(runner.parts, runner._indices, strict=True):
         inputs = tokens_Bt
         if index > 0:
-            template = pipeline_parallel._input(index, hidden, mesh, config)
+            template = pipeline_parallel._input(index, hidden, runner.sequence_ranks, mesh, config)
             inputs = torch.empty_like(template, device=mesh.device, requires_grad=True)
         with _watched(part, layout) as (memory, done):
             output = part(inputs, **{runner._positions_name: positions_Bt})

@@ -180,7 +180,7 @@ class PipelineRunner(Runner):
         hidden = _hidden_size(whole, layout)
         self._features = hidden
         # tensor-parallel ranks of a network of transformers hold complete sequences between layers
-        self._sequence_ranks = 1 if hf_stages.is_hf(whole) else mesh.size("tp")
+        self.sequence_ranks = 1 if hf_stages.is_hf(whole) else mesh.size("tp")
         self._vocab_size = vocab_size
         # With recomputation, compute gradients of weights together with those of inputs. Separately,
         # PyTorch would compute them for each group of weights, and each time recompute the layer and keep
@@ -194,8 +194,8 @@ class PipelineRunner(Runner):
                 num_stages,
                 mesh.device,
                 # Without shapes, the stages would send pickled shapes to each other in the first step.
-                input_args=_input(index, hidden, self._sequence_ranks, mesh, config),
-                output_args=_output(index == self._last, hidden, vocab_size, self._sequence_ranks, mesh, config),
+                input_args=_input(index, hidden, self.sequence_ranks, mesh, config),
+                output_args=_output(index == self._last, hidden, vocab_size, self.sequence_ranks, mesh, config),
                 group=mesh.group(AXIS),
                 dw_builder=(lambda: _no_op) if recomputes else None,
             )
@@ -216,7 +216,7 @@ class PipelineRunner(Runner):
         """Return the shape of the output of a stage for this rank's part of some sequences."""
         if index == self._last:
             return rows, tokens, _vocabulary_columns(self._vocab_size, self._mesh, self._config)
-        return rows, tokens // self._sequence_ranks, self._features
+        return rows, tokens // self.sequence_ranks, self._features
 
     @property
     def has_loss(self) -> bool:

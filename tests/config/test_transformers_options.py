@@ -70,6 +70,14 @@ def test_unsupported_options_of_transformers_models_are_rejected(
     assert option in text_of_problems and message in text_of_problems
 
 
+def test_balance_loss_that_is_not_trained_is_noted(folder: Path) -> None:
+    arguments = ["--model.name", "transformers", "--model.hf_assets_path", str(folder)]
+    assert not any("balance loss" in note for note in config.notes(config.load(None, arguments)))
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "output_router_logits": True}))
+    assert any("balance loss" in note for note in config.notes(config.load(None, arguments)))
+
+
 def test_padded_rows_need_no_mask(folder: Path) -> None:
     assert problems(folder, "--data.format=chat", "--data.packing=padded") == ""
 

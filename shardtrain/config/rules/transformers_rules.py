@@ -74,6 +74,20 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
     yield from _check_split(loaded, found)
 
 
+def transformers_notes(loaded: Loaded) -> list[str]:
+    """Return a note if config.json asks for a balance loss, which ``transformers`` adds to its own loss only."""
+    if loaded.config.model.name != NAME:
+        return []
+    _, folder = _folder(loaded.config)
+    found = _read(folder)
+    if isinstance(found, str) or not found.get("output_router_logits"):
+        return []
+    return [
+        f"{folder}/config.json: output_router_logits=true, but model.name={NAME} trains without the balance loss of "
+        "its experts (router_aux_loss_coef)"
+    ]
+
+
 def _folder(config: Config) -> tuple[str, str]:
     path = config.model.overrides.get("path")
     if path is None or path == config.model.hf_assets_path:
