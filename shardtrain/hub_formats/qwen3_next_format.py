@@ -55,6 +55,7 @@ def _read(f: Fields) -> dict[str, Any]:
     f.only("mlp_only_layers", [])
     f.only("attention_bias", False)
     f.take("intermediate_size", int, 0)  # only for layers without experts, which are not supported
+    f.take("use_sliding_window", bool, False)  # published files have it, and no layer has a window
     rope = f.plain_rope(share="partial_rotary_factor")
     decoder = read_decoder(f)
     return {
