@@ -136,17 +136,18 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
     whole_forward: Callable[..., Any] = owner.forward
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
-        parameters = owner._parameters
-        weight, a_ERI, b_EOR = (parameters[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b"))
-        assert weight is not None and a_ERI is not None and b_EOR is not None
-        # Transformers networks do not support tensor parallelism.
+        # During forward, an instance attribute hides the parameter with the same name. With tensor parallelism,
+        # plain tensors of this rank already hide the parameters.
+        weight, a_ERI, b_EOR = (getattr(owner, key) for key in (name, f"{name}_lora_a", f"{name}_lora_b"))
         assert not isinstance(weight, DTensor)
-        # During forward, an instance attribute hides the parameter with the same name.
+        was_hidden = name in owner.__dict__
         owner.__dict__[name] = torch.baddbmm(weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale)
         try:
             return whole_forward(*inputs, **keywords)
         finally:
             del owner.__dict__[name]
+            if was_hidden:
+                owner.__dict__[name] = weight
 
     owner.forward = forward  # type: ignore[method-assign]
 

@@ -231,8 +231,9 @@ def _planned(plan: Mapping[str, str], name: str) -> str | None:
 
 def _takes_pairs(module: nn.Module) -> bool:
     """True for an experts module that is called with tokens, and the experts and weights of each token."""
-    parameters = inspect.signature(module.forward).parameters
-    return tuple(parameters) == EXPERT_INPUTS and any(True for _ in module.parameters(recurse=False))
+    # Adapters replace the forward of the instance.
+    _, *inputs = inspect.signature(type(module).forward).parameters
+    return tuple(inputs) == EXPERT_INPUTS and any(True for _ in module.parameters(recurse=False))
 
 
 def _assign_parameters(

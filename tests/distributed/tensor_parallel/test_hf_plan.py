@@ -105,8 +105,9 @@ def assert_equal_steps(step: Step, expected: Step) -> None:
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     nonzero = {name for name, gradient in expected_gradients.items() if gradient.any()}
     assert nonzero <= gradients.keys() <= expected_gradients.keys() | set(initial)
-    # Some gradients, such as of biases of keys, are zero except for rounding.
-    floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
+    # Some gradients, such as of biases of keys, are zero except for rounding. Those of decay rates are small
+    # differences of large sums.
+    floor = 1e-2 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for name in nonzero:
         scale = max(floor, float(expected_gradients[name].abs().max()))
         torch.testing.assert_close(gradients[name], expected_gradients[name], atol=1e-5 * scale, rtol=0, msg=name)
@@ -148,6 +149,23 @@ FOUR_HEADS = {
 @pytest.mark.parametrize("name", FOUR_HEADS)
 def test_four_ranks_match_transformers(name: str, tmp_path: Path) -> None:
     check_mesh(name, tmp_path, 4, FOUR_HEADS[name])
+
+
+ADAPTERS = {
+    "phi3": {"target_modules": ["qkv_proj", "o_proj", "down_proj"]},
+    "deepseek_v32": {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
+    "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+@pytest.mark.parametrize("name", cases(["qwen3_moe"], nightly=["phi3", "deepseek_v32"]))
+def test_adapters_match_one_process(name: str, tmp_path: Path) -> None:
+    folder = config_folder(name, tmp_path / name)
+    lora = {"enable": True, "rank": 4, **ADAPTERS[name]}
+    expected = run_ranks(1, sharded_step, config_of(folder, lora=lora))[0]
+    parallelism = {"tensor_parallel_degree": 2}
+    for step in run_ranks(2, sharded_step, config_of(folder, lora=lora, parallelism=parallelism)):
+        assert_equal_steps(step, expected)
 
 
 def problems(folder: Path, ranks: int, **options: Any) -> list[str]:
