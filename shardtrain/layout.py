@@ -68,6 +68,9 @@ class Layout:
     optional: tuple[str, ...] = ()
 
 
+RECURRENCE_METHODS = ("look_back", "chunk")
+"""Methods of a core that ``Layout.recurrence`` names, with which other code runs a part of the tokens."""
+
 Depth = Literal["none", "layer", "total"]
 """How the standard deviation of a parameter depends on the depth of the model; see ``Draw``."""
 

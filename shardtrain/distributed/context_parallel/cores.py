@@ -30,7 +30,7 @@ from shardtrain.distributed.context_parallel.recurrence import SplitRecurrenceCo
 from shardtrain.distributed.context_parallel.ring import ring_attention
 from shardtrain.distributed.context_parallel.ulysses import ulysses_attention
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.layout import Layout, matches
+from shardtrain.layout import RECURRENCE_METHODS, Layout, matches
 from shardtrain.ops import attention_core, document_mask, token_mixing
 from shardtrain.ops.attention_scores import scores_of
 from shardtrain.utils.errors import ConfigError, Problem
@@ -145,12 +145,22 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         if path in attentions:
             core: nn.Module = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), original)
         else:
+            _require_methods(path, original, mesh)
             core = SplitRecurrenceCore(original, mesh.group(AXIS), is_balanced(config))
         if config.compile.enable:
             # Collectives in an autograd function break the graph anyway. A decorator would import the
             # compiler.
             core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
         model.set_submodule(path, core)
+
+
+def _require_methods(path: str, core: nn.Module, mesh: Mesh) -> None:
+    """Raise ConfigError if the core of a recurrence cannot run a part of the tokens."""
+    missing = [name for name in RECURRENCE_METHODS if not hasattr(core, name)]
+    if missing:
+        rule = f"requires the method {missing[0]} of {path}, which LAYOUT.recurrence names"
+        fix = "add it (docs/own_model.md), or set the degree to 1"
+        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
 
 
 def core_paths(model: nn.Module, pattern: str) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.layout import Layout, matches
+from shardtrain.layout import RECURRENCE_METHODS, Layout, matches
 from shardtrain.models.layers import AttentionCore, SinkAttentionCore
 from shardtrain.ops.attention_core import broken_when_split
 from shardtrain.ops.attention_scores import Scores, masked_attention, scores_of
@@ -319,6 +319,11 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
         )
     for path, core in attentions.items():
         _check_core(path, core)
+    for path, core in recurrences.items():
+        missing = [name for name in RECURRENCE_METHODS if not hasattr(core, name)]
+        if missing:
+            rule = f"has no method {missing[0]}, so its state cannot be kept"
+            raise ConfigError(Problem("LAYOUT.recurrence", path, rule, "add --no_cache, or add the method"))
     cached_attentions = {path: CachedCore(core) for path, core in attentions.items()}
     cached_recurrences = {path: CachedRecurrence(core) for path, core in recurrences.items()}
     cache = Cache([*cached_attentions.values(), *cached_recurrences.values()])

@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from tiers import cases
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardtrain.distributed.context_parallel.cores import _require_methods
 from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.context_parallel.recurrence import SplitRecurrenceCore
+from shardtrain.layout import Layout
 from shardtrain.models.qwen3_next import GatedDeltaCore
+from shardtrain.tools.generate.cache import installed
+from shardtrain.utils.errors import ConfigError
 
 ROWS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, WIDTH = 2, 2, 4, 5, 3, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
@@ -90,3 +94,16 @@ def test_split_recurrence_equals_the_full_one(num_ranks: int, balanced: bool) ->
             for actual, wanted in zip(results[name], [*own, filters], strict=True):
                 error = (actual - wanted).norm()
                 assert error <= 1e-12 * wanted.norm() + 1e-13, f"{name}, rank {rank}: off by {error:.1e}"
+
+
+def test_a_core_without_the_methods_is_rejected() -> None:
+    class Sizes:
+        def size(self, axis: str) -> int:
+            return 2
+
+    with pytest.raises(ConfigError, match="requires the method look_back of layers.0.core"):
+        _require_methods("layers.0.core", nn.Identity(), Sizes())
+    model = nn.ModuleDict({"core": nn.Identity()})
+    layout = Layout(first=(), layers="layers", last=(), recurrence="core")
+    with pytest.raises(ConfigError, match="has no method look_back"), installed(model, layout):
+        pass
