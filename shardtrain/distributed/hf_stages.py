@@ -393,7 +393,8 @@ class _TracedEnd(_OtherEnd):
         """Return zeros that require a gradient."""
         self._report()
         out = super().forward(*arguments, **keywords)
-        return tree_map_only(Tensor, lambda tensor: tensor.requires_grad_(tensor.is_floating_point()), out)
+        # copies, because autograd rejects in-place operations on leaves
+        return tree_map_only(Tensor, lambda tensor: tensor.requires_grad_(tensor.is_floating_point()).clone(), out)
 
 
 class _TracedLayer(_Reading):
