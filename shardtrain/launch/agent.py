@@ -27,7 +27,7 @@ from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.seal import Seal
 from shardtrain.utils import python_child
-from shardtrain.utils.errors import OutOfMemoryError, print_error
+from shardtrain.utils.errors import ShardtrainError, print_error
 from shardtrain.utils.process import SECRET
 from shardtrain.utils.temporary import temporary_folder
 
@@ -48,7 +48,8 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     Raises:
         ConfigError: the configuration does not work on these nodes, or another program uses the rendezvous port.
         PeerError: too few nodes joined in time, or the host of the rendezvous was lost.
-        OutOfMemoryError: a limit of this node or of another one is too small.
+        ShardtrainError: another node cannot run. The error has its code and message.
+        SystemExit: this node cannot run. The error was printed.
     """
     environment.set_allocator_default(os.environ)
     choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
@@ -58,13 +59,14 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=False)
     try:
         require(world_size, choice.count)
-    except OutOfMemoryError as error:
+    except ShardtrainError as error:
         # exit.json is written. Telling the others may take minutes, so print the error first, and keep its
         # exit status if this process is asked to stop meanwhile.
-        signals.handle_requests(lambda *_: os._exit(OutOfMemoryError.exit_code))
+        code = error.exit_code
+        signals.handle_requests(lambda *_: os._exit(code))
         print_error(error)
-        _tell_others(nodes, str(error))
-        sys.exit(OutOfMemoryError.exit_code)
+        _tell_others(nodes, error)
+        sys.exit(code)
     number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
     print(
         f"shardtrain {__version__}: node{number} of {nodes.reason.partition('=')[2]} ({nodes.reason.partition('=')[0]})"
@@ -78,11 +80,15 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds, loaded)
 
 
-def _tell_others(nodes: Nodes, reason: str) -> None:
+def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
     """Tell the other nodes that this one cannot run. They would wait for it. An elastic run goes on without it."""
-    if nodes.hosts_meeting:
-        greeting.serve_refusal(nodes.endpoint, reason, nodes.most - 1)
-    elif nodes.least == nodes.most:
+    limit = f"at most {greeting.REFUSAL_SECONDS:g} s"
+    print(f"telling the other nodes that this one cannot run, {limit}", file=sys.stderr, flush=True)
+    reason = greeting.write_refusal(error)
+    # If no node was chosen as the first, the one with the address of the rendezvous serves it.
+    if nodes.hosts_meeting is not False and greeting.serve_refusal(nodes.endpoint, reason, nodes.most - 1):
+        return
+    if nodes.least == nodes.most:
         sealed_reason = Seal(os.environ.get(SECRET, ""), nodes.run_id).close(reason.encode())
         greeting.send_refusal(nodes.endpoint, nodes.refusal_key, sealed_reason)
 

@@ -19,7 +19,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Problem, ShardtrainError
+from shardtrain.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    OutOfMemoryError,
+    PeerError,
+    Problem,
+    ShardtrainError,
+)
 from shardtrain.utils.listening import LISTEN_ADDRESS, listen_address, open_listener, rendezvous_listener
 from shardtrain.utils.redact import visible
 
@@ -61,10 +69,22 @@ def within(seconds: float | None, action: Callable[[], Result]) -> Result:
     return future.result(seconds)
 
 
-def several_lines(kind: type[ShardtrainError], text: str) -> ShardtrainError:
-    """Return an error with the message of another node, which has one line for each problem."""
-    error = kind(visible(text))
-    error.problems = tuple(visible(line) for line in text.splitlines())
+def write_refusal(error: ShardtrainError) -> str:
+    """Return the reason why this node cannot run: its exit code, and one line for each problem."""
+    host = f"host {socket.gethostname()}"
+    lines = [str(problem) for problem in getattr(error, "problems", (error,))]
+    # The messages about limits name the host already.
+    named = [line if host in line else f"{host} cannot run: {line}" for line in lines]
+    return f"{error.exit_code} " + "\n".join(named)
+
+
+def read_refusal(text: str) -> ShardtrainError:
+    """Return the error of another node that cannot run, from the text of ``write_refusal``."""
+    code, _, message = text.partition(" ")
+    kinds = {str(kind.exit_code): kind for kind in (ConfigError, DataError, CheckpointError, OutOfMemoryError)}
+    lines = tuple(visible(line) for line in message.splitlines())
+    error = kinds.get(code, PeerError)("\n".join(lines))
+    error.problems = lines
     return error
 
 
@@ -104,16 +124,18 @@ def await_store(endpoint: str, seconds: float) -> None:
     _await(endpoint, seconds, partial(_greet, endpoint), "the nodes cannot meet at", _IS_IT_UP)
 
 
-def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> None:
+def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> bool:
     """Reply to the greetings of the other nodes with the reason why this first node cannot run.
 
     Starts no thread, because the limit on threads may be the reason. Returns when all nodes have the reply, or after
-    ``REFUSAL_SECONDS``.
+    ``REFUSAL_SECONDS``; False immediately if this host cannot listen at ``endpoint``.
     """
     host, _, port = endpoint.rpartition(":")
     end = time.monotonic() + REFUSAL_SECONDS
+    listens = False
     # UnicodeError: a host name with an empty or a very long label
     with contextlib.suppress(OSError, UnicodeError, ConfigError), rendezvous_listener(host, int(port)) as server:
+        listens = True
         while other_nodes and (remaining := end - time.monotonic()) > 0:
             server.settimeout(remaining)
             with contextlib.suppress(OSError), server.accept()[0] as connection:
@@ -121,6 +143,7 @@ def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> None:
                 if connection.recv(65_536).startswith(_VALIDATE):
                     connection.sendall(_REFUSED + reason.encode())
                     other_nodes -= 1
+    return listens
 
 
 def send_refusal(endpoint: str, key: str, reason: bytes) -> None:
@@ -237,8 +260,8 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
 def _greet(endpoint: str, greeting: bytes = GREETING) -> None:
     """Send a greeting to the store at ``endpoint``.
 
-    Raise OSError without a reply, ConfigError if another program replies, and OutOfMemoryError if the first node
-    cannot run.
+    Raise OSError without a reply, ConfigError if another program replies, and the first node's error if it cannot
+    run.
     """
     host, _, port = endpoint.rpartition(":")
     with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
@@ -250,7 +273,7 @@ def _greet(endpoint: str, greeting: bytes = GREETING) -> None:
     if not reply:
         raise OSError("the connection is closed immediately")
     if reply.startswith(_REFUSED):
-        raise several_lines(OutOfMemoryError, reply.removeprefix(_REFUSED).decode(errors="replace"))
+        raise read_refusal(reply.removeprefix(_REFUSED).decode(errors="replace"))
     if reply != _ECHO:
         words = visible(reply.decode("latin-1"), lines=False)
         rule = f"is used by another program, which answers {words!r}"

@@ -30,7 +30,7 @@ from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWa
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors, temporary
-from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Preempted, ShardtrainError
+from shardtrain.utils.errors import ConfigError, Preempted, ShardtrainError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
@@ -110,8 +110,9 @@ def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
     earlier = _version_of(path)
     try:
         yield
-    except (OutOfMemoryError, PeerError) as error:
-        if _version_of(path) in (None, earlier):
+    except ShardtrainError as error:
+        # An invalid configuration may name the folder of another run by mistake.
+        if not isinstance(error, ConfigError) and _version_of(path) in (None, earlier):
             write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise
 

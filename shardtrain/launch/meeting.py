@@ -28,12 +28,12 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from shardtrain.launch.greeting import LOOK_SECONDS, REFUSAL_SECONDS, several_lines, within
+from shardtrain.launch.greeting import LOOK_SECONDS, REFUSAL_SECONDS, read_refusal, within
 from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
 from shardtrain.launch.seal import Seal
 from shardtrain.launch.signed_meeting import SignedBackend
-from shardtrain.utils.errors import ConfigError, OutOfMemoryError, PeerError, Problem
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
 
 _NO_NUMBER = 2**31
@@ -96,7 +96,7 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
             # The store ends with this process, and the other nodes may not have read the reason yet.
             print("another node cannot run: waiting until all nodes know it", file=sys.stderr, flush=True)
             _await_readers(store, nodes)
-        raise several_lines(OutOfMemoryError, reason)
+        raise read_refusal(reason)
 
     meeting._state_holder.raise_refusal = raise_refusal  # type: ignore[attr-defined]
     return meeting
@@ -156,7 +156,7 @@ class _NumberedNode(pytorch._NodeDesc):
 class _SteadyState(pytorch._BackendRendezvousStateHolder):
     """Shared state from the view of one node. The age of a heartbeat is the time since its last change.
 
-    ``raise_refusal`` raises OutOfMemoryError if another node cannot run.
+    ``raise_refusal`` raises the error of another node that cannot run.
     """
 
     raise_refusal: Callable[[], None] = staticmethod(lambda: None)

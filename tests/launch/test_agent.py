@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import patience
 import pytest
 from launched import wait_for
 from ports import free_port
+from tiers import cases
+from tiny import text_file
 
 from shardtrain.config import load
 from shardtrain.launch import agent, child_watch, nodes
@@ -41,6 +44,9 @@ def test_an_agent_that_restarts_its_ranks_still_ends_at_a_request(tmp_path):
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
+TELLING = "telling the other nodes that this one cannot run, at most 120 s\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the limits are those of Linux")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, rank):
@@ -58,7 +64,7 @@ def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, ran
             # The line comes when the handler is set.
             process.send_signal(signal.SIGTERM)
             assert process.wait(patience.seconds(30)) == 7
-            assert process.stderr.read() == ""
+            assert process.stderr.read() in ("", TELLING)
         finally:
             process.kill()
     assert '"code": 7' in (tmp_path / "exit.json").read_text()
@@ -111,3 +117,31 @@ def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_pa
         finally:
             process.kill()
     assert not [*(tmp_path / "tmp").glob("shardtrain-*")]
+
+
+@pytest.mark.parametrize("lacking", cases([{1}], nightly=[{0}, {0, 1}]))
+def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lacking):
+    """The others would wait ten minutes for it. If all nodes lack the data, all end immediately."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    nodes_of_run = []
+    for rank in (0, 1):
+        path = tmp_path / "missing.txt" if rank in lacking else text_file()
+        words = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint={endpoint}", "--training.dataset=text"]
+        options = [
+            f"--training.dataset_path={path}",
+            "--training.on_data_end=repeat",
+            f"--job.dump_folder={tmp_path / str(rank)}",
+        ]
+        command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, *options]
+        names = {**os.environ, "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        nodes_of_run.append(forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names))
+    try:
+        outputs = [node.communicate(timeout=patience.seconds(90))[1] for node in nodes_of_run]
+    finally:
+        for node in nodes_of_run:
+            node.kill()
+    assert [node.returncode for node in nodes_of_run] == [2, 2], outputs
+    for rank, text in enumerate(outputs):
+        (line,) = [line for line in text.splitlines() if line.startswith("error[")]
+        assert "missing.txt" in line, text
+        assert (f"host {socket.gethostname()} cannot run: " in line) == (rank not in lacking)

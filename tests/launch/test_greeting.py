@@ -67,7 +67,7 @@ def test_a_node_that_cannot_run_writes_the_reason_into_the_store_of_pytorch(libu
 
 def test_a_first_node_that_cannot_run_tells_each_other_node_and_no_stranger():
     endpoint = f"127.0.0.1:{free_port()}"
-    server = threading.Thread(target=greeting.serve_refusal, args=(endpoint, "ulimit -u=3", 2))
+    server = threading.Thread(target=greeting.serve_refusal, args=(endpoint, "7 ulimit -u=3", 2))
     server.start()
     host, _, port = endpoint.partition(":")
     patience.wait_for(lambda: socket.socket().connect_ex((host, int(port))) == 0, 20)

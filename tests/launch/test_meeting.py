@@ -125,7 +125,7 @@ def test_a_node_that_waits_for_one_that_cannot_run_ends_with_its_reason(secret, 
     port = free_port()
     nodes_of_run = node(0, port)
     rendezvous = open_meeting(nodes_of_run, listener(0, port))
-    reason = Seal(secret, nodes_of_run.run_id).close(b"ulimit -u=13 is too small")
+    reason = Seal(secret, nodes_of_run.run_id).close(b"7 ulimit -u=13 is too small")
     later = threading.Timer(0.5, greeting.send_refusal, (nodes_of_run.endpoint, nodes_of_run.refusal_key, reason))
     later.start()
     with pytest.raises(OutOfMemoryError, match="^ulimit -u=13 is too small$"):
@@ -136,7 +136,7 @@ def read_reason(rank: int, port: int, refused: int) -> list[str]:
     """Return the lines with which a node ends if node ``refused`` of three cannot run."""
     own_node = node(rank, port, most=3)
     if rank == refused:
-        greeting.send_refusal(own_node.endpoint, own_node.refusal_key, b"ulimit -u=13\nulimit -n=14")
+        greeting.send_refusal(own_node.endpoint, own_node.refusal_key, b"7 ulimit -u=13\nulimit -n=14")
         return []
     if rank == 2:
         time.sleep(2)  # this node connects after the first one has read the reason
