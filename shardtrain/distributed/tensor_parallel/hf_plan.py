@@ -151,8 +151,12 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     # Adapters are split separately, because styles would treat their factors as weights.
     factors = adapter_styles.set_aside(model, resolved.names.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
+    # Networks add the output of experts to that of a shared expert in place.
+    blocks_of_experts = tuple(f"{_owner_path(path)}." for path in resolved.experts)
     for path, module in model.named_modules():
-        if resolved.names.get(path) in _EMBEDDING and isinstance(module, nn.Embedding):
+        is_shared_expert = resolved.names.get(path) == "rowwise" and path.startswith(blocks_of_experts)
+        is_embedding = resolved.names.get(path) in _EMBEDDING and isinstance(module, nn.Embedding)
+        if is_embedding or is_shared_expert:
             # The output is a view. If a network changes a view in place, FSDP loses the hooks on it.
             module.register_forward_hook(_copy_output)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
