@@ -50,7 +50,7 @@ def use_plain_weights(reader: nn.Module, owner: nn.Module, reads: Mapping[str, R
 
     def forward(*inputs: Any, **keywords: Any) -> Any:
         # An instance attribute hides the registered parameter of the same name, which stays registered.
-        shadowed = []
+        shadowed: list[str] = []
         for name, read in reads.items():
             weight = owner._parameters.get(name)
             # A module that contains this one may have converted the parameter already.

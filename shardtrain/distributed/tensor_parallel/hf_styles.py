@@ -108,7 +108,7 @@ class SplitExperts(ParallelStyle):
         num_own = num_experts // device_mesh.size()
         first = num_own * device_mesh.get_local_rank()
         if hasattr(module, "num_experts"):
-            module.num_experts = num_own
+            module.num_experts = num_own  # type: ignore[assignment]
         compute_pairs = module.forward
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
