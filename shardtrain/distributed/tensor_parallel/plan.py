@@ -88,7 +88,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     refuse_replicated_dropout(model, layout, mesh, config)
 
 
-def prepare(model: nn.Module, config: Config) -> None:
+def prepare(model: Any, config: Config) -> None:
     """Resolve the plan of a ``transformers`` network, before pipeline stages leave out parts of its forward.
 
     Raises:
