@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -270,6 +271,8 @@ def test_one_process_needs_no_launcher(tmp_path):
 @pytest.mark.filterwarnings("ignore:'shardtrain.train' found in sys.modules")  # by the tests
 def test_train_module_runs_the_train_verb(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--training.stepz", "3"])
+    # The command exits immediately if background threads are left, such as those of the test runner.
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("shardtrain.train", run_name="__main__")
     assert ended.value.code == 2 and "training.stepz" in capsys.readouterr().err

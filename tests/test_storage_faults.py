@@ -81,7 +81,7 @@ def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) 
     record = folder / "exit.json"
     last_line = output.splitlines()[-1] if output else ""
     is_refused = "job.dump_folder" in last_line and "cannot write" in output
-    if not record.exists() and " it is in " not in output and not is_refused:
+    if not record.exists() and " it was written to " not in output and not is_refused:
         return f"no verdict: {output}"
     if record.exists() and json.loads(record.read_text())["code"] != code:
         return f"exit.json says {record.read_text()}, and the status is {code}"

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardtrain.config.rules.experts_rules import DEGREE
 from shardtrain.config.schema import Config
+from shardtrain.distributed.hf_stages import USE_FSDP
 from shardtrain.lora.linear import is_adapter
 from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
 from shardtrain.utils.errors import ConfigError, Problem
-
-_OPTION = "parallelism.expert_parallel_degree"
-_FIX = "set it to 1 and use data_parallel_shard_degree"
 
 Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Maps experts, rows sorted by expert, and rows per expert to outputs."""
@@ -43,7 +42,7 @@ def check(model: Any, config: Config) -> None:
         rule = f"requires a network with experts, and {name} has none"
         if separate:
             rule = f"requires experts that use the experts interface of transformers, and {separate} of {name} does not"
-        raise ConfigError(Problem(_OPTION, degree, rule, _FIX))
+        raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
     for path, experts in model.experts.items():
         parameters = dict(experts.named_parameters())
         count = next(iter(parameters.values())).shape[0]
@@ -55,7 +54,7 @@ def check(model: Any, config: Config) -> None:
         elif any("." in parameter or stack.shape[0] != count for parameter, stack in parameters.items()):
             rule = f"requires weights with one row per expert, and {path} has others"
         if rule:
-            raise ConfigError(Problem(_OPTION, degree, rule, _FIX))
+            raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
 
 
 def _separate_experts(model: nn.Module) -> str:

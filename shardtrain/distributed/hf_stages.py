@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardtrain.config.rules.pipeline_rules import DEGREE
 from shardtrain.distributed import chain
 from shardtrain.distributed.chain import ChainNames
 from shardtrain.utils.errors import ConfigError, Problem
 
-_OPTION = "parallelism.pipeline_parallel_degree"
 _TOKENS = 16
 _HIDDEN = "hidden_states"
 """Name of the argument of a layer that is the residual stream."""
-_FIX = "set it to 1 and use data_parallel_shard_degree"
+USE_FSDP = "set it to 1 and use data_parallel_shard_degree"
 
 
 def is_hf(model: nn.Module) -> bool:
@@ -203,7 +203,7 @@ def _run_stage(forward: Callable[..., Tensor], before: Any, x: Tensor, *argument
 
 
 def _refusal(model: Any, rule: str) -> ConfigError:
-    return ConfigError(Problem(_OPTION, None, f"cannot cut {model.config_name} into stages: {rule}", _FIX))
+    return ConfigError(Problem(DEGREE, None, f"cannot cut {model.config_name} into stages: {rule}", USE_FSDP))
 
 
 class _Trace:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from shardtrain.launch import failure, signals
+from shardtrain.launch import failure, greeting, signals
 from shardtrain.launch.failure import Failure
 
 PARENT = "SHARDTRAIN_PARENT"
@@ -17,6 +17,8 @@ AGENT = "SHARDTRAIN_AGENT"
 """Environment variable of ranks of a multi-node run: process ID of the elastic agent of their node."""
 
 
+ELECTION_SECONDS = 5.0
+"""Maximum wait for the store that chooses the rank to report. It is lost with the host of rank 0."""
 _elect: Callable[[], bool] | None = None
 
 
@@ -27,6 +29,17 @@ def elect_with(is_first: Callable[[], bool]) -> None:
     """
     global _elect
     _elect = is_first
+
+
+def _is_first() -> bool:
+    """Return True if this rank shall report. Without an answer of the run's store it does."""
+    if _elect is None:
+        return True
+    try:
+        return greeting.within(ELECTION_SECONDS, _elect)
+    except (TimeoutError, RuntimeError):
+        # RuntimeError: no thread can be started
+        return True
 
 
 def is_left_to_parent() -> bool:
@@ -41,7 +54,7 @@ def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, i
     """
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-    if is_cause and not is_left_to_parent() and (_elect is None or _elect()):
+    if is_cause and not is_left_to_parent() and _is_first():
         tell(report, log_path, run_folder, world_size)
 
 

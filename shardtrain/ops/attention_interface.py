@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from shardtrain.ops import token_mixing
 from shardtrain.ops.attention_core import Broken
 
-ROUTED = "shardtrain"
+ROUTED = "shardtrain_core"
 """Name under which ``transformers`` knows the function that calls our cores."""
 CORE = "split_core"
 """Attribute of an attention module that holds its core. Not a submodule, so names of parameters do not change."""

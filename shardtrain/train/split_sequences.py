@@ -30,7 +30,7 @@ OPTION = "parallelism.context_parallel_degree"
 _LENGTH = 32
 _MAX_ERROR = 1e-3
 """Maximum error of the logits, relative to their root mean square, in float32. Rounding is about 1e-6."""
-_MAX_RATIO = 0.1
+_MAX_ERROR_IN_16_BITS = 0.1
 """Maximum error relative to the effect of the tokens of other ranks, in types of 16 bits."""
 
 
@@ -84,7 +84,7 @@ def check(model: Any, parts: Sequence[Any], mesh: Mesh, config: Config) -> None:
     error, size, effect = (float(value) for value in mesh.max(values, over=tuple(mesh.sizes)))
     allowed = _MAX_ERROR * size
     if split.dtype in (torch.bfloat16, torch.float16):
-        allowed = max(allowed, _MAX_RATIO * effect)
+        allowed = max(allowed, _MAX_ERROR_IN_16_BITS * effect)
     # Weights without an initializer are NaN until they are loaded. The first step reports them.
     if math.isfinite(size) and not error <= allowed:
         rule = (

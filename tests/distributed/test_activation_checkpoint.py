@@ -21,7 +21,7 @@ from shardtrain.models import build, find, shape_of
 from shardtrain.ops import init_weights
 
 LAYERS = 4
-MESH: Any = SimpleNamespace(device=torch.device("cpu"))
+MESH: Any = SimpleNamespace(device=torch.device("cpu"), size=lambda _axis: 1)
 MODES = {
     "none": {"mode": "none"},
     "op": {"mode": "selective", "selective_ac_option": "op"},

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shardtrain import cli, config
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.launch import failure, local, meeting, run_ends
+from shardtrain.launch import failure, greeting, local, meeting, run_ends
 from shardtrain.launch.run_ends import REQUESTS, TABLE
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.tools.generate import generate_command
@@ -306,6 +306,8 @@ def _refused(folder: Path, name: str, way: str) -> None:
         raise REFUSALS[name][0]
 
     preflight.judge = judge
+    # No other node comes to hear of it.
+    greeting.REFUSAL_SECONDS = 0.5
     if way == "a rank of torchrun":
         os.environ.update(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="run")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")

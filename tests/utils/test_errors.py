@@ -65,6 +65,9 @@ def _messages() -> Iterator[tuple[str, str, str]]:
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
                 if name == "Problem" and len(node.args) > 2:
                     yield "rule", place, _text(node.args[2])
+                for keyword in node.keywords:
+                    if keyword.arg == "rule":
+                        yield "rule", place, _text(keyword.value)
                 if name.endswith("Error") and node.args:
                     yield "error", place, _text(node.args[0])
 

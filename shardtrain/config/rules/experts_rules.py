@@ -11,7 +11,7 @@ from shardtrain.config.rules.model_rules import dense_layers, model_shape
 from shardtrain.config.rules.values import any_of, divisors, problem
 from shardtrain.utils.errors import Problem
 
-_DEGREE = "parallelism.expert_parallel_degree"
+DEGREE = "parallelism.expert_parallel_degree"
 
 
 def check_experts(loaded: Loaded) -> Iterator[Problem]:
@@ -26,7 +26,7 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
             loaded,
             "parallelism.expert_tensor_parallel_degree",
             rule="must be 1 or tensor_parallel_degree, as in torchtitan",
-            fix=f"set it to 1, and spread the experts with {_DEGREE}",
+            fix=f"set it to 1, and spread the experts with {DEGREE}",
         )
     if sizes is None:
         return
@@ -40,7 +40,7 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     if degree > 1 and experts % degree:
         rule = f"does not divide the {experts} experts of model {config.model.name}/{config.model.flavor}"
         legal = divisors(experts)
-        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+        yield problem(loaded, DEGREE, rule, f"use {any_of(legal)}")
     layers = _count(sizes, "num_layers")
     if degree > 1 and 0 < layers <= dense_layers(sizes):
         name = "num_dense_layers"
@@ -48,7 +48,7 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
             name = "interleave_moe_layer_step"
         yield problem(
             loaded,
-            _DEGREE,
+            DEGREE,
             rule=f"requires layers with experts, and all {layers} layers are dense ({name} {sizes[name]})",
             fix=f"set it to 1, or lower model.overrides.{name}",
         )
@@ -63,7 +63,7 @@ def experts_notes(loaded: Loaded) -> list[str]:
         return []
     return [
         f"parallelism.expert_tensor_parallel_degree={degree}: without effect, "
-        f"experts are not split and results are the same; {_DEGREE} divides experts over ranks"
+        f"experts are not split and results are the same; {DEGREE} divides experts over ranks"
     ]
 
 
@@ -84,7 +84,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
     if ranks % degree:
         rule = f"does not divide the {ranks} ranks of data_parallel_shard, context and tensor parallelism together"
         legal = divisors(ranks)
-        yield problem(loaded, _DEGREE, rule, f"use {any_of(legal)}")
+        yield problem(loaded, DEGREE, rule, f"use {any_of(legal)}")
         return
     experts = _count(sizes, "num_experts")
     has_moe_layers = "num_experts" in sizes and _count(sizes, "num_layers") > dense_layers(sizes)
@@ -107,7 +107,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
         fix = f"use {any_of(legal)}"
     yield problem(
         loaded,
-        _DEGREE,
+        DEGREE,
         rule=(
             f"leaves {ranks_per_expert} ranks to share experts, "
             f"which does not divide their sizes ({any_of(sorted(uneven))})"
@@ -122,7 +122,7 @@ def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
     if loaded.config.parallelism.expert_parallel_degree > 1:
         yield problem(
             loaded,
-            _DEGREE,
+            DEGREE,
             rule=rule,
             fix="set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3",
         )

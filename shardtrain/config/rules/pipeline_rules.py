@@ -12,7 +12,7 @@ from shardtrain.config.rules.schedule_file import check_schedule_file
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.utils.errors import Problem
 
-_DEGREE = "parallelism.pipeline_parallel_degree"
+DEGREE = "parallelism.pipeline_parallel_degree"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
 _MODULES = "parallelism.module_fqns_per_model_part"
@@ -145,7 +145,7 @@ def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
     if reserved and count <= layers:
         ends = "pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers"
         fix = f"set {ends} to 0, or {fix}"
-    option = _PER_STAGE if loaded.is_set(_PER_STAGE) else _DEGREE
+    option = _PER_STAGE if loaded.is_set(_PER_STAGE) else DEGREE
     yield problem(loaded, option, rule, fix)
 
 

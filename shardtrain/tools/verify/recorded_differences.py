@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardtrain.record import PRECISIONS
+from shardtrain.tools.verify.compare import SMALL
 from shardtrain.tools.verify.recordings import NUM_PROJECTIONS, Recording, Step, Vector, distance
 from shardtrain.utils.errors import ConfigError, Problem
 
-TOLERANCES = {"float64": 1e-11, "float32": 1e-5, "float16": 0.01, "bfloat16": 0.05, "float8": 0.2}
+TOLERANCES = dict(zip(PRECISIONS, (1e-11, 1e-5, 0.01, 0.05, 0.2), strict=True))
 """Relative difference of a gradient in the first step that counts as rounding, by the lowest precision.
 
 About a hundred units of rounding: sums of a few thousand terms in another order, through some layers.
 """
-GROWTH = 2.0
+GROWTH_PER_STEP = 2.0
 """Factor by which the tolerance grows with each step, because training amplifies rounding."""
 MOST = 0.5
 """Maximum tolerance. A larger relative difference is never rounding."""
@@ -28,8 +30,6 @@ OF_WEIGHTS = 0.1
 """Tolerance of weights divided by that of gradients. An update is small compared with the weights."""
 ROUNDING = 8
 """Tolerance divided by the difference of a third recording, in which only rounding differs."""
-SMALL = 0.05
-"""A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to that norm."""
 EXACT_NUMBER = 1e-6
 """Tolerance of numbers that do not depend on the order of sums."""
 MOST_SAMPLES = 4
@@ -127,7 +127,7 @@ def _tolerances(
     measured = {"gradients": 0.0, "weights": 0.0}
     tolerances = {}
     for index, number in enumerate(numbers):
-        grown = min(MOST, usual * GROWTH**index)
+        grown = min(MOST, usual * GROWTH_PER_STEP**index)
         allowed = {"gradients": grown, "weights": OF_WEIGHTS * grown}
         if number in steps_of_rounding:
             of_a, of_rounding = steps_a[number], steps_of_rounding[number]

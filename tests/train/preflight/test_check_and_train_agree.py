@@ -60,7 +60,7 @@ KNOWN: dict[str, tuple[int, list[str], str]] = {
     "blocks of 8-bit states split by tp": (
         2,
         ["--optimizer.name=AdamW8bit", "--parallelism.tensor_parallel_degree=2", *WIDE],
-        'optimizer.name="AdamW8bit" requires blocks of 256 columns on one rank',
+        'optimizer.name="AdamW8bit" requires each block of 256 columns on one rank',
     ),
     "weights that are not a multiple of 64": (
         1,
