@@ -165,9 +165,7 @@ class Removals:
         self._threads.append(thread)
 
     def finish(self, limit_seconds: float = REMOVAL_SECONDS) -> None:
-        """Wait until all folders are removed, at most ``limit_seconds``. The
-        next start removes the others.
-        """
+        """Wait until all folders are removed, at most ``limit_seconds``. The next start removes the others."""
         deadline = time.monotonic() + limit_seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

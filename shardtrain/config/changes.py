@@ -56,9 +56,7 @@ SECTIONS: dict[str, Class] = {
     "experimental": "ignore",
     "launch": "ignore",
 }
-"""Default class of each section. In sections that are missing here, every
-option needs an ``OPTIONS`` entry.
-"""
+"""Default class of each section. In sections that are missing here, every option needs an ``OPTIONS`` entry."""
 
 OPTIONS: dict[str, Class] = {
     "model.hf_assets_path": "data",

@@ -48,9 +48,7 @@ class ModelFacts:
 
 
 def model_path(name: str) -> Path:
-    """Return the file of ``model.name``: the user's file if the name ends in .py,
-    else a file of this package.
-    """
+    """Return the file of ``model.name``: the user's file if the name ends in .py, else a file of this package."""
     if name.endswith(".py"):
         return Path(name)
     return MODELS_FOLDER / f"{name}.py"
@@ -63,9 +61,7 @@ def model_names() -> list[str]:
 
 
 def read_model_file(name: str) -> ModelFacts:
-    """Read the file of the model ``name``. Raise ConfigError if it does not
-    exist or lacks Config or FLAVORS.
-    """
+    """Read the file of the model ``name``. Raise ConfigError if it does not exist or lacks Config or FLAVORS."""
     path = model_path(name)
     if not path.is_file():
         raise ConfigError(_no_file(name))
@@ -137,9 +133,7 @@ def _parse(path: Path, name: str) -> ast.Module:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(path: Path, name: str, mtime_ns: int, size_bytes: int) -> ast.Module:
-    """Parse a file, cached because many rules read it. Its modification time
-    and size are part of the cache key.
-    """
+    """Parse a file, cached because many rules read it. Its modification time and size are part of the cache key."""
     return own_file.read(path, "model.name", name)
 
 

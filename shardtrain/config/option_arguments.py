@@ -79,9 +79,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 
 def _expanded(arguments: Sequence[str], at: int) -> list[str]:
-    """Return the files of a pattern that the shell expanded, if
-    ``arguments[at]`` is the second of them. Else [].
-    """
+    """Return the files of a pattern that the shell expanded, if ``arguments[at]`` is the second of them. Else []."""
     # The first file became the value of the option, so the option is two arguments before.
     if at < 2 or not arguments[at - 2].startswith("--") or "=" in arguments[at - 2]:
         return []

@@ -38,9 +38,7 @@ class Option:
 
     @functools.cached_property
     def entry(self) -> type | None:
-        """Dataclass of the entries, if the option contains tables as
-        ``data.sources`` does (see ``nested.py``).
-        """
+        """Dataclass of the entries, if the option contains tables as ``data.sources`` does (see ``nested.py``)."""
         inner = None
         if get_origin(self.kind) in (dict, list):
             inner = get_args(self.kind)[-1]

@@ -13,9 +13,7 @@ LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "PipelineSche
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Schedules with two stages per rank: rank r of P has the stages r and 2P - 1 - r."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute gradients of inputs and weights separately. With
-torch.compile the gradients are wrong.
-"""
+"""Schedules that compute gradients of inputs and weights separately. With torch.compile the gradients are wrong."""
 FROM_CSV = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """Schedules that are read from the file in pipeline_parallel_schedule_csv."""
 SCHEDULES = (*SINGLE, *LOOPED, *V_SHAPED)
@@ -90,9 +88,7 @@ def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
 def modules_per_stage(
     parallelism: Parallelism, first: Sequence[str], layers: str, layer_names: Sequence[str], last: Sequence[str]
 ) -> list[list[str]]:
-    """Return the module paths of each stage. Explicit lists may use
-    torchtitan's names of embedding and head.
-    """
+    """Return the module paths of each stage. Explicit lists may use torchtitan's names of embedding and head."""
     explicit = parallelism.module_fqns_per_model_part
     if explicit is not None:
         aliases = {"tok_embeddings": "embed", "output": "head"}

@@ -59,9 +59,7 @@ class _Scanner:
                 self._pair(table)
 
     def _table(self, header: Key, is_array: bool) -> Key:
-        """Return the key of the table that a header opens. In arrays of tables,
-        include the last entry's number.
-        """
+        """Return the key of the table that a header opens. In arrays of tables, include the last entry's number."""
         table: Key = ()
         for place, part in enumerate(header, 1):
             table = (*table, part)

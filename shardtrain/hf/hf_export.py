@@ -51,8 +51,7 @@ class Export:
 
     Attributes:
         config: The model's Config.
-        dtype: dtype of all weights. If empty, each tensor keeps its dtype in
-            ``source`` or in the checkpoint.
+        dtype: dtype of all weights. If empty, each tensor keeps its dtype in ``source`` or in the checkpoint.
         shard_bytes: Maximum size of a weights file. A larger tensor gets a separate file.
         source: Origin of the model. Its files are copied, and its config.json
             is kept except for changed fields.
@@ -449,9 +448,7 @@ def _copied_files(wanted: Export) -> dict[str, FolderSource]:
 
 
 def _named_as_before(translation: Translation, wanted: Export) -> Translation:
-    """Return the translation with the tensor names of the source, because
-    transformers accepts several names.
-    """
+    """Return the translation with the tensor names of the source, because transformers accepts several names."""
     assert wanted.source is not None
     where = wanted.source.where
     if source.has_weights(where):

@@ -161,9 +161,7 @@ class Mxfp4Weights(HubWeights):
             )
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, with the dequantized name instead of
-        each pair of blocks and scales.
-        """
+        """Return the names of all tensors, with the dequantized name instead of each pair of blocks and scales."""
         names = set(super().names()) | self._packed
         for name in self._packed:
             names -= {name + _BLOCKS, name + _SCALES}

@@ -142,18 +142,14 @@ def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
 
 
 def of_path(path: Path) -> FolderSource | None:
-    """Return the files of a checkpoint or a folder, or None if the path is
-    neither or the checkpoint has none.
-    """
+    """Return the files of a checkpoint or a folder, or None if the path is neither or the checkpoint has none."""
     if (path / MANIFEST).is_file():
         return of_checkpoint(path, manifest.read(path))
     return of_folder(path) if path.is_dir() else None
 
 
 def unpacked(source: FolderSource) -> Path:
-    """Write the files of a source to a temporary folder and return it. It is
-    deleted when the process exits.
-    """
+    """Write the files of a source to a temporary folder and return it. It is deleted when the process exits."""
     folder = temporary.make("hub")
     atexit.register(temporary.remove, folder)
     for name in source.files:

@@ -44,9 +44,7 @@ def layer_file_reader(folder: Path) -> ModuleType | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weights files of a folder in order: safetensors if there are any,
-    otherwise one file per layer.
-    """
+    """Return the weights files of a folder in order: safetensors if there are any, otherwise one file per layer."""
     found = sorted(folder.glob("*.safetensors"))
     if found:
         return found

@@ -328,9 +328,7 @@ class PeftFolder:
     def _recognise(
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
-        """Find the adapted modules from the tensor names in the file. Raise
-        an error for an unknown tensor.
-        """
+        """Find the adapted modules from the tensor names in the file. Raise an error for an unknown tensor."""
         _check_experts(
             begun.parameters,
             getattr(module, "HUB", None),
@@ -390,9 +388,7 @@ class PeftFolder:
         return spec, names
 
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
-        """Raise CheckpointError if the file has only some names of a tied tensor,
-        or different values for them.
-        """
+        """Raise CheckpointError if the file has only some names of a tied tensor, or different values for them."""
         theirs = [their for name, their in group.items() if name in present]
         tensors = [self._file.get_tensor(name) for name in theirs]
         if not tensors:

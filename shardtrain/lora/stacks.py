@@ -170,9 +170,7 @@ def merged(weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int
 
 
 def to_peft(name: str, factor: Tensor) -> Tensor:
-    """Convert a factor to PEFT's layout: A to (E R, I) with the expert major, B to (O,
-    R E) with the rank major.
-    """
+    """Convert a factor to PEFT's layout: A to (E R, I) with the expert major, B to (O, R E) with the rank major."""
     if name.endswith("lora_a"):
         return factor.flatten(0, 1)
     return factor.permute(1, 2, 0).flatten(1, 2)

@@ -318,9 +318,7 @@ def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Proble
 
 
 def check_kinds(loaded: Loaded) -> Iterator[Problem]:
-    """Yield options of [data] that have no effect because of other options, or
-    that streaming does not support.
-    """
+    """Yield options of [data] that have no effect because of other options, or that streaming does not support."""
     # A user's task file may read any column.
     used_formats = formats(loaded)
     task = loaded.config.task.name

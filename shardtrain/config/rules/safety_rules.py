@@ -21,9 +21,7 @@ BELOW_DUMP_FOLDER = (
     "profiling.save_memory_snapshot_folder",
     "profiling.save_traces_folder",
 )
-"""Options with paths that a run writes to. They must be below ``job.dump_folder``,
-which may be any folder.
-"""
+"""Options with paths that a run writes to. They must be below ``job.dump_folder``, which may be any folder."""
 
 ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
 """Folders below ``job.dump_folder`` that no option sets: output of ranks, and files of metrics libraries."""
@@ -75,9 +73,7 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _path_rule(text: str, one_name: bool) -> str | None:
-    """Return the rule that a path violates, or None. With ``one_name`` it must
-    be the beginning of a file name.
-    """
+    """Return the rule that a path violates, or None. With ``one_name`` it must be the beginning of a file name."""
     path = PurePath(text)
     if not text.isprintable() or "\\" in text:
         return "has a character that no name should have"

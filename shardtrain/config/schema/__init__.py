@@ -51,9 +51,8 @@ class Model:
     name: str = "llama3"
     """A file of shardtrain/models without ".py", or the path of a model file of yours (``my_model.py``)."""
     flavor: str = "debugmodel"
-    """Size of the model: a key of its FLAVORS, or "from_folder" for the size in
-    hf_assets_path. from_folder is the default if no flavor is set and the folder has a
-    config.json; model.name may then be omitted too.
+    """Size of the model: a key of its FLAVORS, or "from_folder" for the size in hf_assets_path. from_folder
+    is the default if no flavor is set and the folder has a config.json; model.name may then be omitted too.
     """
     hf_assets_path: str = "bytes"
     """Folder with a tokenizer.json and optionally a model's config.json; or a tokenizer of this
@@ -67,9 +66,7 @@ class Model:
     """Normalization; rmsnorm and fused_rmsnorm are the same fused kernel, np_layernorm has no parameters
     (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Fields of the flavor to replace, such as ``num_layers = 4``; any field of
-    the model's Config (shardtrain).
-    """
+    """Fields of the flavor to replace, such as ``num_layers = 4``; any field of the model's Config (shardtrain)."""
     check: bool = True
     """Before training your own model file with tensor, context, pipeline or expert parallelism,
     compare a small copy on such ranks with one process. It takes about ten seconds, and a
@@ -103,15 +100,12 @@ class Optimizer:
     weight_decay: float = 0.1
     """Weight decay, times the learning rate."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Kernels of the update; fused is the fastest on CPU and CUDA. States in 8
-    bits or bfloat16 have their own.
-    """
+    """Kernels of the update; fused is the fastest on CPU and CUDA. States in 8 bits or bfloat16 have their own."""
     state_dtype: Literal["default", "bfloat16"] = "default"
     """dtype of the states of Adam and AdamW; default is training.dtype (shardtrain)."""
     bf16_stochastic_round: bool = False
-    """Round bfloat16 parameters and states of Adam and AdamW stochastically, which
-    preserves small updates on average (torchao's option of this name). Results do not
-    depend on the mesh (shardtrain).
+    """Round bfloat16 parameters and states of Adam and AdamW stochastically, which preserves small updates on
+    average (torchao's option of this name). Results do not depend on the mesh (shardtrain).
     """
     early_step_in_backward: bool = False
     """Update each parameter during backward and free its gradient, which saves the memory of
@@ -184,9 +178,8 @@ class Training(Numbers):
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
     global_batch_size: int = -1
-    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the
-    data-parallel ranks, or the value of the checkpoint when a run resumes. A larger
-    multiple accumulates gradients.
+    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the data-parallel ranks, or
+    the value of the checkpoint when a run resumes. A larger multiple accumulates gradients.
     """
     seq_len: int = 2048
     """Tokens per sequence."""
@@ -197,10 +190,9 @@ class Training(Numbers):
     epochs: int | None = None
     """Passes over the dataset, instead of training.steps (shardtrain)."""
     last_batch: Literal["rollover", "keep", "discard"] = "rollover"
-    """If the rows of an epoch do not fill its last step: add rows of the next epoch
-    (rollover), run a smaller step (keep, as a PyTorch DataLoader does), or skip the rows
-    (discard, its drop_last). With keep and discard all epochs have the same number of steps.
-    Only for tasks of rows (shardtrain).
+    """If the rows of an epoch do not fill its last step: add rows of the next epoch (rollover), run a smaller
+    step (keep, as a PyTorch DataLoader does), or skip the rows (discard, its drop_last). With keep and
+    discard all epochs have the same number of steps. Only for tasks of rows (shardtrain).
     """
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
@@ -218,9 +210,8 @@ class Training(Numbers):
     """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu
     (shardtrain)."""
     flash_attention: Literal["FA2", "FA3", "FA4"] = "FA2"
-    """On CUDA: PyTorch's flash attention (FA2), FlashAttention 3 for Hopper (package
-    flash_attn_interface), or FlashAttention 4 for Blackwell (package
-    flash_attn.cute) (shardtrain).
+    """On CUDA: PyTorch's flash attention (FA2), FlashAttention 3 for Hopper (package flash_attn_interface),
+    or FlashAttention 4 for Blackwell (package flash_attn.cute) (shardtrain).
     """
     cpu_kernels: Literal["auto", "pytorch"] = "auto"
     """On a CPU. auto: for float32 linear layers, bfloat16 attention and RMSNorm, use the kernels
@@ -243,9 +234,7 @@ class Parallelism:
     data_parallel_replicate_degree: int = 1
     """Replicas of the model (DDP); with a shard degree above 1 it is HSDP."""
     data_parallel_shard_degree: int = -1
-    """Ranks over which parameters are sharded (FSDP); -1 is the number of
-    ranks divided by the other degrees.
-    """
+    """Ranks over which parameters are sharded (FSDP); -1 is the number of ranks divided by the other degrees."""
     fsdp_reshard_after_forward: ReshardPolicy = "default"
     """Free gathered parameters after forward: always, never, or (default) all but the last layer's."""
     shard_optimizer_states: bool = False
@@ -368,9 +357,7 @@ class MXLinear:
     with products in the compute dtype, on any device.
     """
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    """Linear layers to skip, by parts of their paths, with names of this
-    package or of torchtitan ("output").
-    """
+    """Linear layers to skip, by parts of their paths, with names of this package or of torchtitan ("output")."""
 
 
 @dataclass(frozen=True)

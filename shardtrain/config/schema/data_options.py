@@ -104,9 +104,7 @@ class Data:
     add_eos: bool | None = None
     """End each training document with eos; unset: true if the tokenizer has an eos (shardtrain)."""
     separator: str | None = None
-    """Text that follows each document, after eos if both are used; special
-    tokens are allowed (shardtrain).
-    """
+    """Text that follows each document, after eos if both are used; special tokens are allowed (shardtrain)."""
     chat_template: str | None = None
     """File of a Jinja chat template; the tokenizer's own by default (shardtrain)."""
     learn_turn_separator: bool = False
@@ -114,9 +112,8 @@ class Data:
     does with ChatML. A template with {% generation %} marks ignores this option (shardtrain).
     """
     turn_end: str | None = None
-    """Special token that ends the assistant's last turn, for chat templates without
-    one (GLM-4-MoE). Its loss is also computed after earlier turns, if the template
-    writes it there (shardtrain).
+    """Special token that ends the assistant's last turn, for chat templates without one (GLM-4-MoE). Its loss
+    is also computed after earlier turns, if the template writes it there (shardtrain).
     """
     packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
     """concat: concatenate all documents, then cut them into sequences; first_fit: several complete
@@ -137,9 +134,7 @@ class Data:
     subset: str | None = None
     """Configuration name of a Hugging Face dataset (shardtrain)."""
     streaming: bool | None = None
-    """Stream a Hugging Face dataset instead of downloading it; presets have
-    their own default (shardtrain).
-    """
+    """Stream a Hugging Face dataset instead of downloading it; presets have their own default (shardtrain)."""
     bad_rows: Literal["stop", "skip"] = "stop"
     """If a row cannot be read: stop with its file and line, or skip and count it (shardtrain)."""
     bad_rows_max_fraction: float = 0.001

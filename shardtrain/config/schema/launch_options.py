@@ -23,9 +23,7 @@ class LaunchSSH:
     config_file: str | None = None
     """A file instead of ~/.ssh/config, for keys, users, ports and jump hosts (shardtrain)."""
     via: Literal["ssh", "pdsh"] = "ssh"
-    """Program that starts the connections: this one, or pdsh, which then runs
-    ssh for each host (shardtrain).
-    """
+    """Program that starts the connections: this one, or pdsh, which then runs ssh for each host (shardtrain)."""
     connect_timeout_seconds: int = 10
     """Time limit for a host to answer; then the launch is cancelled and names it (shardtrain)."""
     rendezvous_host: str | None = None
@@ -47,9 +45,7 @@ class LaunchSlurm:
     qos: str | None = None
     """Quality of service (shardtrain)."""
     time_limit_minutes: int | None = None
-    """Time limit of the job. The run saves and stops before it; with requeue
-    it is queued again (shardtrain).
-    """
+    """Time limit of the job. The run saves and stops before it; with requeue it is queued again (shardtrain)."""
     requeue: bool = True
     """Requeue the job after a request to stop, once it has saved (exit code 75). After failures
     that a retry may fix (6, 8, 76, a killed task), requeue it at most launch.max_restarts times, or

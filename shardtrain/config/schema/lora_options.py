@@ -12,9 +12,7 @@ class Lora:
     weights."""
 
     enable: bool = False
-    """Freeze the model and train only adapters; checkpoints have the adapters
-    and not the model (shardtrain).
-    """
+    """Freeze the model and train only adapters; checkpoints have the adapters and not the model (shardtrain)."""
     rank: int = 16
     """Rank of the update of a weight: rows of lora_a, columns of lora_b (shardtrain)."""
     alpha: float = 32.0

@@ -34,16 +34,13 @@ class Checkpoint:
     newest checkpoint on any node is used (shardtrain).
     """
     initial_load_path: str | None = None
-    """Checkpoint to start from if folder has none: a folder, or a file of torch.save
-    with a model_state_dict, such as pytorch_universal_trainer's checkpoint-396.
-    Opening it runs no code.
+    """Checkpoint to start from if folder has none: a folder, or a file of torch.save with a model_state_dict,
+    such as pytorch_universal_trainer's checkpoint-396. Opening it runs no code.
     """
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path."""
     initial_load_in_hf: bool = False
-    """initial_load_path is in Hugging Face format; if it is not set, load the
-    weights of model.hf_assets_path.
-    """
+    """initial_load_path is in Hugging Face format; if it is not set, load the weights of model.hf_assets_path."""
     initial_load_resize_embeddings: bool = False
     """With initial_load_in_hf, allow model.overrides.vocab_size above the rows of the folder's
     embedding and head; a new row starts as the mean of the others (shardtrain).
@@ -134,9 +131,7 @@ class Numbers:
     nonfinite_max_skips: int = 10
     """Number of consecutive skipped updates after which the run stops (shardtrain)."""
     nonfinite_max_skip_fraction: float = 0.01
-    """Fraction of the last 1000 steps whose update may be skipped, 0..1; one
-    more stops the run (shardtrain).
-    """
+    """Fraction of the last 1000 steps whose update may be skipped, 0..1; one more stops the run (shardtrain)."""
     spike_policy: Literal["log", "off", "skip", "rewind"] = "log"
     """If the loss or gradient norm is far above previous values: warn (log), do nothing
     (off), skip the update (skip), or load an older checkpoint and skip the data of the last
@@ -154,9 +149,7 @@ class Numbers:
     spike_skip_steps: int = 100
     """Number of steps before and including the spike whose data are skipped after a rewind (shardtrain)."""
     max_rewinds: int = 2
-    """Rewinds from spikes within spike_rewind_steps of each other; the next
-    one stops the run (shardtrain).
-    """
+    """Rewinds from spikes within spike_rewind_steps of each other; the next one stops the run (shardtrain)."""
     replica_check_interval: int = 0
     """Steps between two comparisons of replicated tensors between ranks; a difference stops the
     run; 0: only before saves, see checkpoint.compare_replicas (shardtrain).

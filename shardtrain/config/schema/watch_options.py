@@ -36,9 +36,7 @@ class Metrics:
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     disable_color_printing: bool = False
-    """No colors on the console. They are always off if the output is not a
-    terminal or SLURM_JOB_ID is set.
-    """
+    """No colors on the console. They are always off if the output is not a terminal or SLURM_JOB_ID is set."""
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False
@@ -46,13 +44,9 @@ class Metrics:
     enable_wandb: bool = False
     """Log to Weights & Biases (the wandb extra); WANDB_MODE=offline works without an account."""
     enable_mlflow: bool = False
-    """Log to MLflow (the mlflow extra): to MLFLOW_TRACKING_URI, or to files
-    below job.dump_folder (shardtrain).
-    """
+    """Log to MLflow (the mlflow extra): to MLFLOW_TRACKING_URI, or to files below job.dump_folder (shardtrain)."""
     enable_trackio: bool = False
-    """Log to trackio (the trackio extra): to files below job.dump_folder, or
-    to TRACKIO_SPACE_ID (shardtrain).
-    """
+    """Log to trackio (the trackio extra): to files below job.dump_folder, or to TRACKIO_SPACE_ID (shardtrain)."""
     prometheus_port: int = 0
     """Port of a Prometheus endpoint with the last logged step, on the first rank (the
     prometheus extra); 0: none (shardtrain).
@@ -70,9 +64,8 @@ class Metrics:
     sinks: list[str] = field(default_factory=list)
     """Your own sinks: files with a class Sink, such as ["my_sink.py"]; see docs/extend.md (shardtrain)."""
     token_metrics: list[str] = field(default_factory=list)
-    """Your own training metrics: files with a function measure(logits, targets), such as
-    ["my_metric.py"], averaged over the target tokens of a logged step; see
-    docs/extend.md (shardtrain).
+    """Your own training metrics: files with a function measure(logits, targets), such as ["my_metric.py"],
+    averaged over the target tokens of a logged step; see docs/extend.md (shardtrain).
     """
     peak_flops: float | None = None
     """Dense peak of one device in FLOP/s for the MFU, if the device is not in the table (shardtrain)."""

@@ -61,9 +61,7 @@ def unchanged_tokens(count: int, tokens: slice) -> Pick:
 
 
 def half_of_tokens(count: int, start: int) -> Pick:
-    """Return a ``Pick`` that compares ``count // 2`` tokens from ``start``
-    with a pass over only these tokens.
-    """
+    """Return a ``Pick`` that compares ``count // 2`` tokens from ``start`` with a pass over only these tokens."""
 
     def pick(full: Tensor, half: Tensor) -> tuple[Tensor, Tensor] | None:
         if full.ndim != half.ndim:

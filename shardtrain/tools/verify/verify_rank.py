@@ -67,8 +67,7 @@ class RankRecord:
             "core/STEP/q", ...
         slices: Position of a part in the full tensor, one slice per dimension, for
             each key of a parameter or buffer.
-        facts: "balanced" (True if cp balances the sequence), "calls" and
-            "drops" (see ``ModuleWatch``).
+        facts: "balanced" (True if cp balances the sequence), "calls" and "drops" (see ``ModuleWatch``).
     """
 
     rank: int
