@@ -31,7 +31,7 @@ from shardtrain.data.documents.encoded import Document
 from shardtrain.data.tokenizers.open_tokenizer import Ids, Spans, Tokenizer
 from shardtrain.utils.log import logger
 
-_STAND_IN = "shardtrain-stands-in-for-a-turn"
+_PLACEHOLDER = "shardtrain-placeholder-of-a-turn"
 _MARKUP = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]|(?:^|\s)/\w+")
 """Tags such as </think>, and commands such as /no_think. A template may change their form."""
 _UNSURE = (
@@ -107,7 +107,7 @@ def find_content_form(template: ChatTemplate) -> None:
     they loop over its characters and write nothing. Other templates write a list in Python's notation, with
     quotes.
     """
-    texts = [f"{_STAND_IN}-{number}-" for number in range(4)]
+    texts = [f"{_PLACEHOLDER}-{number}-" for number in range(4)]
     parts = [{"type": "text", "text": text} for text in texts]
     forms: list[tuple[Any, Any]] = [
         ("".join(texts[:2]), "".join(texts[2:])),
@@ -120,7 +120,7 @@ def find_content_form(template: ChatTemplate) -> None:
         written = template.try_render(chat)
         in_chat = [text for text in texts if text in str(chat)]
         is_complete = all(text in written for text in in_chat)
-        has_quotes = re.search(f"""['"]{_STAND_IN}""", written)
+        has_quotes = re.search(f"""['"]{_PLACEHOLDER}""", written)
         is_read.append(is_complete and not has_quotes)
     reads_text, reads_one_part, template.reads_parts = is_read
     template.content_as_parts = reads_one_part and not reads_text
@@ -130,7 +130,7 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], va
     """Reject a conversation if the template drops a content, a tool call or the last turn's reasoning in
     ``text``.
 
-    The model would be trained on an empty question, or learn only the ends of its turns. Stand-ins replace
+    The model would be trained on an empty question, or learn only the ends of its turns. Placeholders replace
     the texts, because a short text may occur in the conversation for other reasons. The answer depends on
     the shape of the conversation, so each shape is rendered once. Then the texts themselves are searched in
     ``text``, because a template may cut some of them. Reasoning of earlier turns may be dropped: many
@@ -281,11 +281,11 @@ class Conversations:
     def turn_end(self) -> int | None:
         """Return the special token that ends an answer, by the template or by ``data.turn_end``; None
         without one."""
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
         text = self._template.try_render(chat)
         after_answer = ""
-        if _STAND_IN in text:
-            after_answer = text.rpartition(_STAND_IN)[2]
+        if _PLACEHOLDER in text:
+            after_answer = text.rpartition(_PLACEHOLDER)[2]
         ids, _ = self._tokenizer.encode_spans([after_answer + self._turn_end])[0]
         return next((token for token in ids.tolist() if token in self._tokenizer.special_ids), None)
 

@@ -23,15 +23,15 @@ from typing import NamedTuple
 from shardtrain.data.chat.chat_template import ChatTemplate, Span
 from shardtrain.data.chat.messages import REASONING, Message, Variables, called_functions
 
-_STAND_IN = "shardtrain-stands-in-"
-_STAND_INS = re.compile(f"({_STAND_IN}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
-_PLAIN = {"role": "assistant", "content": f"{_STAND_IN}plain-0-"}
+_PLACEHOLDER = "shardtrain-placeholder-"
+_PLACEHOLDERS = re.compile(f"({_PLACEHOLDER}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
+_PLAIN = {"role": "assistant", "content": f"{_PLACEHOLDER}plain-0-"}
 _PIECES = re.compile(r"(<[^<>]*>|\s)")
 """Markup of special tokens, and spaces. A gap is cut between pieces, never within."""
 
 
 class Leaf(NamedTuple):
-    """A text of a message that a stand-in replaces."""
+    """Text of a message that is replaced by a placeholder."""
 
     turn: int
     kind: str
@@ -39,15 +39,15 @@ class Leaf(NamedTuple):
 
     @property
     def description(self) -> str:
-        """The text, as error messages name it."""
-        words = {"call": "the tool call", "argument": "an argument of the tool calls"}
-        return f"{words.get(self.kind, f'the {self.kind}')} of turn {self.turn + 1}"
+        """Name of the text in error messages."""
+        kinds = {"call": "the tool call", "argument": "an argument of the tool calls"}
+        return f"{kinds.get(self.kind, f'the {self.kind}')} of turn {self.turn + 1}"
 
 
 class _Place(NamedTuple):
     """Character range ``[start, stop)`` of a leaf in the rendered conversation."""
 
-    stand_in: str
+    placeholder: str
     turn: int
     kind: str
     start: int
@@ -55,15 +55,18 @@ class _Place(NamedTuple):
 
 
 def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[list[Message], dict[str, Leaf]]:
-    """Replace the content, the reasoning and the tool-call names of each message by stand-ins.
+    """Replace the content, the reasoning and the tool-call names of each message by placeholders.
 
-    A thinking block in a content and the answer after it get separate stand-ins, and so do the parts of a
+    A thinking block in a content and the answer after it get separate placeholders, and so do the parts of a
     content. If ``arguments`` is true, arguments of tool calls are replaced too.
+
+    Returns:
+        A copy of the conversation, and placeholder -> text that it replaces.
     """
     leaves: dict[str, Leaf] = {}
 
-    def stand_in(turn: int, kind: str, value: str) -> str:
-        name = f"{_STAND_IN}{kind}-{turn}-{len(leaves)}-"
+    def add_placeholder(turn: int, kind: str, value: str) -> str:
+        name = f"{_PLACEHOLDER}{kind}-{turn}-{len(leaves)}-"
         leaves[name] = Leaf(turn, kind, value)
         return name
 
@@ -75,38 +78,38 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
         thinking = _split_thinking(content) if message["role"] == "assistant" else None
         if thinking:
             # Keep the whitespace around both texts, because templates split and strip at it. An answer of
-            # whitespace only has no such border, so its stand-in replaces all of it.
+            # only whitespace is replaced entirely.
             opening, thought, answer = thinking
-            reasoning = stand_in(turn, "reasoning", thought.strip())
+            reasoning = add_placeholder(turn, "reasoning", thought.strip())
             thought = thought.replace(thought.strip(), reasoning, 1)
-            answer = answer.replace(answer.strip() or answer, stand_in(turn, "content", answer), 1)
+            answer = answer.replace(answer.strip() or answer, add_placeholder(turn, "content", answer), 1)
             message["content"] = f"{opening}<think>{thought}</think>{answer}"
         elif isinstance(parts, list):
             for part in parts:
-                part["text"] = stand_in(turn, "content", part["text"])
+                part["text"] = add_placeholder(turn, "content", part["text"])
         elif content.strip() or "tool_calls" not in message:
-            message["content"] = stand_in(turn, "content", content)
-        # the reasoning in a separate field, and tool calls
+            message["content"] = add_placeholder(turn, "content", content)
+        # Replace reasoning in a separate field, and tool calls.
         if message.get("reasoning_content"):
-            message |= dict.fromkeys(REASONING, stand_in(turn, "reasoning", message["reasoning_content"]))
+            message |= dict.fromkeys(REASONING, add_placeholder(turn, "reasoning", message["reasoning_content"]))
         for function in called_functions([message]):
-            function["name"] = stand_in(turn, "call", function["name"])
+            function["name"] = add_placeholder(turn, "call", function["name"])
             given = function.get("arguments") if arguments else None
             if isinstance(given, str):
-                function["arguments"] = stand_in(turn, "argument", given)
+                function["arguments"] = add_placeholder(turn, "argument", given)
             elif isinstance(given, dict):
                 replaced_arguments = {}
                 for key, value in given.items():
-                    replaced_arguments[key] = stand_in(turn, "argument", str(value))
+                    replaced_arguments[key] = add_placeholder(turn, "argument", str(value))
                 function["arguments"] = replaced_arguments
         replaced.append(message)
     return replaced, leaves
 
 
 def _split_thinking(content: str) -> tuple[str, str, str] | None:
-    """Split a content that begins with a thinking block: whitespace before it, thought, answer.
+    """Split a content that begins with a thinking block into the whitespace before it, thought and answer.
 
-    None without one.
+    None if the content does not begin with a thinking block, or if the block is empty.
     """
     before, closing, answer = content.partition("</think>")
     whitespace, _, thought = before.partition("<think>")
@@ -130,14 +133,12 @@ class Turns:
         """The generation prompt."""
 
     def spans(self, turn: int) -> list[Span]:
-        """Characters of a turn of the assistant, from after the generation prompt to its end; empty if
-        unknown."""
+        """Return the character ranges of a turn of the assistant, without its generation prompt; [] if unknown."""
         grown = self._by_growth(turn)
-        return [grown] if grown else self._by_stand_ins(turn)
+        return [grown] if grown else self._by_placeholders(turn)
 
     def _by_growth(self, turn: int) -> Span | None:
-        """Return the range by which the text grows with the turn, if the text before and after it stays the
-        same."""
+        """Return the range by which the turn extends the text. None if the turn changes other text too."""
         before = self._chat[:turn]
         prompt = self._rendered(before, prompt=True)
         grown = self._rendered(self._chat[: turn + 1])
@@ -146,16 +147,16 @@ class Turns:
             return None
         span = (len(prompt), len(grown))
         # If the template has no generation prompt, the growth may begin with the speaker's name. It does
-        # not if a plain answer directly follows the prompt. Test that with a stand-in: a real answer may
+        # not if a plain answer directly follows the prompt. Test that with a placeholder: a real answer may
         # begin like the name.
         plain = self._rendered([*before, _PLAIN])
-        follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
+        follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_PLACEHOLDER)
         if follows_prompt:
             return span
         has_generation_prompt = prompt != self._rendered(before)
         return span if has_generation_prompt else None
 
-    def _by_stand_ins(self, turn: int) -> list[Span]:
+    def _by_placeholders(self, turn: int) -> list[Span]:
         if self._places is None:
             self._replaced, leaves = replace_texts(self._chat)
             self._places = _align(self._rendered(self._replaced), leaves, self._chat, self._text)
@@ -184,15 +185,15 @@ class Turns:
         """Return the first character of a part of a turn, after the generation prompt; -1 if unknown."""
         begin = 0 if before is None else before.stop
         gap = self._text[begin : place.start]
-        asked = self._tail(before, place.turn, prompt=True)
-        if is_first and self._header and asked is not None:
-            shared = _common(gap, asked)
+        prompt = self._tail(before, place.turn, prompt=True)
+        if is_first and self._header and prompt is not None:
+            shared = _common(gap, prompt)
             if gap.startswith(self._header, shared):  # some templates write a prompt only before some answers
                 shared += len(self._header)
-            if shared or not asked:
+            if shared or not prompt:
                 return begin + shared
-        if is_first and asked and gap.startswith(asked) and gap[len(asked) :].isspace():
-            return begin + len(asked)  # the template writes only a space before an answer
+        if is_first and prompt and gap.startswith(prompt) and gap[len(prompt) :].isspace():
+            return begin + len(prompt)  # the template writes only a space before an answer
         if place.kind == "content":
             return place.start
         # The turn begins with a thinking block or a tool call. Its header is the text that the
@@ -208,8 +209,7 @@ class Turns:
         ending = self._tail(place, place.turn + 1)
         shared = _common(gap, ending or "")
         if not shared and ending and gap:
-            # the last turn may end differently from earlier ones, which may end like messages of other
-            # roles
+            # The last turn may end differently from earlier ones, which may end like messages of other roles.
             earlier = [other for other in self._places or [] if other.turn < place.turn and other.kind == "content"]
             last_of_role = {self._chat[other.turn]["role"]: other for other in earlier}
             for other in last_of_role.values():
@@ -222,36 +222,33 @@ class Turns:
     def _tail(
         self, place: _Place | None, num_turns: int, prompt: bool = False, more: Sequence[Message] = ()
     ) -> str | None:
-        """Return the text between a leaf and the next one, in a conversation of ``num_turns``. None if the
-        leaf does not occur.
+        """Return the fixed text after a leaf, in a conversation of ``num_turns`` turns and the messages ``more``.
 
-        Without a leaf, return the text before the first one.
+        Without a leaf, return the fixed text before the first leaf. None if the leaf does not occur.
         """
         text = self._rendered([*self._replaced[:num_turns], *more], prompt)
         rest = text
         if place:
-            _, stand_in, rest = text.partition(place.stand_in)
-            if not stand_in:
+            _, placeholder, rest = text.partition(place.placeholder)
+            if not placeholder:
                 return None
-            # the name of a call may be written twice
-            rest = rest.replace(place.stand_in, self._text[place.start : place.stop])
+            # The template may write the name of a call twice.
+            rest = rest.replace(place.placeholder, self._text[place.start : place.stop])
         elif not text:
             return None
-        return _STAND_INS.split(rest)[0]
+        return _PLACEHOLDERS.split(rest)[0]
 
     def _rendered(self, chat: list[Message], prompt: bool = False) -> str:
         return self._template.try_render(chat, self._variables, prompt)
 
 
 def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:
-    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has
-    another form.
+    """Return the places of the messages' texts in ``text``; [] if it does not have the form of ``skeleton``.
 
-    A template may strip a text of the assistant or drop its beginning. It may write other texts in any
-    form.
+    A template may strip a text of the assistant or drop its beginning. It may change other texts in any way.
     """
-    # The skeleton is fixed text, stand-in, fixed text, stand-in, ..., fixed text.
-    first, *rest = _STAND_INS.split(skeleton)
+    # The skeleton is fixed text, placeholder, fixed text, placeholder, ..., fixed text.
+    first, *rest = _PLACEHOLDERS.split(skeleton)
     names = rest[::2]
     places: list[_Place] = []
     place = len(first)
