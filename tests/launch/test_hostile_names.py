@@ -195,7 +195,7 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
     result = subprocess.run(
         ["bash"], input=text, env=record.names(STEP), text=True, capture_output=True, timeout=patience.seconds(30)
     )
-    assert result.returncode != 0 and "A_TOKEN: was not handed on by sbatch" in result.stderr
+    assert result.returncode != 0 and "A_TOKEN: was not passed on by sbatch" in result.stderr
 
 
 def test_a_line_of_a_hostfile_is_a_host_or_an_error(tmp_path):

@@ -183,7 +183,7 @@ def test_a_saved_run_that_cannot_be_requeued_is_reported(cluster, tmp_path):
     subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60))
     assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
     (line,) = errors(tmp_path / f"once-{job}.log")
-    assert line.endswith("saved, and Slurm does not queue it again; submit it again to continue")
+    assert line.endswith("saved, but Slurm did not requeue it; submit it again to continue")
     assert newest(folder) == max(losses(folder))
 
 

@@ -31,13 +31,13 @@ from shardtrain.utils.errors import ConfigError, Problem
 WAIT_SECONDS = 60
 
 ERROR_FUNCTION = """\
-say() { # print an error with the name of the node
+print_error() { # print an error with the name of the node
     printf 'error[2]: %s: %s\\n' "${SLURMD_NODENAME:-$HOSTNAME}" "$1" >&2
 }
 """
 
 MEETING = """\
-# the rendezvous endpoint, from facts of Slurm
+# the rendezvous endpoint, from Slurm's variables
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 10000))
 # skip ports used by other programs
@@ -45,7 +45,7 @@ while (: <"/dev/tcp/${hosts[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
 export SHARDTRAIN_NNODES="$SLURM_JOB_NUM_NODES"
 export SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}:$port"
 export SHARDTRAIN_RDZV_ID="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-# the secret with which the nodes sign their messages; it is in no file and on no command line
+# the nodes sign their messages with this secret, which no file and no command line contains
 export SHARDTRAIN_SECRET="${SHARDTRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
 """
 
@@ -67,20 +67,19 @@ sys.exit("error[2]: " + wrong if wrong else 0)
 """Python script that checks each node, inside the container if there is one. It imports no module of this package."""
 
 LOOK_ON_NODE = """\
-said=$("$@" 2>&1) && exit
+output=$("$@" 2>&1) && exit
 # the last line that is not empty, without colors
-last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$said" | grep -v '^ *$' | tail -n 1)
+last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$output" | grep -v '^ *$' | tail -n 1)
 if ! command -v "$1" >/dev/null; then
     last="error[2]: no $1 here; install it, load its module in launch.slurm.setup, or correct launch.python"
 fi
-what=${last##*error\\[2\\]: }
-[[ "$last" == *"error[2]: "* ]] || what="$0 does not start: $last; correct launch.python or launch.image"
-echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $what" >&2
+problem=${last##*error\\[2\\]: }
+[[ "$last" == *"error[2]: "* ]] || problem="$0 does not start: $last; correct launch.python or launch.image"
+echo "error[2]: ${SLURMD_NODENAME:-$HOSTNAME}: $problem" >&2
 exit 2
 """
-"""Bash script that runs the check on a node.
-
-It prints the error, or why the check did not start, with the node name.
+"""Bash script that runs the check on a node. It prints the error, or the reason why the check did not start, with the
+name of the node.
 """
 
 _OF_THE_SCRIPT = (
@@ -98,11 +97,11 @@ TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
 """Variables that the batch script cannot pass on to the job."""
 
 AGAIN = """\
-# requeue only this task of a sweep: the ID of the last task stands for the entire array
+# requeue only this task of a sweep: the ID of the last task denotes the entire array
 job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 if ((code == 75 || code == 138)); then
     # stopped on request and saved, or ended by SIGUSR1 before it had a handler: the same job continues from there
-    scontrol requeue "$job" || say "saved, and Slurm does not queue it again; submit it again to continue"
+    scontrol requeue "$job" || print_error "saved, but Slurm did not requeue it; submit it again to continue"
 elif ((CODES || code > 128)); then
     # a retry may succeed: the job continues from its last checkpoint. Failures are counted in the job's log.
     # Slurm's own count includes requests to stop, and is used if the log cannot be read
@@ -110,7 +109,7 @@ elif ((CODES || code > 128)); then
     failures=$(grep -cs '^queued again after code ' "$log") || [[ -r "$log" ]] || failures=${SLURM_RESTART_COUNT:-0}
     if ((failures < LIMIT)); then
         echo "queued again after code $code: failure $((failures + 1)) of at most LIMIT"
-        scontrol requeue "$job" || say "Slurm does not queue it again; submit it again to continue"
+        scontrol requeue "$job" || print_error "Slurm did not requeue the job; submit it again to continue"
     fi
 fi
 """
@@ -149,12 +148,12 @@ def render(job: ClusterJob, launch: Launch) -> str:
     if job.workdir and slurm.container == "none":
         rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
         folder = shlex.quote(folder_words(job.workdir))
-        lines.append(f"cd -- {folder} 2>/dev/null || {{ say {shlex.quote(rule)}; exit 2; }}")
+        lines.append(f"cd -- {folder} 2>/dev/null || {{ print_error {shlex.quote(rule)}; exit 2; }}")
     lines += [
         *slurm.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         # sbatch passes the environment on, unless SBATCH_EXPORT or --export in a directive limits it.
-        *(f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded),
+        *(f': "${{{name}?was not passed on by sbatch; see --export}}"' for name in job.forwarded),
     ]
 
     # The rendezvous of the nodes, and the command of each node.
@@ -203,7 +202,7 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
     step += [shlex.quote(python), "-c", '"$look"', folder, shlex.quote(file)]
     return [
         "",
-        "# check on each node that ranks can start, before any does",
+        "# check on each node that ranks can start, before the first one starts",
         f"look={shlex.quote(LOOK)}",
         f"on_node={shlex.quote(LOOK_ON_NODE)}",
         f"{' '.join(step)} || exit",
@@ -213,7 +212,7 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
 
 def _directives(job: ClusterJob, launch: Launch) -> list[str]:
     slurm = launch.slurm
-    # Values that are None are not written.
+    # An option whose value is None is not set.
     sweep = None
     log = f"{job.name}-%j.log"
     if slurm.sweep:
@@ -348,8 +347,8 @@ def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[st
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
         # Remove "sbatch: error: " from each line.
         messages = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in lines]
-        words = "; ".join(filter(None, messages))[-500:] or f"exit status {done.returncode}"
-        known = [advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words)]
+        message = "; ".join(filter(None, messages))[-500:] or f"exit status {done.returncode}"
+        known = [advice for pattern, advice in (fixes or {}).items() if re.search(pattern, message)]
         known.append("correct [launch], or ask the cluster's administrators")
-        raise ConfigError(Problem(command[0], None, f"failed: {words}", known[0]))
+        raise ConfigError(Problem(command[0], None, f"failed: {message}", known[0]))
     return done.stdout
