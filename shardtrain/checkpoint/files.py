@@ -325,7 +325,7 @@ class ObjectReader:
         return done
 
     def close(self) -> None:
-        pass  # there is no connection between two reads
+        """No-op: each read is a separate request, so there is nothing to close."""
 
 
 def _one_by_one(reader: StoredFileReader, views: Sequence[memoryview], position: int) -> int:

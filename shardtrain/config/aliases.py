@@ -541,19 +541,15 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     shares = [setting for setting in done.of("lr_scheduler.warmup_steps") if isinstance(setting.value, float)]
     for share in shares:
         done.settings.remove(share)
-        try:
-            total = 10000
-            if steps:
+        total = 10000
+        if steps:
+            try:
                 total = _integer(steps)
-            _add(
-                done,
-                "lr_scheduler.warmup_steps",
-                max(int(total * share.value), 2),
-                used.where,
-                "from warmup_pct",
-            )
-        except Unfit:
-            pass  # training.steps is reported with its own problem
+            except Unfit:
+                # An invalid training.steps is reported as its own problem. Do not add warmup steps.
+                continue
+        num_warmup_steps = max(int(total * share.value), 2)
+        _add(done, "lr_scheduler.warmup_steps", num_warmup_steps, used.where, "from warmup_pct")
     for option, value in (("optimizer.beta2", 0.999), ("optimizer.weight_decay", 0.01)):
         if option not in new:
             _add(done, option, value, used.where, "files with warmup_pct ran with this constant")

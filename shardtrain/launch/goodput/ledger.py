@@ -215,14 +215,15 @@ class Ledger:
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:
     """Record that a rank of the launcher's job (see ``new_job``) has failed.
-    No-op if the run has no account.
+
+    No-op if the run has no account. Never raises.
     """
     path = folder / events.FILE
-    try:
+    # Suppress all errors: the caller is about to report the failure of the rank, and a missing line only makes
+    # the account less exact.
+    with contextlib.suppress(Exception):
         if path.exists():
             events.append(path, events.Death(job.partition(":")[0], time_seconds))
-    except Exception:
-        pass  # the account is slightly less exact; the caller reports the failure itself
 
 
 def new_job() -> str:

@@ -158,7 +158,8 @@ def _screen() -> Iterator[None]:
         enter()
         yield
     except KeyboardInterrupt:
-        pass  # Ctrl-C is a way to leave, as q is
+        # Ctrl-C quits without an error, like the key q.
+        pass
     finally:
         with contextlib.suppress(OSError):  # the terminal may be gone
             leave()
