@@ -82,7 +82,7 @@ def axes() -> str:
             for row in range(4):
                 _row(canvas, 372 + rank * 90, y + 2 + row * 13, reads, rank, row, kind)
     canvas.text(
-        14, 76 + 66 * len(SPLITS), "Filled: what the rank holds or reads. Empty: what the other one does.", "dim"
+        14, 76 + 66 * len(SPLITS), "Filled: held or read by this rank. Empty: held or read by the other rank.", "dim"
     )
     return canvas.svg()
 
@@ -225,7 +225,7 @@ def batch() -> str:
     rows = (
         "1  The tokenizer makes token ids of each document.",
         "2  Documents are packed into samples of seq_len tokens. Each token knows its document.",
-        "3  The place in the order and the seed give the sample: a permutation that is computed, not stored.",
+        "3  Position and seed determine the sample, by a permutation that is computed, not stored.",
         "4  Data ranks share the samples of a step. Tensor, context and pipeline peers read the same sample.",
         f"Here: seed 42, order {', '.join(map(str, order))}. On another mesh the order is the same.",
     )
