@@ -63,7 +63,7 @@ def load_config(path: str | Path | None = None, options: Mapping[str, Any] | Non
     3
 
     Raises:
-        ConfigError: with every unknown option and wrong value at once.
+        ConfigError: an option is unknown or a value is wrong. The message lists all of them.
     """
     return configs.load(path, _arguments(options))
 
@@ -82,8 +82,8 @@ def _loaded(config: Loaded | str | Path | None, options: Mapping[str, Any] | Non
             Problem(
                 "options",
                 dict(options),
-                rule="cannot be given beside a configuration that is loaded",
-                fix="give them to load_config",
+                rule="cannot be combined with a loaded configuration",
+                fix="pass them to load_config",
             )
         )
     return config
@@ -226,7 +226,7 @@ class Trainer:
         if self._closed:
             raise ShardtrainError("this Trainer is closed; make another one, which continues from the last checkpoint")
         if self._open is None:
-            # Build on first use, so that an invalid configuration fails early.
+            # The constructor only checks the configuration. The first use joins the process group and builds the model.
             resilience = Resilience()
             try:
                 with self._environment.noted():
@@ -255,7 +255,7 @@ def load_model(
         path: the folder of a run, of a checkpoint, or in Hugging Face format.
         dtype: "float32", "bfloat16" or "float16"; the run's own compute dtype if None.
         tokenizer: path of a tokenizer, or "bytes", for a Hugging Face folder that has none. Only text needs one:
-            ``generate``, ``evaluate`` and ``.tokenizer`` raise if there is none.
+            ``generate``, ``evaluate`` and ``.tokenizer`` raise without one.
         config: the run's TOML file. A run of your own model file needs it, because a file of code that a folder names
             is executed only if you name the configuration yourself.
         step: checkpoint of a run: "latest", "best" or a number. None is the best if the run keeps one
@@ -426,7 +426,7 @@ def plan(
             Problem(
                 "gpus",
                 gpus,
-                rule=f"must be a whole number from 1 to {planning.MOST_DEVICES}",
+                rule=f"must be an integer from 1 to {planning.MOST_DEVICES}",
                 fix="write it like gpus=64",
             )
         )
@@ -470,7 +470,7 @@ def verify(
     ]
     command = python_child.command("shardtrain", "verify", *words)
     done = subprocess.run(command, capture_output=True, text=True)
-    # 4 says that a mesh differs: that is an answer, and the table is there
+    # Status 4 means that a mesh differs. The table is complete then too.
     if done.returncode not in (0, 4):
         # of "error[2]: text" the text; other lines are progress
         lines = [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("error[")]
@@ -508,7 +508,7 @@ class _EnvironmentChanges:
 
     def __init__(self) -> None:
         self._changes: dict[str, tuple[str | None, str | None]] = {}
-        """Name to value before and after; None where there is none."""
+        """Name -> values before and after. None if the variable was not set."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:

@@ -178,7 +178,7 @@ def test_wrong_input_is_a_one_line_error_and_does_not_change_the_process(tmp_pat
         shardtrain.Trainer(tmp_path / "nope.toml")
     with pytest.raises(ConfigError, match="training.seq_len=0 must be at least 1"):
         shardtrain.Trainer("debug", options(tmp_path, **{"training.seq_len": 0}))
-    with pytest.raises(ConfigError, match="cannot be given beside"):
+    with pytest.raises(ConfigError, match="cannot be combined with"):
         shardtrain.Trainer(shardtrain.load_config(), {"training.steps": 3})
     with pytest.raises((ConfigError, CheckpointError), match='path=".*none" does not exist'):
         shardtrain.load_model(tmp_path / "none")

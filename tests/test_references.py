@@ -34,7 +34,7 @@ LIBRARIES = {
     "torch", "transformers", "datasets", "safetensors", "torchao", "numpy", "yaml", "sys", "pathlib", "str", "net",
     "dcp", "F", "nn", "Tensor", "DTensor",
 }  # fmt: skip
-"""First words of names of other libraries, under which prose and code know them."""
+"""First parts of dotted names from other libraries, as prose and code import or abbreviate them."""
 FILE_ENDINGS = (".txt", ".json", ".jsonl", ".bin", ".pkl", ".safetensors", ".gz")
 EXAMPLES = {
     "patience.seconds", "patience.wait_for",  # of the tests
@@ -44,7 +44,7 @@ EXAMPLES = {
     "optimizer.state.NAME.exp_avg", "optimizer.param_groups.NAME.lr", "lr_scheduler.last_epoch",  # names in checkpoints
     "weight.data.fill_", "q.new_zeros", "x.no_y", "x.y", "LAYOUT.tensor", "LAYOUT.recurrence",  # code of a user
 }  # fmt: skip
-"""Dotted names that prose gives as examples."""
+"""Dotted names that are only examples in prose."""
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def tree_of(path: str) -> ast.Module:
 
 @functools.cache
 def identifiers(path: str) -> set[str]:
-    """Return every name in the code of a module, and the words of its strings other than docstrings."""
+    """Return every name in the code of a module, and each word in its strings of less than 200 characters."""
     names = set()
     for node in ast.walk(tree_of(path)):
         match node:

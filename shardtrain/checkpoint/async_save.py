@@ -142,7 +142,7 @@ class Saving:
 
     Attributes:
         by_clock: Saves are due by the clock of rank 0 instead of the number of the step.
-        is_time: True on rank 0 if its clock says that a save is due. False on all other ranks.
+        is_time: True on rank 0 if a save is due by its clock. False on all other ranks.
     """
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Saving:
 
     @property
     def due(self) -> bool:
-        """True if rank 0's clock says that a save is due. Equal on all ranks."""
+        """True if a save is due by rank 0's clock. Equal on all ranks."""
         return self._sums[2] > 0
 
 
@@ -218,12 +218,13 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
 
 
 def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None:
-    """Write the marker that tells rank 0's thread that this rank's file is on disk.
+    """Write the marker by which rank 0's thread learns that this rank's file is on disk.
+
     ``token`` identifies the save.
     """
     if isinstance(folder, ObjectPath):
-        # The name has all fields, so that one listing reads the markers of all ranks. A store
-        # may add a suffix before the first dot.
+        # The name contains all fields, so one listing reads the markers of all ranks. A store may add a suffix
+        # before the first dot.
         stem, _, ending = file.name.rpartition(".")
         (folder / f"rank-{rank:05d}_{token}_{file.bytes}_{file.sha256}_{stem}_{ending}_.done").put(
             b"",

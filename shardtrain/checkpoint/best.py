@@ -109,7 +109,7 @@ class Best:
         try:
             files.replace_durable(folder / POINTER, (json.dumps(fields) + "\n").encode())
         except OSError as error:
-            # The checkpoint is complete, and its state says that it is the best. The next save tries again.
+            # The checkpoint is complete, and its state records that it is the best. The next save tries again.
             logger.warning(str(storage_errors.cannot("write", folder / POINTER, error)))
             return
         self.kept = step

@@ -35,19 +35,19 @@ class ChosenCheckpoint:
         return str(self.path)
 
 
-def is_step_name(word: str) -> bool:
+def is_step_name(text: str) -> bool:
     """True for "latest", "best" and a number."""
-    return word in (LATEST, BEST) or word.isdecimal()
+    return text in (LATEST, BEST) or text.isdecimal()
 
 
-def step_name(word: str | int) -> str:
-    """Return ``word`` as a str if it is a step name; raises ConfigError."""
-    if is_step_name(str(word)):
-        return str(word)
+def step_name(step: str | int) -> str:
+    """Return ``step`` as a str. Raises ConfigError if it is not a step name."""
+    if is_step_name(str(step)):
+        return str(step)
     raise ConfigError(
         Problem(
             "--step",
-            word,
+            step,
             rule="must be latest, best or a number",
             fix="write it like --step=best",
         )
@@ -62,7 +62,7 @@ def reject_step(step: str | None, path: Place) -> None:
                 "--step",
                 step,
                 rule=f"requires the folder of a run, and {path} is not one",
-                fix="remove it, or give the run's folder",
+                fix="remove it, or pass the run's folder",
             )
         )
 

@@ -96,7 +96,7 @@ class Lease:
                 if holder or not self._held:
                     text = fix_first(
                         f"the lease {self._path} of this run was taken over by {describe(holder)}",
-                        "give each run its own job.dump_folder",
+                        "set a separate job.dump_folder for each run",
                         "two runs must not write one folder, and this one writes nothing more",
                     )
                     raise ConfigError(text)
@@ -132,7 +132,7 @@ class Lease:
         try:
             if self._take(own):
                 logger.warning(
-                    f"the lease {self._path} was gone and is written again: what removes files there?",
+                    f"the lease {self._path} was gone and is written again; find out what deletes files there",
                 )
         finally:
             own.unlink(missing_ok=True)
@@ -201,7 +201,7 @@ class Lease:
     def _taken_by(self, holder: dict[str, Any]) -> FolderTaken:
         return FolderTaken(
             f"job.dump_folder: {self._path.parent} is being written by {describe(holder)}; "
-            "stop that run, or give this one another job.dump_folder"
+            "stop that run, or set another job.dump_folder for this one"
         )
 
     def _wait_for_a_beat(self, own: Path) -> str | None:
@@ -266,7 +266,7 @@ def why_free(holder: dict[str, Any]) -> str:
         # Another process has the PID now.
         return DEAD
     if pid == os.getpid():
-        return "an earlier run of this process did not give it back"
+        return "an earlier run of this process did not release it"
     return ""
 
 
@@ -352,8 +352,8 @@ def _process_start(pid: int) -> int:
 def _modified(path: Path) -> int | None:
     """Return a file's modification time in ns by the filesystem's clock, or None if the file is gone."""
     try:
-        # Open the file, because that makes an NFS client ask its server. A plain stat may come from
-        # the client's cache.
+        # Open the file, because this makes an NFS client query its server. A plain stat may come from the
+        # client's cache.
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:

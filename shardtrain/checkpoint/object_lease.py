@@ -54,15 +54,13 @@ class ObjectLease(Lease):
         self._hold()
 
     def check(self) -> None:
-        """Check the lease before a write. Raises ConfigError if it is lost, OSError if the store
-        does not answer.
-        """
+        """Check the lease before a write. Raises ConfigError if it is lost, OSError if the store does not answer."""
         holder = self._find_own()
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
                 fix_first(
                     f"the lease {self._object} of this run was taken over by {describe(holder)}",
-                    "give each run its own checkpoint.folder",
+                    "set a separate checkpoint.folder for each run",
                     "two runs must not write one folder, and this one writes nothing more",
                 )
             )
@@ -72,7 +70,7 @@ class ObjectLease(Lease):
             with contextlib.suppress(FileExistsError):
                 self._object.put(self._text(), new=True)
                 logger.warning(
-                    f"the lease {self._object} was gone and is written again: what removes objects there?",
+                    f"the lease {self._object} was gone and is written again; find out what deletes objects there",
                 )
         return self._found()
 
@@ -83,8 +81,10 @@ class ObjectLease(Lease):
             return {}
 
     def _wait_until_free(self, holder: dict[str, Any]) -> None:
-        """Return if the lease is free. Watch it for a beat if its process cannot be seen. Raises
-        FolderTaken.
+        """Return once the lease is free. If its process cannot be seen from here, watch for a sign of life first.
+
+        Raises:
+            FolderTaken: the lease belongs to a live run.
         """
         reason = why_free(holder)
         if not reason and is_seen_from_here(holder):
@@ -109,7 +109,7 @@ class ObjectLease(Lease):
     def _refuse(self, holder: dict[str, Any]) -> None:
         raise FolderTaken(
             f"checkpoint.folder: {self._object.parent} is being written by {describe(holder)}; "
-            "stop that run, or give this one another folder"
+            "stop that run, or set another checkpoint.folder for this one"
         )
 
     def _text(self) -> bytes:

@@ -46,7 +46,7 @@ def train() -> str:
 CONFIG = """\
   shardtrain config check llama3_70b --for-machine h100 --nproc 64
   shardtrain config help training.global_batch_size
-  shardtrain config schema > shardtrain.schema.json   beside a TOML that begins with "#:schema ./shardtrain.schema.json"
+  shardtrain config schema > shardtrain.schema.json   for a TOML that begins with "#:schema ./shardtrain.schema.json"
 """
 
 COMPLETION = """\

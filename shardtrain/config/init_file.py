@@ -26,9 +26,9 @@ from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 
 USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
 
-Write a configuration to begin with: that of a preset (debug unless named) with your overrides, and the options that
-most runs set, each with a line that explains it. Editors of TOML (Taplo, Even Better TOML) complete and check the file
-by the schema that is written beside it. On a terminal, without a preset and overrides, it asks four questions.
+Write a first configuration: a preset (default: debug) with your overrides, and the options that most runs set, each
+with a line that explains it. TOML editors (Taplo, Even Better TOML) complete and check the file with the schema that
+is written next to it. On a terminal, without a preset and overrides, the command asks four questions.
 
   shardtrain init my_run.toml llama3_8b --training.dataset text --training.dataset_path "data/*.txt"
 

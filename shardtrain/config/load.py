@@ -1,6 +1,6 @@
 """Load a TOML file and arguments into a ``Config`` with the origin of each value.
 
-All problems are reported at once.
+All problems are reported together.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def load(
 
     Args:
         path: a TOML file or the name of a preset. ``--job.config_file`` in the arguments is equivalent.
-        arguments: words of the command line.
+        arguments: command-line arguments.
         preset: preset to use, with a notice, if no file is named.
         keep_problems: store invalid keys and values in ``Loaded.problems`` instead of raising an error.
             ``problems_of`` then reports them with all other problems.
 
     Raises:
-        ConfigError: with all problems of file and arguments at once, or if two files are named.
+        ConfigError: the file or the arguments have problems, or two files are named. The message lists all problems.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
@@ -173,7 +173,7 @@ def _resolve(
     problems += rewritten.problems
     renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
 
-    # Convert and store each setting. The file comes first, so that the command line overwrites it. A repeated
+    # Convert and store each setting. The file comes first, so the command line overwrites it. A repeated
     # option within the file or the command line was set under an older and the current name.
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)

@@ -92,7 +92,7 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
 
 
 def _no_file(name: str) -> Problem:
-    """Return the problem of an unknown model name, with a fix for what the user probably meant."""
+    """Return the problem of an unknown model name, with a fix for the name that the user probably meant."""
     if name.endswith(".py"):
         return Problem("model.name", name, "is not a file", "give the path of a model file")
     if name in _ELSEWHERE:

@@ -1,4 +1,4 @@
-"""Write a config as TOML: with the origin of every value, or so that it reloads to the same config."""
+"""Write a config as TOML that loads to an equal config, on request with the origin of every value."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
             expert_parallel.apply(module, layout, mesh, config)
         if splits_hf_experts:
             expert_parallel.apply_to_hf(module, mesh, config)
-        # before compile, so that a layer is compiled together with its recomputation
+        # before compile, to compile a layer together with its recomputation
         if config.activation_checkpoint.mode != "none":
             activation_checkpoint.apply(module, layout, mesh, config)
         if config.compile.enable:

@@ -95,7 +95,7 @@ def _types_of(path: Path) -> list[str] | None:
                 return None
             found: dict[str, Any] = checked_json.parse(file.read(length))
         found.pop("__metadata__", None)
-        # A truncated file is shorter than its header says.
+        # A truncated file is shorter than the offsets in its header require.
         end = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
         if path.stat().st_size != 8 + length + end:
             return None

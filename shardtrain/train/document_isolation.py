@@ -1,8 +1,8 @@
 """Test before the first step that a ``transformers`` network keeps the documents of a packed row apart.
 
 Such networks see documents by ``position_ids``, which restart at 0 with each document. Networks that build
-their masks with ``create_causal_mask`` of transformers respect these document boundaries, but there is no
-flag that says which networks do. A network with other memory than attention (a convolution, a state) mixes
+their masks with ``create_causal_mask`` of transformers respect these document boundaries, but no
+flag marks these networks. A network with other memory than attention (a convolution, a state) mixes
 documents whatever its mask is. So this module computes a short document once behind another one and once
 without it, with the weights and on the mesh of the run, and compares the logits.
 """
@@ -91,7 +91,7 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None, config: Confi
     with torch.no_grad():
         joined = logits(tokens_1T, columns_1T)[:, half:]
         packed = logits(tokens_1T, positions_1T, documents_BT=documents_1T)[:, half:]
-        # the second document first, so that it is the same whatever the mask is
+        # With the second document first, its logits do not depend on the mask.
         separate = logits(tokens_1T.roll(-half, dims=1), columns_1T)[:, :half]
     free_gathered(model)
     model.train(was_training)

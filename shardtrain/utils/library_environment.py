@@ -1,4 +1,4 @@
-"""Environment variables that keep other people's code out of what PyTorch and trackers start and load.
+"""Environment variables that keep PyTorch and trackers from running other people's code.
 
 torch.compile starts ``python -c`` to try the libraries it builds. It loads these libraries from a folder in the shared
 temporary directory whose name everybody can predict. Trackers start Python services, too.

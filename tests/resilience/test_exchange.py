@@ -134,7 +134,7 @@ def test_one_rank_of_a_run_reports_its_failure(nodes: Nodes, lost: str) -> None:
     answers = [exchange_of_rank.is_first_to_report() for exchange_of_rank in nodes.ranks]
     assert answers.count(True) == (2 if lost == "the store" else 1)
     if lost == "nothing":
-        assert sum(nodes.calls.values()) == 2, "one rank of each node asks the store"
+        assert sum(nodes.calls.values()) == 2, "one rank of each node must query the store"
 
 
 class LostStore:

@@ -57,7 +57,7 @@ def test_compiler_uses_a_folder_that_only_this_user_can_write(
 ) -> None:
     plant, is_used = PLANTED[name]
     if plant is _as_another_user and os.geteuid() != 0:
-        pytest.skip("only root can give a folder to another user")
+        pytest.skip("only root can change the owner of a folder")
     monkeypatch.delenv(library_environment.COMPILER_CACHE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("LOGNAME", "me")

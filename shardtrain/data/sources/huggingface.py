@@ -187,7 +187,6 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
 
 
 def _split_of(name: str) -> str | None:
-    """Return the split in a file name, by its last word that is a split's name:
-    ``data/test-00000.parquet``."""
+    """Return the split in a file name, such as test in ``data/test-00000.parquet``. The last split's name counts."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS]
     return _SPLITS[words[-1]] if words else None

@@ -1,10 +1,10 @@
-"""Context parallelism of a recurrence: ranks compute their chunks of the sequence at once, and exchange states.
+"""Context parallelism of a recurrence: ranks compute their chunks of the sequence in parallel and exchange states.
 
 A chunk is an affine map of its incoming state, S_out = A S_in + B (``ops/gated_delta_net.py``). Each rank computes A
-and B of its chunks. All ranks gather them and apply those of earlier chunks in order, which gives the incoming states.
-A short convolution also needs the last tokens before a chunk, which are gathered too. What ranks exchange does not
-depend on the length of the sequence. Tokens stay where attention has them: a balanced rank has two chunks, one of the
-head and one of the tail of the sequence.
+and B of its chunks. An all-gather collects A and B of all chunks. Each rank then computes its incoming states by
+applying the maps of the earlier chunks in order. A short convolution also needs the last tokens before a chunk, which
+are gathered too. The size of the exchanged tensors does not depend on the length of the sequence. Tokens stay where
+attention has them: a balanced rank has two chunks, one in each half of the sequence.
 
 Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, H rows of a state, V columns of a state, p chunks
 of this rank, P chunks of all ranks, w tokens before a chunk, X features.
@@ -174,7 +174,7 @@ class _Before(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         known = ctx.known
         count = gradients[0].size(2)
-        # the reverse of forward: what a chunk reads belongs to the chunk before it, or was passed on by it
+        # the reverse of forward: tokens that a chunk reads belong to the chunk before it, or were passed on by it
         passed_on = torch.zeros_like(gradients[0][0])
         of_ends = []
         for gradient in reversed(ctx.core.gather(gradients[0])):

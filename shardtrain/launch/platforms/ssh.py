@@ -126,7 +126,7 @@ def render(
 
 def text(plans: Sequence[HostCommand]) -> str:
     """Format the plans for a user: each command with its standard input. Values of secrets are masked."""
-    lines = [f"# {MASK} stands for a secret that is sent over standard input; {SECRET} is random unless you set it"]
+    lines = [f"# {MASK} replaces a secret that is sent over standard input; {SECRET} is random unless you set it"]
     for plan in plans:
         message = plan.message(dict.fromkeys(plan.forwarded, MASK), {SECRET: MASK}).decode().strip()
         lines += [f"# {plan.host.label}", f"{shlex.join(plan.ssh)} <<'END'", message, "END"]

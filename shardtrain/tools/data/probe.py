@@ -156,7 +156,7 @@ def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: 
 def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: bool) -> list[str]:
     """Return a message for each wrong target of the first row.
 
-    A target must be the next token of its own document, and one that may be learned.
+    A target must be the next token of its own document, and must not be masked from the loss.
     """
     from shardtrain.data import IGNORE
 
@@ -323,7 +323,7 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
             Problem(
                 "data.packing",
                 "padded",
-                rule="gives each document its own sequence, so there is nothing to probe",
+                rule="puts each document into its own sequence, so there is nothing to probe",
                 fix='probe "first_fit" or "concat"',
             )
         )

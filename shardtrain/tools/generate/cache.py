@@ -1,4 +1,4 @@
-"""Key-value cache in the attention cores, so that a pass for a new token processes only this token.
+"""Key-value cache in the attention cores. A pass for a new token then processes only this token.
 
 Models need no change: positions are an argument, and the cache replaces the attention cores that
 ``LAYOUT.context`` names. A core may compute only the attention that its attributes describe. The cores that
@@ -187,7 +187,7 @@ class CachedCore(nn.Module):
     def keep(self, index: Tensor) -> None:
         """Keep only the keys and values of these rows."""
         if self.keys_BKSH is not None and self.values_BKSH is not None:
-            # Index the transposed keys, so that their memory layout does not change.
+            # Index the transposed keys to keep their memory layout.
             self.keys_BKSH = self.keys_BKSH.mT[index].mT if self._by_products else self.keys_BKSH[index]
             self.values_BKSH = self.values_BKSH[index]
 
@@ -242,7 +242,7 @@ def _attend(
 ) -> Tensor:
     """Return the attention of new queries.
 
-    Query heads are grouped by key-value head, so that keys are not repeated.
+    Query heads are grouped by key-value head, so keys are not repeated.
     """
     if not scores.has_kernel or sinks_N is not None:
         return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores, sinks_N)

@@ -1,4 +1,4 @@
-"""Core of a recurrence that keeps the state of each row, so that a pass for a new token processes only this token.
+"""Recurrence core that keeps the state of each row. A pass for a new token then processes only this token.
 
 Shape suffixes: B rows, T tokens of this pass, X features, w tokens that the core looks back.
 """

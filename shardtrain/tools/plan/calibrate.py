@@ -79,7 +79,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
                 where="command line",
             )
         )
-    # The last logged rates of all devices and of one device tell the number of devices.
+    # The number of devices is the last logged rate of all devices divided by that of one device.
     total_rate, device_rate = rates[-1]
     world_size = max(1, round(total_rate / device_rate))
     # Compare the measured time of a step with the planned one.

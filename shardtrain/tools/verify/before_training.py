@@ -147,7 +147,7 @@ def _fix(row: MeshResult) -> str:
         return (
             "a colwise matrix is cut into equal stretches of rows, so order queries, "
             "keys and values by head (unflatten(-1, (-1, 3, head_dim))), "
-            "or give each its own linear"
+            "or use a separate linear for each"
         )
     return f'"{style}" means {TENSOR_STYLES[style]}: correct the style or the forward'
 
@@ -179,9 +179,9 @@ def _model_and_mesh_only(config: Config) -> Loaded:
     return dataclasses.replace(configs.load(None, []), config=config)
 
 
-def main(words: Sequence[str]) -> int:
-    """Print the verdict for the configuration file ``words[0]``."""
-    verdict = judge(configs.load(words[0], []).config)
+def main(arguments: Sequence[str]) -> int:
+    """Print the verdict for the configuration file ``arguments[0]`` as JSON. Return 0."""
+    verdict = judge(configs.load(arguments[0], []).config)
     print(json.dumps(dataclasses.asdict(verdict)))
     return 0
 

@@ -79,7 +79,7 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
     axes = [axis for axis in e.axes if axis != "pp"]
     by_size: dict[int, list[str]] = {}
     for count in range(1, len(e.axes) + 1):
-        # The pipeline axis alone scales nothing.
+        # The pipeline axis scales a gradient only together with another axis.
         candidates = axes if count == 1 else e.axes
         for chosen in itertools.combinations(candidates, count):
             size = math.prod(e.sizes[axis] for axis in chosen)
@@ -306,7 +306,7 @@ def _core(e: Evidence) -> str | None:
         error = float((wanted - part).norm() / wanted.norm().clamp_min(1e-30))
         largest_errors[name] = max(largest_errors.get(name, 0.0), error)
 
-    # Wrong inputs point to positions or tokens, a wrong output alone to the attention itself.
+    # Wrong inputs point to positions or tokens. If only the output is wrong, the attention is.
     input_error = max(largest_errors.get(name, 0.0) for name in ("q", "k", "v"))
     if input_error > 1e-4:
         return f"wrong positions or tokens under cp: queries and keys are off by {input_error:.2g} before attention"

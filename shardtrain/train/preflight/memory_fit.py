@@ -143,9 +143,7 @@ def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
 
 
 def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
-    """Return a problem if the batches alone exceed the memory: their ids, and the input of the
-    first layer.
-    """
+    """Return a problem if the ids of the batches and the input of the first layer exceed the memory."""
     config = loaded.config
     t = config.training
     p = config.parallelism
@@ -187,7 +185,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
 
 
 def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]) -> Iterator[Problem]:
-    """Yield a problem if the model's states alone exceed the memory.
+    """Yield a problem if weights, gradients and optimizer states exceed the memory.
 
     Yield nothing if the sizes are not known.
     """

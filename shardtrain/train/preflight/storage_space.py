@@ -49,8 +49,8 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
     upper bound of their size does not fit.
 
     Returns:
-        An error if there is no room for one checkpoint; a warning if there is none for all that would be
-        kept.
+        Errors and warnings. An error if one checkpoint does not fit; a warning if one fits, but not all that
+        would be kept.
     """
     config = loaded.config
     options = config.checkpoint
@@ -138,8 +138,6 @@ def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         option,
         workers,
         rule=rule,
-        fix=(
-            "set it to 0, lower training.dataloader.prefetch_factor, or give the container more (docker run --shm-size)"
-        ),
+        fix="set it to 0, lower training.dataloader.prefetch_factor, or raise --shm-size of docker run",
         where=loaded.where(option),
     )

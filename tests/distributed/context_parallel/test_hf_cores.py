@@ -80,7 +80,7 @@ def network(name: str, output: Path, documents: bool, changes: dict[str, Any], *
 
 
 def write_documents(file: Path) -> None:
-    """Write documents of one to 60 bytes, in an order that gives rows with many and with few of them."""
+    """Write documents of one to 60 bytes. Some rows then have many documents and some have few."""
     lengths = random.Random(0).choices((1, 1, 2, 5, 9, 20, 33, 60), k=60)
     rows = [
         {"text": (str(index) + " one two three four five six seven" * 2)[:length]}
@@ -184,7 +184,7 @@ def test_packed_rows_match_transformers(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", cases([], nightly=SPLIT))
 def test_long_rows_on_four_ranks_match_transformers(name: str, tmp_path: Path) -> None:
-    """Windows of 16 tokens are as long as a rank's part, and longer than its chunks."""
+    """A window of 16 tokens has the length of a rank's part, and is longer than its chunks."""
     if name not in installed():
         pytest.skip("this version of transformers does not have it")
     assert_ways(name, 4, ["gather", "ring", "ring, in order"], False, tmp_path)
@@ -303,7 +303,7 @@ def test_rejection_comes_before_ranks_start(tmp_path: Path) -> None:
 
 
 def test_windows_come_from_the_masks_of_transformers() -> None:
-    """The window of a layer is that of its mask, also if the attention function is not told."""
+    """The window of a layer comes from its mask, also if the attention function does not receive it."""
     windows = [call.window for call in attention_interface.trace(built("gemma3"), 64).values()]
     assert windows == [16, 0]
 

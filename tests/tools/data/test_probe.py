@@ -204,7 +204,7 @@ def test_the_verb_rejects_data_without_a_document_mask(arguments: list[str]) -> 
 
 
 def test_the_verb_refuses_sequences_of_one_document(arguments: list[str]) -> None:
-    message = 'data.packing="padded": .*; reason: it gives each document its own sequence'
+    message = 'data.packing="padded": .*; reason: it puts each document into its own sequence'
     with pytest.raises(ConfigError, match=message):
         main([*arguments, "--data.packing", "padded"])
 

@@ -185,7 +185,7 @@ def measured(check: Check, budget: int) -> CheckResult:
 
 
 class _NotPossible(Exception):
-    """The configuration does not allow a check. The message says why."""
+    """The configuration does not allow a check. The message contains the reason."""
 
 
 def _on_ranks(
