@@ -203,7 +203,7 @@ OPENERS = {
 
 
 class TooSlow(BaseException):
-    """Opening an artefact took more than ``SECONDS``. Not an Exception, so that no code of the package handles it."""
+    """Opening an artefact took more than ``SECONDS``. Not an Exception, so no code of the package handles it."""
 
 
 def too_slow(*_: object) -> None:

@@ -90,7 +90,7 @@ def test_config_file_variable_applies_without_a_configuration_on_the_command_lin
     for verb in (["train"], ["test"], ["config", "show"], ["config", "check"]):
         assert cli.main(verb) == 2
         output = "".join(capsys.readouterr())
-        assert "stepz" in output and "as CONFIG_FILE says" in output
+        assert "stepz" in output and "from CONFIG_FILE" in output
         path = str(tmp_path / "of_command_line.toml")
         for arguments in ([path], ["--job.config_file", path], [f"--job.config-file={path}"]):
             assert cli.main([*verb, *arguments]) == 2

@@ -23,7 +23,7 @@ MISTAKES = {
     "train --nproc 2 --training.steps=3 debug": "write debug before all options",
     "train debug.toml": "the preset of that name comes with the package: write debug",
     "train configs/llama3_8b.toml": "the preset of that name comes with the package: write llama3_8b",
-    "train --config debug.toml": "the configuration is the first word: shardtrain train debug.toml",
+    "train --config debug.toml": "the configuration is the first argument: shardtrain train debug.toml",
     "train run.yaml": "known systems are pytorch_universal_trainer",
     "train invalid.toml": "invalid.toml:2: the file is not valid TOML",
     "train twice.toml": "twice.toml:3: the file is not valid TOML",

@@ -28,7 +28,7 @@ Class = Literal["ignore", "warn", "data", "error"]
 
 - ignore: results stay the same, up to rounding.
 - warn: a normal change, although it alters the learning rate schedule.
-- data: the fingerprint of the data decides, so that moving a file is not a change.
+- data: the fingerprint of the data decides, so moving a file is not a change.
 - error: results differ from the next step on.
 """
 
@@ -223,7 +223,7 @@ def to_record(
     ``files`` is the result of ``file_hashes`` at the start of the run.
     """
     kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
-    # Store the resolved batch size instead of -1, so that a resume on another mesh detects a change.
+    # Store the resolved batch size instead of -1, so a resume on another mesh can detect a change.
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return {**kept, FILES: dict(files)}
 

@@ -186,7 +186,7 @@ def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> Com
     # Print the line once per run: only on rank 0, and not in processes that this command started.
     if environment.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in environment:
         shown = "".join(char if char.isprintable() else "?" for char in file)
-        print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)
+        print(f"configuration: {shown} (from CONFIG_FILE)", file=sys.stderr, flush=True)
     return replace(arguments, path=file)
 
 

@@ -124,8 +124,7 @@ def describe(folder: Path, name: str = "") -> Description:
 def nearest(hub: HubFormat, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """Return the model file and flavor with the fewest differing fields, and the overrides for these fields.
 
-    Fields that the folder does not set are compared by their default, so that a flavor's values never replace
-    them.
+    For fields that the folder does not set, their default is compared, so a flavor's value never replaces it.
     """
     candidates = []
     for name in names:

@@ -309,7 +309,7 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _folders(loaded: Loaded) -> Iterator[Problem]:
-    """Check that the run can create and write its folders, so that it does not fail later."""
+    """Yield a problem for each folder that the run could not create or write."""
     c = loaded.config
     # A relative checkpoint folder is inside the dump folder.
     written = {"job.dump_folder": c.job.dump_folder}
@@ -318,7 +318,7 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
     for option, folder in written.items():
         if not folder or "://" in folder:
             continue
-        # Shells expand ~ only at the start of a word, so not in --job.dump_folder=~/runs.
+        # Shells expand ~ only at the start of an argument, so not in --job.dump_folder=~/runs.
         if folder.startswith("~"):
             yield problem(
                 loaded,

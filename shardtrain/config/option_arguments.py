@@ -66,7 +66,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         option = _option_of(name, kinds)
         kind = _kind(name, option, kinds)
         if not equals and not negated:
-            # A list takes all words up to the next option. A boolean only takes valid values:
+            # A list takes all arguments up to the next option. A boolean only takes valid values:
             # a file may follow.
             limit = _most_values(kind)
             while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
@@ -160,7 +160,7 @@ def _add(
             fix = suggestion(name)
             # Habits of other programs.
             if name in ("config", "config_file", "cfg", "file"):
-                fix = f"the configuration is the first word: shardtrain train {shown or 'CONFIG.toml'}"
+                fix = f"the configuration is the first argument: shardtrain train {shown or 'CONFIG.toml'}"
             elif name.startswith(("resume", "continue")):
                 fix = "a run continues where it stopped: repeat its command with the same job.dump_folder"
             wrong("is not an option", fix)

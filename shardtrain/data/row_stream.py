@@ -160,7 +160,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
             size = min(size, max(0, self._end - place))
         if self._places_per_epoch == self._num_rows:
             return range(place, place + size)
-        # An epoch has a whole number of steps. With "keep" its last places have no row, with "discard" its
+        # An epoch has an integer number of steps. With "keep" its last places have no row, with "discard" its
         # last rows have no place. The next epoch starts with its own first row in either case.
         epoch, within = divmod(place, self._places_per_epoch)
         first = epoch * self._num_rows + within

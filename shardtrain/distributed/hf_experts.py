@@ -58,7 +58,7 @@ def check(model: Any, config: Config) -> None:
 
 
 def _separate_experts(model: nn.Module) -> str:
-    """Return the path of the first module whose name or class says that it has experts, or an empty string."""
+    """Return the path of the first module whose name or class contains "expert", or ""."""
     for path, module in model.named_modules():
         name = path.rpartition(".")[2]
         if "expert" in f"{name} {type(module).__name__}".lower():

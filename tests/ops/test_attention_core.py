@@ -1,4 +1,4 @@
-"""The contract of attention cores: a violation is reported with what the core does."""
+"""The contract of attention cores: the report of a violation describes how the core breaks it."""
 
 from __future__ import annotations
 

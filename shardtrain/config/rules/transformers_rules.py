@@ -75,7 +75,7 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
 
 
 def transformers_notes(loaded: Loaded) -> list[str]:
-    """Return a note if config.json asks for a balance loss, which ``transformers`` adds to its own loss only."""
+    """Return a note if config.json enables a balance loss, which ``transformers`` adds to its own loss only."""
     if loaded.config.model.name != NAME:
         return []
     _, folder = _folder(loaded.config)

@@ -91,7 +91,7 @@ class ChatTemplate:
             Unusable: as in ``render``; or the template changes the text that it has marked, so the range is
                 not known.
         """
-        # Render without marks and with them. Removing the marks must give the same text.
+        # Render without marks and with them. The two texts must be equal apart from the marks.
         plain = self._write(messages, variables, prompt=False)
         if _OPEN in plain or _CLOSE in plain:
             raise Unusable(

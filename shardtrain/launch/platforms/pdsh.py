@@ -1,6 +1,6 @@
 """Connect to hosts through pdsh, with separate streams and a separate exit status for each host.
 
-pdsh gives its remote commands no input, mixes their output, and does not terminate them when it ends.
+pdsh does not pass input to its remote commands, mixes their output, and does not terminate them when it ends.
 Therefore it starts a local program (``pdsh_rsh``) per host with ``-R exec``. That program receives both ends
 of one connection.
 """

@@ -68,7 +68,7 @@ class _Connection:
     problem: Problem | None = None
     """Reason why this host cannot participate, or None."""
     kind: str = ""
-    """The words of ``HINTS`` in the message of ssh. The rest of the message differs between hosts."""
+    """Key of ``HINTS`` that the message of ssh contains. The rest of the message differs between hosts."""
     address: str | None = None
     last: str = ""
     asked: bool = False

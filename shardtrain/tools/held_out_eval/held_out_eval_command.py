@@ -58,7 +58,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     choice = environment.choose_processes_here(config, asked.nproc)
     _require(asked.loaded, choice.count, accelerators)
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
-    with heartbeat("importing PyTorch"):  # before the fork, so that ranks share the imports
+    with heartbeat("importing PyTorch"):  # before the fork, so ranks share the imports
         from shardtrain.tools.held_out_eval import held_out_eval_rank
 
     if choice.count == 1:
