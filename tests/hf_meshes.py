@@ -92,19 +92,23 @@ def piped(degree: int, schedule: str, **more: Any) -> dict[str, Any]:
 
 
 def difference(results: list[FirstStep], expected: FirstStep) -> float:
-    """Return the largest relative difference of loss and gradients, after checking names and initial weights."""
-    largest = 0.0
+    """Return the largest relative difference of loss and gradients, after checking names and initial weights.
+
+    The result is NaN if any loss or gradient is NaN.
+    """
+    differences: list[float] = []
     names: set[str] = set()
     scale = max(float(gradient.norm()) for gradient in expected.gradients.values())
     for result in results:
         names |= result.initial.keys()
         for name, weight in result.initial.items():
             assert_bitwise({name: weight}, {name: expected.initial[name]})
-        largest = max(largest, abs(result.loss - expected.loss) / expected.loss)
-        largest = max(largest, abs(result.grad_norm - expected.grad_norm) / expected.grad_norm)
+        differences.append(abs(result.loss - expected.loss) / expected.loss)
+        differences.append(abs(result.grad_norm - expected.grad_norm) / expected.grad_norm)
         assert result.gradients.keys() == result.initial.keys() & expected.gradients.keys()
         for name, gradient in result.gradients.items():
             size = max(float(expected.gradients[name].norm()), 1e-3 * scale)
-            largest = max(largest, float((gradient - expected.gradients[name]).norm()) / size)
+            differences.append(float((gradient - expected.gradients[name]).norm()) / size)
     assert names == expected.initial.keys()
-    return largest
+    # Python's max skips NaN, and that of torch returns it.
+    return float(torch.tensor(differences, dtype=torch.float64).max())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_architectures import ARCHITECTURES
-from hf_meshes import deep_folder, difference, first_step, hf_tiny, piped
+from hf_meshes import FirstStep, deep_folder, difference, first_step, hf_tiny, piped
 from ranks import run_ranks
 from tiers import cases
 from tiny import train_whole
@@ -41,6 +43,15 @@ def test_stages_have_the_numbers_of_one_process(name: str, mesh: str, tmp_path: 
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
     results = run_ranks(ranks, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees))
     assert difference(results, expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "change", [{"loss": math.nan}, {"grad_norm": math.nan}, {"gradients": {"weight": torch.tensor([math.nan])}}]
+)
+def test_nan_is_a_difference(change: dict[str, Any]) -> None:
+    expected = FirstStep({"weight": torch.zeros(1)}, 1.0, 1.0, {"weight": torch.ones(1)})
+    assert difference([expected], expected) == 0
+    assert math.isnan(difference([dataclasses.replace(expected, **change)], expected))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
