@@ -105,7 +105,7 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None, config: Confi
         logger.warning(
             f"{name}: {OPTION} could not be tested, because a previous document does not change the logits yet"
         )
-    elif masked_change > _MAX_RATIO * unmasked_change:
+    elif not masked_change <= _MAX_RATIO * unmasked_change:  # also if the change is NaN
         rule = (
             f"is ignored by {name}: a previous document in the row changes its logits by "
             f"{float(masked_change):.2g}, and without a mask by {float(unmasked_change):.2g}"

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from foreign import SHAPES, config_for, folder
 from ranks import run_ranks
 from tiers import cases
 from tiny import assert_bitwise, make_run, train_steps, train_whole, whole
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain import models
@@ -287,6 +288,29 @@ def error_about_documents(rank: int, config: Config, deaf: bool) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+class NaNForDocuments(nn.Module):
+    """A network whose logits are NaN if it gets documents. Otherwise they depend on all previous tokens."""
+
+    config_name = "NaNForDocuments"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hf: Any = SimpleNamespace(forward=self._forward, get_input_embeddings=lambda: self.embedding)
+        self.embedding = nn.Embedding(64, 4)
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids).cumsum(1)
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        logits_BTV = self._forward(tokens_BT, positions_BT)
+        return logits_BTV if documents_BT is None else logits_BTV * math.nan
+
+
+def test_network_whose_packed_documents_are_nan_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="is ignored by NaNForDocuments: .* changes its logits by nan"):
+        document_isolation.check(NaNForDocuments(), models.find("transformers"))
 
 
 @pytest.mark.parametrize("deaf", [False, True])
