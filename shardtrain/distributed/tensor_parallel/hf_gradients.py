@@ -1,9 +1,12 @@
-"""Find out which gradients are partial sums under the tensor-parallel plan of a ``transformers`` network.
+"""Find the partial gradients under the tensor-parallel plan of a ``transformers`` network.
 
-A plan names the split modules. It may leave out replicated weights, and whether the gradient of such a
-weight is complete depends on its use: a norm of the residual stream has the complete gradient on every
-rank, a norm of a rank's own heads has only a part. A forward pass on the meta device follows the
-activations that differ between ranks from the modules that split them to the modules that sum them.
+A plan names the split modules and may omit replicated weights. The gradient of a replicated weight is
+complete on every rank if the weight is applied to replicated activations, such as by a norm of the
+residual stream. It is partial if each rank applies the weight only to its own heads, such as by a norm of
+queries. Partial gradients must be summed over ranks.
+
+To distinguish the two cases, ``follow`` runs a forward pass on the meta device. It labels every activation
+as split or replicated, from the modules that split activations to the modules that sum them.
 """
 
 from __future__ import annotations
@@ -23,23 +26,23 @@ from shardtrain.ops.user_state import trial
 
 _TOKENS = 8
 SPLIT = "split"
-"""Effect of a module: its output differs between ranks, for example by heads."""
-WHOLE = "whole"
-"""Effect of a module: its output is equal on all ranks, and the gradient of its input is complete."""
+"""Effect of a module: its input is replicated, and its output differs between ranks, for example by heads."""
+REPLICATED = "replicated"
+"""Effect of a module: its input and output are replicated, and the gradient of its input is complete."""
 SUMMED = "summed"
-"""Effect of a module: like WHOLE, but its input differs between ranks."""
+"""Effect of a module: its input differs between ranks, and its output is the sum over ranks."""
 SHARED = "shared"
-"""Effect of a module: like WHOLE, and ranks may use its output for their own heads."""
+"""Effect of a module: like REPLICATED, but ranks may also combine its output with their own heads."""
 
 
 @dataclass
 class Findings:
-    """Result of following a forward pass.
+    """Result of ``follow``.
 
     Attributes:
-        partial: names of replicated parameters whose gradient is a part on each rank.
-        problems: places at which no plan of modules gives correct gradients, one phrase each.
-        is_complete: the forward pass did not fail.
+        partial: names of replicated parameters whose gradients are partial sums.
+        problems: one phrase for each module that would compute or cause a wrong gradient.
+        is_complete: True if the forward pass finished. Otherwise the other attributes cover only its start.
     """
 
     partial: set[str] = field(default_factory=set)
@@ -49,13 +52,13 @@ class Findings:
 
 @dataclass(frozen=True)
 class _Label:
-    """Origin of an activation.
+    """Properties of a tensor.
 
     Attributes:
-        is_split: it differs between ranks.
-        is_trained: it depends on parameters, so it has a gradient.
-        is_shared: it is the output of a module with the effect SHARED, or computed from it and constants.
-        weights: names of the parameters that it is computed from, if it depends on nothing else.
+        is_split: True if the tensor differs between ranks.
+        is_trained: True if it is an activation that depends on parameters, so it has a gradient.
+        is_shared: True if it is computed only from constants and outputs of modules with the effect SHARED.
+        weights: names of replicated parameters, for a tensor that is computed only from parameters.
     """
 
     is_split: bool = False
@@ -68,44 +71,47 @@ _CONSTANT = _Label()
 
 
 def follow(model: nn.Module, effects: Mapping[str, str], split_parameters: set[str], experts: set[str]) -> Findings:
-    """Follow one forward pass of a model on the meta device.
+    """Label the activations of one forward pass on the meta device.
 
     Args:
-        model: the unsplit model, on the meta device. It is not changed.
-        effects: module path -> effect, one of SPLIT, WHOLE, SUMMED and SHARED.
-        split_parameters: names of parameters that other modules use and that differ between ranks.
-        experts: paths of modules that select tokens by value, which the meta device cannot. Their output is
-            taken to be like their first input, on which it depends.
+        model: the unsplit model, with parameters on the meta device. It is not changed.
+        effects: effect of each module with a style: SPLIT, REPLICATED, SUMMED or SHARED, by path.
+        split_parameters: names of parameters that are split over ranks but do not belong to a module with an
+            effect, such as attention sinks.
+        experts: paths of modules that select tokens by value, which the meta device does not support. They
+            return a copy of their first input instead.
     """
     findings = Findings()
-    whole = copy.deepcopy(model).to("meta")  # buffers are on the CPU
+    copied = copy.deepcopy(model).to("meta")  # also moves the buffers, which are on the CPU
     for path in experts:
-        whole.get_submodule(path).forward = _same_shape
+        copied.get_submodule(path).forward = _copy_of_first_input
     watch = _Watch(findings)
-    for name, parameter in whole.named_parameters():
+    for name, parameter in copied.named_parameters():
         label = _Label(is_split=True) if name in split_parameters else _Label(weights=frozenset([name]))
         watch.set_label(parameter, label)
-    for path, module in whole.named_modules():
+    for path, module in copied.named_modules():
         watch.hook(path, module, effects.get(path))
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    # A forward may need values, which the meta device does not have.
-    with suppress(Exception), trial(whole), torch.no_grad(), torch.device("meta"), watch:
-        whole(tokens)
+    # A forward pass may raise any exception, because tensors on the meta device have no values.
+    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), watch:
+        copied(tokens)
         findings.is_complete = True
     return findings
 
 
 class _Watch(TorchDispatchMode):
-    """Label the storage of each tensor, so that views share their label."""
+    """Propagate labels through operations. A label belongs to a storage, so views share it."""
 
     def __init__(self, findings: Findings) -> None:
         super().__init__()
         self._findings = findings
         self._labels: dict[int, _Label] = {}
         self._kept: list[Any] = []
-        """All labelled storages: the address of a freed one may be used again."""
+        """All labelled storages. They are kept because a new storage could reuse the address of a freed one."""
         self._running: list[str] = []
+        """Paths of the modules that are running, from the outermost to the innermost."""
         self._opaque_depth = 0
+        """Number of running modules with an effect. Operations inside them are not labelled."""
 
     def label(self, tensor: Tensor) -> _Label:
         return self._labels.get(tensor.untyped_storage()._cdata, _CONSTANT)
@@ -116,7 +122,7 @@ class _Watch(TorchDispatchMode):
         self._labels[storage._cdata] = label
 
     def hook(self, path: str, module: nn.Module, effect: str | None) -> None:
-        """Track the calls of a module. Inside a module with an effect, operations are not followed."""
+        """Register hooks that label the outputs of a module with an effect, and check its inputs."""
 
         def enter(_: nn.Module, inputs: Any, keywords: Any) -> None:
             self._running.append(path)
@@ -148,7 +154,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            # Networks test properties of masks, such as whether rows are packed. Any answer is useful here.
+            # Networks test properties of masks, such as whether rows are packed. Either result is fine here.
             return 0.0 if args[0].is_floating_point() else 0
         output = func(*args, **kwargs)
         if self._opaque_depth:
@@ -158,6 +164,7 @@ class _Watch(TorchDispatchMode):
         label = self._combined(labels)
         storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         for tensor in _tensors(output):
+            # A view already has the label of its storage. An in-place operation changes that label.
             is_view = tensor.untyped_storage()._cdata in storages
             if is_view and not func._schema.is_mutable:
                 continue
@@ -170,12 +177,14 @@ class _Watch(TorchDispatchMode):
         return output
 
     def _combined(self, labels: list[_Label]) -> _Label:
-        """Return the label of the result of an operation, and note gradients that are partial."""
+        """Return the label of the result of an operation. Record partial gradients and problems."""
         trained = [label for label in labels if label.is_trained]
         of_weights = [label for label in labels if label.weights]
         if any(label.is_split for label in labels):
+            # Each rank combines the weights with its own part, so it computes its part of their gradient.
             for label in of_weights:
                 self._findings.partial |= label.weights
+            # The gradient of a replicated activation would be partial too, and nothing would sum it.
             if any(not label.is_split and not label.is_shared for label in trained):
                 place = self._running[-1] if self._running else "the model"
                 problem = f"{place} combines activations that are split over ranks with others that are not"
@@ -191,7 +200,7 @@ class _Watch(TorchDispatchMode):
         return _Label(weights=weights)
 
 
-def _same_shape(hidden_states: Tensor, *_: Any, **keywords: Any) -> Tensor:
+def _copy_of_first_input(hidden_states: Tensor, *_: Any, **keywords: Any) -> Tensor:
     return hidden_states.clone()
 
 

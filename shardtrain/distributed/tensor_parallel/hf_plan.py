@@ -73,8 +73,8 @@ _EFFECTS = {
     "rowwise": hf_gradients.SUMMED,
     "all_reduce": hf_gradients.SUMMED,
     "mla_kv_a_proj": hf_gradients.SHARED,
-    _EXPERTS: hf_gradients.WHOLE,
-    **dict.fromkeys((*HEADS, *_SPLIT_INPUT, *_EMBEDDING), hf_gradients.WHOLE),
+    _EXPERTS: hf_gradients.REPLICATED,
+    **dict.fromkeys((*HEADS, *_SPLIT_INPUT, *_EMBEDDING), hf_gradients.REPLICATED),
 }
 """Style name -> effect on activations; see ``hf_gradients``."""
 
@@ -305,7 +305,7 @@ def _owner_path(path: str) -> str:
 def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
     """Find the gradients that are partial sums. Refuse a plan with which some gradient would be wrong."""
     effects = {path: _EFFECTS[style] for path, style in resolved.names.items() if style in _EFFECTS}
-    effects.update(dict.fromkeys(resolved.gathered, hf_gradients.WHOLE))
+    effects.update(dict.fromkeys(resolved.gathered, hf_gradients.REPLICATED))
     split = {f"{path}.{name}" for path, names in resolved.of_heads.items() for name in names}
     findings = hf_gradients.follow(model, effects, split, resolved.experts)
     if findings.problems:

@@ -1,6 +1,6 @@
 """Parallel styles for modules of ``transformers`` that PyTorch's own styles do not split.
 
-Inputs and outputs are plain tensors that are equal on all ranks, except where a style says otherwise.
+Inputs and outputs of the modules are plain tensors, equal on all ranks unless a style states otherwise.
 Shape suffixes: N tokens, K experts of a token, P pairs of a token and an expert, D features.
 """
 
@@ -23,12 +23,12 @@ EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class PlannedReplicatedWeights(ParallelStyle):
-    """Replicated weights of a module with any arguments.
+    """Replicate the direct parameters of a module. Its forward may have any arguments.
 
     Args:
-        partial: names of the parameters that each rank uses for its own heads. Their gradients are summed
-            over ranks. All ranks compute equal gradients of the others.
-        readers: modules around this one that read its parameters themselves.
+        partial: names of the parameters that each rank applies only to its own heads. Their gradients are
+            summed over ranks. The gradients of the other parameters are equal on all ranks.
+        readers: modules that contain this one and use its parameters without calling it.
     """
 
     def __init__(self, partial: Collection[str] = (), readers: Collection[nn.Module] = ()) -> None:
@@ -47,9 +47,10 @@ class PlannedReplicatedWeights(ParallelStyle):
 
 
 class SplitHeadParameters(ParallelStyle):
-    """Direct parameters with one number per head, such as attention sinks. Each rank uses those of its heads.
+    """Split parameters that have one number per head, such as attention sinks.
 
-    ``split`` names them. The module's other direct parameters are replicated.
+    Args:
+        split: names of these direct parameters of the module. Its other direct parameters are replicated.
     """
 
     def __init__(self, split: Collection[str]) -> None:
@@ -66,10 +67,13 @@ class SplitHeadParameters(ParallelStyle):
 
 
 class GatheredWeights(ParallelStyle):
-    """Parameters that are stored in parts and gathered in forward. All ranks compute the same.
+    """Store parameters in parts and gather them in forward, so all ranks compute the same outputs.
 
-    For fused weights and modules with an unknown forward. ``dims`` maps parameter names to the split
-    dimension. The module's other direct parameters are replicated.
+    Use this style for fused weights and for modules with an unknown forward.
+
+    Args:
+        dims: the split dimension of each parameter, by name. The module's other direct parameters are
+            replicated.
     """
 
     def __init__(self, dims: Mapping[str, int]) -> None:
@@ -88,12 +92,13 @@ class GatheredWeights(ParallelStyle):
 
 
 class SplitExperts(ParallelStyle):
-    """Stacked experts, split by expert. Each rank computes all tokens of its experts, and outputs are summed.
+    """Split stacked experts by expert. Each rank computes its experts for all tokens, and sums the outputs.
 
-    Plans split the features of each expert instead, which gives the same sum. A fused weight split that way
-    is not contiguous, and could not be saved, drawn and resharded as one box.
-    The module's forward is called as for one expert per token, with only the pairs of tokens and experts of
-    this rank. It needs no support for experts on other ranks.
+    The plans of ``transformers`` split the features of each expert instead. The sum is the same, but a rank's
+    part of a fused weight is then two boxes, and checkpoints and initialization support only one.
+
+    The original forward gets one row for each pair of a token and an expert of this rank, as if each token had
+    one expert. It therefore needs no support for experts on other ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -112,7 +117,7 @@ class SplitExperts(ParallelStyle):
         compute_pairs = module.forward
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            # Each rank adds a part of the gradients of tokens and router weights.
+            # Each rank computes a partial gradient of the tokens and the router weights.
             tokens_ND = sum_gradients(hidden_states.flatten(0, -2), device_mesh)
             weights_NK = sum_gradients(top_k_weights, device_mesh)
             own_index_NK = top_k_index - first
@@ -121,7 +126,8 @@ class SplitExperts(ParallelStyle):
             index_P = own_index_NK[token_P, choice_P]
             weight_P = weights_NK[token_P, choice_P]
             if not len(token_P):
-                # Collectives of gradients need a gradient of the experts on every rank, here zero.
+                # Without a pair, compute one with the weight 0. All ranks must have a gradient of their experts,
+                # because FSDP reduces the gradients of all ranks together.
                 token_P = index_P = torch.zeros(1, dtype=torch.int64, device=top_k_index.device)
                 weight_P = weights_NK[0, :1] * 0
             out_PD = compute_pairs(tokens_ND[token_P], index_P[:, None], weight_P[:, None])
@@ -133,10 +139,13 @@ class SplitExperts(ParallelStyle):
 
 
 class SharedRotaryKey(PlannedReplicatedWeights):
-    """Down-projection of latent attention: replicated weights, whose last outputs are the rotary key.
+    """Replicate the down-projection of latent attention, whose last outputs are the rotary key.
 
-    A split projection follows the other outputs and sums their gradient. Each rank uses the rotary key for
-    its own heads, so its gradient is summed here.
+    The split projection that reads the other outputs sums their gradient over ranks. The rotary key has no
+    such projection: each rank uses it with its own heads. This style sums the gradient of the rotary key.
+
+    Args:
+        rotary_dim: number of features of the rotary key.
     """
 
     def __init__(self, rotary_dim: int) -> None:
@@ -154,7 +163,7 @@ class SharedRotaryKey(PlannedReplicatedWeights):
 
 
 class SummedOutput(ParallelStyle):
-    """A module without split parameters of its own, whose output is a partial sum."""
+    """Sum the output of a module over ranks. The module has no direct parameters."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def add(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
