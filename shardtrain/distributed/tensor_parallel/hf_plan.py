@@ -384,7 +384,18 @@ def _style(
         return GatheredWeights(resolved.gathered[path])
     if path in resolved.of_heads:
         return SplitHeadParameters(resolved.of_heads[path])
-    # Networks compute causal convolutions with the weights of a child, without calling it.
-    is_convolution = isinstance(module, nn.Conv1d)
-    readers = [model.get_submodule(_owner_path(path))] if is_convolution else []
+    owner_path = _owner_path(path)
+    readers = []
+    if _may_be_read_by_owner(module, owner_path, model):
+        readers.append(model.get_submodule(owner_path))
     return PlannedReplicatedWeights(resolved.partial.get(path, ()), readers)
+
+
+def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> bool:
+    """True if the module's owner may use its weights without calling it.
+
+    Recurrent layers do this with causal convolutions, and Mamba with the projection of time steps (in Jamba).
+    """
+    # Not for blocks as owners, because context parallelism replaces the forward of their class.
+    is_in_module_of_block = any(owner_path.startswith(f"{block}.") for block in model.blocks)
+    return isinstance(module, nn.Conv1d) or (isinstance(module, nn.Linear) and is_in_module_of_block)

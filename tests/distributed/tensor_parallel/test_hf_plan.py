@@ -133,6 +133,24 @@ def test_two_ranks_match_transformers(name: str, tmp_path: Path) -> None:
     check_mesh(name, tmp_path, 2, {})
 
 
+def test_projection_that_a_layer_uses_without_calling_it_matches_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jamba multiplies by the weight of ``dt_proj`` itself."""
+    jamba = {
+        **ARCHITECTURES["qwen3_moe"][1],
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    }
+    monkeypatch.setitem(ARCHITECTURES, "jamba", ("JambaForCausalLM", jamba))
+    check_mesh("jamba", tmp_path, 2, {})
+
+
 FOUR_HEADS = {
     "llama": {"num_key_value_heads": 4},
     "qwen3_moe": {"num_key_value_heads": 4},
