@@ -14,7 +14,7 @@ from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import DataError
 
 MAX_LINE_BYTES = 1 << 28
-"""Maximum bytes of one step of one rank, enough for a million parameters."""
+"""Maximum bytes of one step of one rank, enough for 600,000 parameter tensors."""
 REPLICA_TOLERANCE = 1e-6
 """Maximum relative distance of ranks that hold the same part. Replicas have the same bits in a correct program."""
 
