@@ -166,6 +166,14 @@ def resume_table() -> str:
     return "\n".join(lines)
 
 
+# Checkpoints in an object store: benchmarks/object_store.py
+
+
+def object_store_requests(ranks: str) -> str:
+    """Return the number of requests of rank 0 for the markers of a background save."""
+    return str(sum(read("object_store_cpu")["markers"][ranks]["requests"].values()))
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "gpu.table": gpu_table,
     "gpu.8b.tokens": lambda: gpu_tokens("8B of five rows"),
@@ -191,6 +199,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "real_sizes.loss": lambda: str(claim("real_sizes", "worst_loss")),
     "real_sizes.norm": lambda: str(claim("real_sizes", "worst_gradient_norm")),
     "plan.memory_percent": lambda: str(claim("plan_memory", "worst_percent")),
+    "object_store.requests_64": lambda: object_store_requests("64"),
+    "object_store.requests_1024": lambda: object_store_requests("1024"),
+    "object_store.requests": lambda: object_store_requests("4096"),
+    "object_store.seconds": lambda: f"{read('object_store_cpu')['markers']['4096']['seconds']:.1f}",
+    "object_store.run": lambda: str(sum(read("object_store_cpu")["run"]["requests"].values())),
     "scale.save_table": save_table,
     "scale.resume_table": resume_table,
     "scale.save_plan_seconds": lambda: f"{read('scale_cpu')['saving']['405B fsdp 2048 tp 8']['plan_cpu_seconds']:.0f}",
