@@ -61,8 +61,9 @@ class Recorder:
         model: The model, after it was wrapped and sharded.
         precision: Lowest precision of the computation, one of ``PRECISIONS``. It determines which differences
             count as rounding.
-        data_rank: Number of this rank among those with other samples. Ranks that split the model of the same samples
-            (tensor, pipeline and context parallelism) have the same number. The default is the rank itself.
+        data_rank: Number of the data that this rank trains on. Ranks that split the model and compute the loss of the
+            same tokens (tensor and pipeline parallelism) have the same number. Ranks of context parallelism have
+            different tokens, so they have different numbers. The default is the rank itself.
         seed: Seed of the random projections. Recordings with different seeds cannot be compared.
 
     Raises:
@@ -103,10 +104,10 @@ class Recorder:
         self,
         step: int,
         loss: float | Tensor | None = None,
-        num_tokens: int | None = None,
-        lr: float | None = None,
+        num_tokens: int | Tensor | None = None,
+        lr: float | Tensor | None = None,
         grad_norm: float | Tensor | None = None,
-        samples: Sequence[int | str] | None = None,
+        samples: Sequence[int | str] | Tensor | None = None,
     ) -> None:
         """Record a step. Call it on all ranks, after the last backward pass and before the optimizer's step.
 
@@ -116,7 +117,8 @@ class Recorder:
             num_tokens: Number of tokens with a loss on this rank, over all micro-batches of the step.
             lr: Learning rate.
             grad_norm: Norm of all gradients, as the program computed it.
-            samples: Identifiers of this rank's samples in this step, such as their indexes in the dataset.
+            samples: Identifiers of this rank's samples in this step, such as their indexes in the dataset. With context
+                parallelism, the first rank of each group passes them and the others pass ``[]``.
         """
         gradients: dict[str, list[Any]] = {}
         weights: dict[str, list[Any]] = {}
@@ -127,10 +129,10 @@ class Recorder:
         record = {
             "step": step,
             "loss": None if loss is None else float(loss),
-            "num_tokens": num_tokens,
-            "lr": lr,
+            "num_tokens": None if num_tokens is None else int(num_tokens),
+            "lr": None if lr is None else float(lr),
             "grad_norm": None if grad_norm is None else float(grad_norm),
-            "samples": None if samples is None else list(samples),
+            "samples": None if samples is None else [one if isinstance(one, str) else int(one) for one in samples],
             "gradients": gradients,
             "weights": weights,
         }
@@ -156,7 +158,11 @@ def trainer_callback(folder: str | Path, precision: str = "float32", seed: int =
             """Start to count the tokens of the model's inputs."""
             self.num_tokens = 0
             self.recorder: Recorder | None = None
-            arguments["model"].register_forward_pre_hook(self.count, with_kwargs=True)
+            self.hook = arguments["model"].register_forward_pre_hook(self.count, with_kwargs=True)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            """Remove the hook. After a second call of ``train``, two hooks would count each token twice."""
+            self.hook.remove()
 
         def count(self, module: nn.Module, _inputs: Any, named_inputs: Mapping[str, Any]) -> None:
             """Add the tokens of one forward pass that have a loss."""

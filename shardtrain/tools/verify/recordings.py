@@ -18,6 +18,8 @@ MAX_LINE_BYTES = 1 << 28
 REPLICA_TOLERANCE = 1e-6
 """Maximum relative distance of ranks that hold the same part. Replicas have the same bits in a correct program."""
 
+_ZEROS = [0.0] * NUM_PROJECTIONS
+
 
 @dataclass(frozen=True)
 class Vector:
@@ -99,20 +101,21 @@ def read(folder: Path) -> Recording:
         # With pipeline stages, each rank has other parameters.
         shapes |= {name: tuple(shape) for name, shape in header["shapes"].items()}
     common = set.intersection(*(set(steps) for steps in steps_of_ranks.values()))
-    # Of ranks with the same samples, only the first counts.
-    data_ranks = [headers[rank]["data_rank"] for rank in range(num_ranks)]
-    firsts = sorted(data_ranks.index(data_rank) for data_rank in set(data_ranks))
+    # Ranks with the same samples count once.
+    groups: dict[int, list[int]] = {}
+    for rank in range(num_ranks):
+        groups.setdefault(headers[rank]["data_rank"], []).append(rank)
     steps = []
     for number in sorted(common):
         records = [steps_of_ranks[rank][number] for rank in range(num_ranks)]
         try:
-            steps.append(_combined(number, records, firsts, shapes))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            steps.append(_combined(number, records, [*groups.values()], shapes))
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{folder}: step {number} is damaged ({type(error).__name__}); record it again") from None
     if not steps:
         raise DataError(f"{folder} has no step that all {num_ranks} ranks recorded; call write on every rank")
     first = headers[0]
-    return Recording(folder, num_ranks, len(firsts), first["seed"], first["precision"], shapes, tuple(steps))
+    return Recording(folder, num_ranks, len(groups), first["seed"], first["precision"], shapes, tuple(steps))
 
 
 def _rank_of(path: Path) -> int:
@@ -126,6 +129,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             while line := file.readline(MAX_LINE_BYTES):
+                if len(line) == MAX_LINE_BYTES:
+                    raise ValueError(f"a line has {MAX_LINE_BYTES} bytes or more")
                 # The last line of a killed program may be incomplete.
                 if not line.endswith(b"\n"):
                     return
@@ -163,15 +168,27 @@ def _step_number(path: Path, record: Mapping[str, Any]) -> int:
 
 
 def _combined(
-    number: int, records: list[dict[str, Any]], firsts: list[int], shapes: Mapping[str, tuple[int, ...]]
+    number: int, records: list[dict[str, Any]], groups: list[list[int]], shapes: Mapping[str, tuple[int, ...]]
 ) -> Step:
-    """Combine the records of all ranks about a step. ``firsts`` are the first ranks with each part of the samples."""
-    losses = [records[rank]["loss"] for rank in firsts]
-    tokens = [records[rank]["num_tokens"] for rank in firsts]
-    samples = [records[rank]["samples"] for rank in firsts]
+    """Combine the records of all ranks about a step. Each of ``groups`` contains the ranks with the same samples."""
+
+    def of_groups(key: str) -> list[Any]:
+        """Return the first value that a rank of each group has recorded: only the last pipeline stage has a loss."""
+        recorded = [[records[rank][key] for rank in ranks if records[rank][key] is not None] for ranks in groups]
+        return [values[0] if values else None for values in recorded]
+
+    losses = of_groups("loss")
+    tokens = of_groups("num_tokens")
+    samples = of_groups("samples")
     all_samples = None
     if all(ids is not None for ids in samples):
         all_samples = tuple(sorted(str(one) for ids in samples for one in ids))
+    # A gradient may be None on some ranks only, such as that of an expert without tokens. It counts as zero there.
+    has_gradient = set().union(*(record["gradients"].keys() for record in records))
+    gradients = []
+    for record in records:
+        zeros = {name: [part[0], 0.0, _ZEROS] for name, part in record["weights"].items() if name in has_gradient}
+        gradients.append(zeros | record["gradients"])
     return Step(
         number=number,
         losses=None if None in losses else tuple(map(float, losses)),
@@ -179,7 +196,7 @@ def _combined(
         lr=records[0]["lr"],
         grad_norm=records[0]["grad_norm"],
         samples=all_samples,
-        gradients=_vectors([record["gradients"] for record in records], shapes),
+        gradients=_vectors(gradients, shapes),
         weights=_vectors([record["weights"] for record in records], shapes),
     )
 
