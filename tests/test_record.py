@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +288,120 @@ def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:
     assert recorded_differences.compare(a, b).first is None
     first = recorded_differences.compare(a, b, rounding=c).first
     assert first is not None and first.names == ("weight",)
+
+
+def record(folder: Path, gradients: Sequence[dict[str, Tensor | None]], steps: Sequence[int] = (0,)) -> Any:
+    """Record the same two weights with other gradients in each step, and read the recording."""
+    model = nn.Module()
+    model.large = nn.Parameter(torch.ones(40))
+    model.small = nn.Parameter(torch.ones(40))
+    recorder = Recorder(folder, model)
+    for step, by_name in zip(steps, gradients, strict=True):
+        for name, gradient in by_name.items():
+            getattr(model, name).grad = gradient
+        recorder.write(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # The first update of Adam has the sign of the gradient.
+                if parameter.grad is not None:
+                    parameter.sub_(0.01 * parameter.grad.sign())
+    return recordings.read(folder)
+
+
+GRADIENT = torch.linspace(1, 2, 40)
+NOISE = 1e-9 * torch.cos(torch.arange(40.0))
+
+
+def first_of(
+    folder: Path, one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], steps: Sequence[int] = (0,)
+) -> Any:
+    return recorded_differences.compare(record(folder / "a", one, steps), record(folder / "b", other, steps)).first
+
+
+def test_the_update_of_a_gradient_of_rounding_errors_is_not_compared(tmp_path: Path) -> None:
+    """The exact gradient of the bias of attention's keys is 0. Adam then updates it with random signs."""
+    one = {"large": GRADIENT, "small": NOISE}
+    assert first_of(tmp_path / "noise", [one] * 3, [{**one, "small": NOISE.flip(0)}] * 3, range(3)) is None
+    # The weights of a larger gradient are compared.
+    first = first_of(tmp_path / "larger", [one] * 3, [{**one, "large": -GRADIENT}] * 3, range(3))
+    assert first is not None and first.names == ("large",)
+
+
+@pytest.mark.parametrize("missing", ["a", "b"])
+def test_a_gradient_that_one_program_lacks_is_named(tmp_path: Path, missing: str) -> None:
+    full = {"large": GRADIENT, "small": GRADIENT}
+    gradients = {"a": full, "b": full, missing: {"large": GRADIENT}}
+    first = first_of(tmp_path, [gradients["a"]], [gradients["b"]])
+    assert first is not None and first.what == "gradients" and first.names == ("small",)
+    assert f"the gradient of small is zero or None in {tmp_path / missing}" in first.cause
+
+
+def test_zeros_and_no_gradient_are_the_same(tmp_path: Path) -> None:
+    assert first_of(tmp_path, [{"large": GRADIENT}], [{"large": GRADIENT, "small": torch.zeros(40)}]) is None
+
+
+def test_a_factor_of_all_gradients_is_not_hidden_by_zeros(tmp_path: Path) -> None:
+    """A LoRA adapter starts at zero, so half of its gradients are zero in the first step."""
+    zeros = torch.zeros(40)
+    first = first_of(tmp_path, [{"large": GRADIENT, "small": zeros}], [{"large": 2 * GRADIENT, "small": zeros}])
+    assert first is not None and first.cause == "all gradients are 2 times as large"
+
+
+def test_a_difference_between_recorded_steps_is_not_called_an_update(tmp_path: Path) -> None:
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        model = nn.Module()
+        model.large = nn.Parameter(torch.ones(40))
+        recorder = Recorder(tmp_path / name, model)
+        for step in (0, 10):
+            model.large.grad = GRADIENT
+            recorder.write(step)
+            with torch.no_grad():
+                model.large.sub_(factor * GRADIENT)
+    first = recorded_differences.compare(recordings.read(tmp_path / "a"), recordings.read(tmp_path / "b")).first
+    assert first is not None and "training differs in step 0 to 9: record every step" in first.cause
+
+
+def test_recordings_of_more_than_a_thousand_steps_are_compared(tmp_path: Path) -> None:
+    gradients = [{"large": GRADIENT}] * 2
+    assert first_of(tmp_path, gradients, gradients, (0, 5000)) is None
+
+
+def test_numbers_that_are_not_finite_are_the_cause(tmp_path: Path) -> None:
+    first = first_of(tmp_path, [{"large": GRADIENT}], [{"large": GRADIENT * math.inf}])
+    assert first is not None and "large has NaN or infinite gradients in" in first.cause
+
+
+def test_recordings_without_effect_are_refused(tmp_path: Path) -> None:
+    a, c = record(tmp_path / "a", [{"large": GRADIENT}]), record(tmp_path / "c", [{"large": GRADIENT}], (7,))
+    with pytest.raises(ConfigError, match=r"--rounding=.* has no step in common"):
+        recorded_differences.compare(a, a, rounding=c)
+    empty = record(tmp_path / "empty", [{}])
+    with pytest.raises(ConfigError, match="has no gradient in common"):
+        recorded_differences.compare(empty, empty)
+
+
+def test_ranks_with_the_same_samples_count_once(tmp_path: Path) -> None:
+    """Only the last pipeline stage has a loss, and a gradient may be None on some ranks."""
+    for rank in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            patch.setenv("WORLD_SIZE", "2")
+            model = nn.Linear(2, 2)
+            recorder = Recorder(tmp_path, model, data_rank=0)
+            if rank == 0:
+                model.weight.grad = torch.ones(2, 2)
+            numbers = {"loss": torch.tensor(2.0), "num_tokens": torch.tensor(8), "lr": torch.tensor(0.5)}
+            recorder.write(0, **(numbers if rank else {}), samples=torch.arange(2))
+    (step,) = recordings.read(tmp_path).steps
+    assert step.losses == (2.0,) and step.num_tokens == (8,) and step.samples == ("0", "1")
+    assert step.gradients["weight"].replicas_differ and "bias" not in step.gradients
+
+
+def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Recorder(tmp_path, nn.Linear(2, 2)).write(0)
+    monkeypatch.setattr(recordings, "MAX_LINE_BYTES", 300)
+    with pytest.raises(DataError, match="a line has 300 bytes or more"):
+        recordings.read(tmp_path)
 
 
 def test_shards_of_a_mesh_are_placed_in_the_full_tensor(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardtrain.record import PRECISIONS
 from shardtrain.tools.verify.compare import SMALL
@@ -32,6 +32,8 @@ ROUNDING = 8
 """Tolerance divided by the difference of a third recording, in which only rounding differs."""
 EXACT_NUMBER = 1e-6
 """Tolerance of numbers that do not depend on the order of sums."""
+NO_GRADIENT = Vector(0.0, (0.0,) * NUM_PROJECTIONS)
+"""Stands for a gradient that is None in one of the recordings. PyTorch may return None or zeros."""
 MOST_SAMPLES = 4
 """Maximum number of samples in a message."""
 EXACT_FACTOR = 1e-3
@@ -79,34 +81,70 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
     """Compare recording ``b`` with ``a``. ``rounding`` differs from ``a`` by rounding only, and sets the tolerance.
 
     Raises:
-        ConfigError: the recordings have different seeds, or no common step.
+        ConfigError: the recordings have different seeds, no common step or no gradients.
     """
     for other in (b, rounding):
         if other is not None and other.seed != a.seed:
             rule = f"has projections of seed {other.seed}, but {a.folder} has those of seed {a.seed}"
             raise ConfigError(Problem("recording", str(other.folder), rule, "record both with the same seed"))
     steps_b = {step.number: step for step in b.steps}
-    pairs = [(step, steps_b[step.number]) for step in a.steps if step.number in steps_b]
+    names = [name for name, shape in a.shapes.items() if b.shapes.get(name) == shape]
+    pairs = [_with_same_names(step, steps_b[step.number], names) for step in a.steps if step.number in steps_b]
     if not pairs:
         rule = f"has no step in common with {a.folder}"
         raise ConfigError(Problem("recording", str(b.folder), rule, "number the steps of both runs alike"))
+    if not any(step_a.gradients for step_a, _ in pairs):
+        rule = f"has no gradient in common with {a.folder}"
+        fix = "create the Recorder after wrapping and sharding the model, and call write before zero_grad"
+        raise ConfigError(Problem("recording", str(b.folder), rule, fix))
 
     tolerances = _tolerances(a, b, [step.number for step, _ in pairs], rounding)
     largest = {"gradients": 0.0, "weights": 0.0}
     first: Difference | None = None
+    only_rounding: set[str] = set()
     for index, (step_a, step_b) in enumerate(pairs):
-        errors = {"gradients": errors_of(step_a.gradients, step_b.gradients)}
-        errors["weights"] = errors_of(step_a.weights, step_b.weights)
+        weights = errors_of(step_a.weights, step_b.weights)
+        errors = {
+            "gradients": errors_of(step_a.gradients, step_b.gradients),
+            "weights": {name: error for name, error in weights.items() if name not in only_rounding},
+        }
         for kind, by_name in errors.items():
             largest[kind] = max([largest[kind], *by_name.values()])
+        allowed = tolerances[step_a.number]
         if first is None:
-            first = _first_of_step(a, b, pairs[: index + 1], errors, tolerances[step_a.number])
+            first = _first_of_step(a, b, pairs[: index + 1], errors, allowed)
+        only_rounding |= _only_rounding(step_a.gradients, step_b.gradients, allowed["gradients"])
     return Comparison(len(pairs), largest, tuple(_missing(a, b)), first)
+
+
+def _with_same_names(step_a: Step, step_b: Step, names: Sequence[str]) -> tuple[Step, Step]:
+    """Return the steps with only the tensors of ``names``. A gradient that one of them lacks counts as zero."""
+    has_gradient = step_a.gradients.keys() | step_b.gradients.keys()
+    limited = []
+    for step in (step_a, step_b):
+        gradients = {name: step.gradients.get(name, NO_GRADIENT) for name in names if name in has_gradient}
+        weights = {name: step.weights[name] for name in names if name in step.weights}
+        limited.append(replace(step, gradients=gradients, weights=weights))
+    return limited[0], limited[1]
+
+
+def _only_rounding(one: Mapping[str, Vector], other: Mapping[str, Vector], tolerance: float) -> set[str]:
+    """Return the tensors whose gradient is so small that it may consist of rounding errors only.
+
+    An example is the bias of the keys of attention, whose exact gradient is 0. Adam divides a gradient by its own
+    size, so the update of such a tensor has full size and a random sign, also in a correct program.
+    """
+    limit = tolerance * SMALL * _total_norm(one)
+    return {name for name, vector in one.items() if 0 < max(vector.norm, other[name].norm) <= limit}
+
+
+def _total_norm(vectors: Mapping[str, Vector]) -> float:
+    return math.sqrt(sum(vector.norm**2 for vector in vectors.values() if not math.isnan(vector.norm)))
 
 
 def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, float]:
     """Return the relative difference of each tensor that both have."""
-    total = math.sqrt(sum(vector.norm**2 for vector in one.values() if not math.isnan(vector.norm)))
+    total = _total_norm(one) or _total_norm(other)
     errors = {}
     for name, vector in one.items():
         if name not in other:
@@ -120,14 +158,22 @@ def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[st
 def _tolerances(
     a: Recording, b: Recording, numbers: Sequence[int], rounding: Recording | None
 ) -> dict[int, dict[str, float]]:
-    """Return the tolerance of gradients and weights at each step."""
+    """Return the tolerance of gradients and weights at each step.
+
+    Raises:
+        ConfigError: the third recording has none of the steps.
+    """
     usual = max(TOLERANCES[a.precision], TOLERANCES[b.precision])
     steps_a = {step.number: step for step in a.steps}
     steps_of_rounding = {step.number: step for step in rounding.steps} if rounding is not None else {}
+    if rounding is not None and not steps_of_rounding.keys() & set(numbers):
+        rule = f"has no step in common with {a.folder}, so it has no effect"
+        raise ConfigError(Problem("--rounding", str(rounding.folder), rule, "number the steps of all runs alike"))
     measured = {"gradients": 0.0, "weights": 0.0}
     tolerances = {}
-    for index, number in enumerate(numbers):
-        grown = min(MOST, usual * GROWTH_PER_STEP**index)
+    most_doublings = math.log(MOST / usual, GROWTH_PER_STEP)
+    for number in numbers:
+        grown = usual * GROWTH_PER_STEP ** min(number - numbers[0], most_doublings)
         allowed = {"gradients": grown, "weights": OF_WEIGHTS * grown}
         if number in steps_of_rounding:
             of_a, of_rounding = steps_a[number], steps_of_rounding[number]
@@ -177,6 +223,7 @@ def _first_of_step(
         cause = _differing_replicas(b, step_b, kind) or _differing_replicas(a, step_a, kind)
         if not names and not cause:
             continue
+        cause = cause or _not_finite(a, b, pairs[-1], kind, names)
         if not cause and kind == "weights":
             cause = _cause_of_weights(pairs)
         elif not cause:
@@ -247,16 +294,34 @@ def _differing_replicas(recording: Recording, step: Step, kind: str) -> str:
     return f"missing reduction: ranks of {recording.folder} hold different {kind} of {names[0]}{others}; {missing}"
 
 
+def _not_finite(a: Recording, b: Recording, steps: tuple[Step, Step], kind: str, names: Sequence[str]) -> str:
+    """Describe the first tensor with NaN or an infinite number, or return ""."""
+    for name in names:
+        places = []
+        for recording, step in zip((a, b), steps, strict=True):
+            vectors = step.gradients if kind == "gradients" else step.weights
+            if not math.isfinite(vectors[name].norm):
+                places.append(str(recording.folder))
+        if places:
+            return f"{name} has NaN or infinite {kind} in {' and '.join(places)}, which cannot be compared"
+    return ""
+
+
 def _cause_of_weights(pairs: Sequence[tuple[Step, Step]]) -> str:
     if len(pairs) == 1:
         return "the initial weights differ: set the same seed, and draw weights independently of the rank"
     (before_a, before_b), (after_a, after_b) = pairs[-2:]
+    if after_a.number != before_a.number + 1:
+        last = after_a.number - 1
+        return f"training differs in step {before_a.number} to {last}: record every step to find where it begins"
     factors = []
     for name, vector in after_a.weights.items():
         if name not in after_b.weights or name not in before_b.weights:
             continue
         of_a = _minus(vector, before_a.weights[name])
         of_b = _minus(after_b.weights[name], before_b.weights[name])
+        if not any(of_a) and not any(of_b):
+            continue
         factors.append(_factor(of_a, of_b))
     common = _common(factors)
     cause = f"the gradients of step {before_a.number} agree, so the optimizer's update differs"
@@ -271,11 +336,22 @@ def _minus(one: Vector, other: Vector) -> tuple[float, ...]:
 
 def _cause_of_gradients(a: Recording, b: Recording, step_a: Step, step_b: Step, names: Sequence[str]) -> str:
     """Return the likely cause of different gradients, or ""."""
+    for recording, step in ((b, step_b), (a, step_a)):
+        absent = [name for name in names if step.gradients[name].norm == 0]
+        if absent:
+            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            return (
+                f"the gradient of {absent[0]}{more} is zero or None in {recording.folder}: frozen, detached or not used"
+            )
     factors = [_factor(step_a.gradients[name].projections, step_b.gradients[name].projections) for name in names]
     common = _common(factors)
+    # Gradients too small to be compared, such as those of an adapter that starts at zero, are not evidence.
+    smallest = SMALL * _total_norm(step_a.gradients)
+    same = [name for name, vector in step_a.gradients.items() if vector.norm >= smallest and name not in names]
     if common is None:
-        return _uneven_tokens(a, b, step_a, step_b)
-    num_same = len(step_a.gradients.keys() & step_b.gradients.keys()) - len(names)
+        # Another weighting of the tokens changes all gradients, although some may stay within the tolerance.
+        return "" if len(same) > len(names) else _uneven_tokens(a, b, step_a, step_b)
+    num_same = len(same)
     subject = "all gradients are" if num_same == 0 else "these gradients, and no others, are"
     explained = _explained(common, a, b, step_b)
     text = f"{subject} {common:.6g} times as large"
