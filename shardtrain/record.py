@@ -253,9 +253,12 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
             rule = "is a flattened parameter of FSDP1, whose shape depends on the number of ranks"
             raise ConfigError(Problem("model", name, rule, "wrap the model with fully_shard (FSDP2)"))
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
-        while len(parts) > 1 and parts[0] in _OUTER_WRAPPERS:
-            parts.pop(0)
         named[".".join(parts)] = parameter
+    # A wrapper contains all parameters. A submodule of the same name does not.
+    while named and len(heads := {name.partition(".")[0] for name in named}) == 1 and heads <= set(_OUTER_WRAPPERS):
+        if not all("." in name for name in named):
+            break
+        named = {name.partition(".")[2]: parameter for name, parameter in named.items()}
     return named
 
 

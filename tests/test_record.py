@@ -228,6 +228,15 @@ def test_names_do_not_depend_on_wrappers(tmp_path: Path) -> None:
     assert set(recordings.read(tmp_path).shapes) == {"0.weight", "0.bias"}
 
 
+def test_a_submodule_with_the_name_of_a_wrapper_keeps_its_parameters(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 3)
+    model.bias = nn.Parameter(torch.ones(5))
+    for name, recorded in (("plain", model), ("wrapped", nn.ModuleDict({"module": model}))):
+        Recorder(tmp_path / name, recorded).write(0)
+        assert recordings.read(tmp_path / name).shapes == {"bias": (5,), "module.weight": (3, 2), "module.bias": (3,)}
+
+
 DAMAGES = {
     "no folder": (lambda folder: (folder / "rank-0.jsonl").unlink(), "has no recording"),
     "a rank is missing": (lambda folder: edit(folder, num_ranks=3), "has no rank-1.jsonl, but its program had 3 ranks"),
