@@ -1,9 +1,9 @@
-"""The pictures of a report for these pages: a browser opens it at the width of a desktop and of a phone, and prints it.
+"""Draw the report of a run for these pages: screenshots at the width of a desktop and of a phone, and a print.
 
     python docs/pictures.py outputs docs
 
-Writes report.png, report_phone.png and report_print.pdf of the run's folder into another one. It needs Chromium, and
-opens nothing but a file of this machine.
+Arguments are the run's folder and the output folder, for report.png, report_phone.png and report_print.pdf. It requires
+Chromium, which opens only a local file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SIZES = {"report.png": (1200, 1100), "report_phone.png": (412, 900)}
 
 
 def browser() -> str | None:
-    """The path of a Chromium, or None."""
+    """Return the path of Chromium, or None."""
     return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def take(page: Path, folder: Path) -> list[Path]:
-    """Take the pictures of a page; gives their paths. Raises CalledProcessError where the browser fails."""
+    """Write the pictures of a page and return their paths. Raises CalledProcessError if the browser fails."""
     program = browser()
     if program is None:
         raise SystemExit("no Chromium is here: install chromium")
