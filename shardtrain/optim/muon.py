@@ -61,8 +61,8 @@ def muon_groups(
     """Return parameter groups with a key "algorithm": Muon for matrices and stacks of matrices, AdamW for
     the rest.
 
-    AdamW updates parameters with one dimension or more than three, and those whose name matches a pattern
-    of ``config.muon_adamw_patterns``. ``all_names`` are the parameters of the unsharded model.
+    AdamW updates parameters with one dimension or more than three, stacks of vectors, and parameters whose
+    name matches a pattern of ``config.muon_adamw_patterns``. ``all_names`` are the parameters of the unsharded model.
 
     Raises:
         ConfigError: a pattern that is not a default matches nothing, or the patterns leave no parameter to
@@ -96,7 +96,9 @@ def muon_groups(
         raise ConfigError(problems)
     by_algorithm: dict[str, list[tuple[str, Parameter]]] = {MUON: [], ADAMW: []}
     for name, parameter in named_parameters:
-        is_matrix = parameter.ndim in (2, 3)
+        # A stack of vectors, such as the filters of a convolution per channel, is not a stack of matrices.
+        is_stack = parameter.ndim == 3 and min(parameter.shape[1:]) > 1
+        is_matrix = parameter.ndim == 2 or is_stack
         algorithm = MUON if is_matrix and not _matches(name, patterns) else ADAMW
         by_algorithm[algorithm].append((name, parameter))
     groups = []

@@ -198,6 +198,19 @@ def test_patterns_select_the_optimizer_and_weight_decay():
     }
 
 
+def test_filters_of_a_convolution_are_not_matrices():
+    shapes = {"experts.w1": (3, 5, 6), "filters.weight": (8, 1, 4), "pointwise.weight": (8, 6, 1), "w1.weight": (9, 6)}
+    named = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
+    names = {parameter: name for name, parameter in named}
+    algorithms = {names[p]: group["algorithm"] for group in build(named, muon()).param_groups for p in group["params"]}
+    assert algorithms == {
+        "experts.w1": "muon",
+        "filters.weight": "adamw",
+        "pointwise.weight": "adamw",
+        "w1.weight": "muon",
+    }
+
+
 def test_patterns_without_effect_are_rejected_except_for_defaults():
     params = {name: p for name, p in parameters().items() if "bias" not in name}
     build(params.items(), muon())
