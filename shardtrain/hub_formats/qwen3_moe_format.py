@@ -11,30 +11,31 @@ from shardtrain.hub_formats.qwen3_format import read_qwen3
 from shardtrain.utils.errors import ConfigError
 
 
-def _read(f: Fields) -> dict[str, Any]:
+def read_experts(f: Fields, count: str, norm_topk_prob: bool) -> dict[str, Any]:
+    """Read the fields of the experts, which Qwen3-Next shares.
+
+    ``count`` is the name of the field with their number. ``norm_topk_prob`` is the default of this field.
+    """
     f.only("decoder_sparse_step", 1)
     f.only("mlp_only_layers", [])
     f.take("intermediate_size", int, 0)  # only for layers without experts, which are not supported
-    count = "num_local_experts" if f.take("num_local_experts", int, 0) else "num_experts"
     return {
-        **read_qwen3(f),
         "moe_ffn_dim": f.integer("moe_intermediate_size"),
-        "ffn_dim": 0,
         "num_experts": f.integer(count),
         "top_k": f.integer("num_experts_per_tok"),
         "score_func": "softmax",
-        "route_norm": f.flag("norm_topk_prob", False),
+        "route_norm": f.flag("norm_topk_prob", norm_topk_prob),
         "load_balance_coeff": 0.0,
         "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
         "z_loss_coeff": 0.0,
     }
 
 
-def _write(c: Any) -> dict[str, Any]:
+def write_experts(c: Any, architecture: str) -> dict[str, Any]:
+    """Return the fields of the experts. Raises ConfigError for scores that are not a softmax."""
     if c.score_func != "softmax":
-        raise ConfigError(f"score_func={c.score_func!r} cannot be written to the format of Qwen3MoeForCausalLM")
+        raise ConfigError(f"score_func={c.score_func!r} cannot be written to the format of {architecture}")
     return {
-        **write_decoder(c),
         "moe_intermediate_size": c.moe_ffn_dim,
         "intermediate_size": c.moe_ffn_dim,
         "num_experts": c.num_experts,
@@ -43,6 +44,18 @@ def _write(c: Any) -> dict[str, Any]:
         "router_aux_loss_coef": c.balance_loss_coeff,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _read(f: Fields) -> dict[str, Any]:
+    count = "num_local_experts" if f.take("num_local_experts", int, 0) else "num_experts"
+    return {**read_qwen3(f), **read_experts(f, count, norm_topk_prob=False), "ffn_dim": 0}
+
+
+def _write(c: Any) -> dict[str, Any]:
+    return {
+        **write_decoder(c),
+        **write_experts(c, "Qwen3MoeForCausalLM"),
         "attention_bias": False,
         "use_sliding_window": False,
     }

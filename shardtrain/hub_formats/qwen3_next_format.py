@@ -17,7 +17,7 @@ from shardtrain.hub_formats.decoder_names import (
     write_decoder,
 )
 from shardtrain.hub_formats.format import Fields, HeadGroups, HubFormat, Source
-from shardtrain.utils.errors import ConfigError
+from shardtrain.hub_formats.qwen3_moe_format import read_experts, write_experts
 
 _DELTA = "model.layers.*.linear_attn"
 _MLP = "model.layers.*.mlp"
@@ -51,10 +51,7 @@ def layer_types(num_layers: int, interval: int) -> list[str]:
 
 
 def _read(f: Fields) -> dict[str, Any]:
-    f.only("decoder_sparse_step", 1)
-    f.only("mlp_only_layers", [])
     f.only("attention_bias", False)
-    f.take("intermediate_size", int, 0)  # only for layers without experts, which are not supported
     f.take("use_sliding_window", bool, False)  # published files have it, and no layer has a window
     rope = f.plain_rope(share="partial_rotary_factor")
     decoder = read_decoder(f)
@@ -68,23 +65,15 @@ def _read(f: Fields) -> dict[str, Any]:
         "linear_key_head_dim": f.integer("linear_key_head_dim"),
         "linear_value_head_dim": f.integer("linear_value_head_dim"),
         "linear_conv_width": f.integer("linear_conv_kernel_dim"),
-        "moe_ffn_dim": f.integer("moe_intermediate_size"),
+        **read_experts(f, "num_experts", norm_topk_prob=True),
         "shared_ffn_dim": f.integer("shared_expert_intermediate_size"),
-        "num_experts": f.integer("num_experts"),
-        "top_k": f.integer("num_experts_per_tok"),
-        "score_func": "softmax",
-        "route_norm": f.flag("norm_topk_prob", True),
-        "load_balance_coeff": 0.0,
-        "balance_loss_coeff": f.number("router_aux_loss_coef", 1e-3),
-        "z_loss_coeff": 0.0,
     }
 
 
 def _write(c: Any) -> dict[str, Any]:
-    if c.score_func != "softmax":
-        raise ConfigError(f"score_func={c.score_func!r} cannot be written to the format of Qwen3NextForCausalLM")
     return {
         **write_decoder(c),
+        **write_experts(c, "Qwen3NextForCausalLM"),
         "partial_rotary_factor": c.rotary_pct,
         "full_attention_interval": c.full_attention_interval,
         "layer_types": layer_types(c.num_layers, c.full_attention_interval),
@@ -93,21 +82,13 @@ def _write(c: Any) -> dict[str, Any]:
         "linear_key_head_dim": c.linear_key_head_dim,
         "linear_value_head_dim": c.linear_value_head_dim,
         "linear_conv_kernel_dim": c.linear_conv_width,
-        "moe_intermediate_size": c.moe_ffn_dim,
-        "intermediate_size": c.moe_ffn_dim,
         "shared_expert_intermediate_size": c.shared_ffn_dim,
-        "num_experts": c.num_experts,
-        "num_experts_per_tok": c.top_k,
-        "norm_topk_prob": c.route_norm,
-        "router_aux_loss_coef": c.balance_loss_coeff,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "attention_bias": False,
     }
 
 
 def _filters(c: Any) -> Mapping[str, Source]:
-    """Return the filters of the convolution: ours are ordered by key head, theirs are those of all queries first."""
+    """Return the location of the filters. Theirs are ordered by part: queries, keys, values. Ours by key head."""
     values = c.linear_value_heads // c.linear_key_heads * c.linear_value_head_dim
     widths = (c.linear_key_head_dim, c.linear_key_head_dim, values)
     return {"layers.*.delta.filters.weight": HeadGroups(f"{_DELTA}.conv1d.weight", widths)}
