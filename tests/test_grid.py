@@ -18,7 +18,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import cases
-from tiny import Result, run_tiny, tiny_config, train_steps
+from tiny import QWEN3_NEXT, Result, run_tiny, tiny_config, train_steps
 
 from shardtrain.config.schema import Config
 
@@ -39,21 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("debugmodel", {**GROUPED, "ffn_dim": 128, "tied_embeddings": True}),
     "qwen3_moe": ("debugmodel_moe", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2}),
     # the first of two layers has a recurrence; its blocks of tokens are not aligned with the parts that ranks hold
-    "qwen3_next": (
-        "debugmodel",
-        {
-            **GROUPED,
-            "rotary_pct": 0.5,
-            "linear_key_heads": 2,
-            "linear_value_heads": 4,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 10,
-            "moe_ffn_dim": 48,
-            "shared_ffn_dim": 32,
-            "num_experts": 8,
-            "top_k": 2,
-        },
-    ),
+    "qwen3_next": ("debugmodel", {**GROUPED, **QWEN3_NEXT}),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4}),
     # the second layer has experts but no positions; chunks are not aligned with the parts of a sequence
     "llama4": (

@@ -42,6 +42,19 @@ SHAPE = {
     "ffn_dim": 128,
 }
 
+QWEN3_NEXT = {
+    "rotary_pct": 0.5,
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "moe_ffn_dim": 48,
+    "shared_ffn_dim": 32,
+    "num_experts": 8,
+    "top_k": 2,
+}
+"""Fields of a tiny Qwen3-Next, except those that all families have. The sizes of keys and values differ."""
+
 LAYERS = 2
 """Number of layers. It determines the time of these tiny runs, and most tests do not depend on it."""
 

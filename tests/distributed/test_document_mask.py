@@ -16,7 +16,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import cases
-from tiny import tiny_config
+from tiny import QWEN3_NEXT, tiny_config
 from torch import Tensor
 
 from shardtrain import distributed, models
@@ -94,22 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2, "balance_loss_coeff": 0.0},
     ),
     # two layers with a recurrence and two with attention
-    "qwen3_next": (
-        "debugmodel",
-        {
-            **GROUPED,
-            "rotary_pct": 0.5,
-            "linear_key_heads": 2,
-            "linear_value_heads": 4,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 10,
-            "moe_ffn_dim": 48,
-            "shared_ffn_dim": 32,
-            "num_experts": 8,
-            "top_k": 2,
-            "balance_loss_coeff": 0.0,
-        },
-    ),
+    "qwen3_next": ("debugmodel", {**GROUPED, **QWEN3_NEXT, "balance_loss_coeff": 0.0}),
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4, "balance_loss_coeff": 0.0}),
     "llama4": (
         "debugmodel",
