@@ -37,7 +37,7 @@ def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
     run on the meta device, or if no test length is unique.
     """
     modules = dict(model.named_modules())
-    cores = {path for path in modules if matches(path, layout.context)}
+    cores = {path for path in modules if layout.context and matches(path, layout.context)}
     kinds = {type(modules[path]) for path in cores}
     for path, module in modules.items():
         if type(module) in kinds and path not in cores:

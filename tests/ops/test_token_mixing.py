@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,16 @@ def test_second_core_missing_in_the_layout_is_found() -> None:
     assert broken is not None and broken.rule.startswith("has layers.0.attn.second of the same class AttentionCore")
 
 
-FAMILIES = ["llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]
+def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> None:
+    model, layout = built("qwen3_next")
+    layout = dataclasses.replace(layout, context="")
+    model.layers = nn.ModuleDict({"0": model.layers["0"]})
+    assert token_mixing.outside_of_cores(model, layout) is None
+    broken = token_mixing.outside_of_cores(model, dataclasses.replace(layout, recurrence="layers.*.delta.other"))
+    assert broken is not None and "in layers.0.delta.core" in broken.rule
+
+
+FAMILIES = ["qwen3_next", "llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,10 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         return
     if layout.context:
         _check_each_core(model, layout, mesh, config)
-        if splits_sequences:
-            broken = token_mixing.outside_of_cores(model, layout)
-            if broken:
-                raise _mixing_refusal("parallelism.context_parallel_degree", mesh.size(AXIS), broken)
+    if splits_sequences and (layout.context or layout.recurrence):
+        broken = token_mixing.outside_of_cores(model, layout)
+        if broken:
+            raise _mixing_refusal("parallelism.context_parallel_degree", mesh.size(AXIS), broken)
     # Tensor parallelism also splits sequences between layers. Only next-token tasks are checked, because
     # other tasks may pool over tokens there.
     if splits_heads and config.task.name in OF_NEXT_TOKENS:

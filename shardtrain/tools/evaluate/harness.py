@@ -146,7 +146,13 @@ class Engine(TemplateLM):
         found = [""] * len(requests)
         passes = sum(_asked(request.args[1])[2] for request in requests) // self._batch_size
         packed_linear.use_where_it_pays(opened.model, passes, min(len(requests), self._batch_size))
-        generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
+        generator = Generator(
+            opened.model,
+            opened.layout,
+            opened.tokenizer.vocab_size,
+            use_cache=opened.token_mixing is None,
+            width=opened.width,
+        )
 
         # Group requests by their options. Batch prompts of similar length within a group.
         groups: dict[str, list[int]] = {}

@@ -95,6 +95,16 @@ class Answers:
         conversations = open_conversations(tokenizer, opened.config.data) if options.chat else None
         self._encoder = GenerationPrompts(tokenizer, opened.config.data, conversations)
         self._sampling = Sampling(options.repetition_penalty, options.temperature, options.top_k, options.top_p)
+        if opened.token_mixing is not None and not options.no_cache:
+            place, _, _ = opened.token_mixing.rule.partition(", but")  # the reason concerns ranks
+            raise ConfigError(
+                Problem(
+                    "model.name",
+                    opened.config.model.name,
+                    rule=f"{place}, so keys and values cannot be cached",
+                    fix=f"add --no_cache, or {opened.token_mixing.fix}",
+                )
+            )
         self._generator = Generator(
             opened.model, opened.layout, tokenizer.vocab_size, not options.no_cache, opened.width
         )

@@ -36,6 +36,8 @@ from shardtrain.hf.generation_config import EOS, end_ids, read_settings, trained
 from shardtrain.layout import Layout
 from shardtrain.lora import frozen, spec
 from shardtrain.lora.peft import PeftFolder
+from shardtrain.ops import token_mixing
+from shardtrain.ops.attention_core import Broken
 from shardtrain.ops.tied import to_empty
 from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
@@ -52,6 +54,8 @@ class OpenedModel:
         settings: Generation settings of the Hugging Face folder, or of the folder from which a
             checkpoint was imported.
         num_ranks: Number of ranks of the run that saved the checkpoint.
+        token_mixing: Place where a user's model mixes or counts tokens outside of its cores. A cache would then give
+            wrong tokens. None if no place was found.
     """
 
     model: nn.Module
@@ -62,6 +66,7 @@ class OpenedModel:
     width: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
+    token_mixing: Broken | None = None
 
     def __repr__(self) -> str:
         return f"OpenedModel({self.name})"
@@ -140,6 +145,10 @@ def open_model(
                 fix="name a causal language model",
             )
         )
+    # Tests compare the cache of this package's models. The trace needs the meta device.
+    mixing = None
+    if config.model.name.endswith(".py"):
+        mixing = token_mixing.outside_of_cores(model, module.LAYOUT)
     weights.adapt(model)
 
     open_tokenizer = functools.cache(functools.partial(_open_tokenizer, path, config, shape.vocab_size))
@@ -174,6 +183,7 @@ def open_model(
         width=world.size if world is not None else 1,
         settings=weights.settings(),
         num_ranks=weights.num_ranks,
+        token_mixing=mixing,
     )
 
 

@@ -335,6 +335,25 @@ def test_code_named_by_a_folder_is_not_executed(trained, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, capfd):
+    # a cached pass would restart the recurrence and the convolution of Griffin with each new token
+    griffin = Path(__file__).parents[2] / "models" / "others" / "griffin.py"
+    config = tiny_config(
+        job={"dump_folder": str(tmp_path / "run")},
+        model={"name": str(griffin), "flavor": "tiny"},
+        training={"steps": 1, "seq_len": 16},
+        checkpoint={"enable": True, "interval": 1},
+    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, overrides={}))
+    run_ranks(1, train_one, config)
+    run = tmp_path / "run"
+    arguments = ("--from", str(run), "--config", str(run / "config.resolved.toml"), "--prompt", "ab")
+    code, _, err = answer(capfd, *arguments)
+    assert code == 2 and "add --no_cache" in err and "mixes tokens outside of the attention core" in err
+    code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")
+    assert code == 0 and out
+
+
 def test_the_compute_dtype_can_be_chosen(trained):
     opened = open_model(trained, dtype="bfloat16")
     assert {p.dtype for p in opened.model.parameters()} == {torch.bfloat16}
