@@ -74,7 +74,7 @@ class Stacked:
 class HeadGroups:
     """A hub tensor that concatenates parts by rows, such as all queries, all keys and all values.
 
-    Ours orders its rows by group of heads: first those of group 0 of all parts, then those of group 1.
+    Our tensor orders its rows by group of heads: group 0 of all parts comes first, then group 1.
 
     Attributes:
         widths: Rows of each part per group.

@@ -25,7 +25,7 @@ _LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 def _interval(f: Fields, num_layers: int) -> int:
-    """Return the interval of layers with attention, which older files have as a number and newer ones as a list.
+    """Return the interval of layers with attention. Older files have this number, and newer files a list of types.
 
     Raises:
         OnlyInTransformers: the list is not regular.
@@ -37,7 +37,7 @@ def _interval(f: Fields, num_layers: int) -> int:
     first = listed.index("full_attention") + 1 if "full_attention" in listed else num_layers + 1
     if listed != layer_types(num_layers, first):
         raise f.other("layer_types must have full_attention in every n-th layer and linear_attention in the others")
-    # without a layer with attention, any interval above the number of layers is the same
+    # If no layer has attention, all intervals above the number of layers are equivalent.
     return interval if layer_types(num_layers, interval) == listed else first
 
 

@@ -218,9 +218,9 @@ class SinkAttentionCore(AttentionCore):
 
 
 class HeadNumbers(nn.Module):
-    """A parameter whose first dimension belongs to heads, such as one scalar per query head, (N,).
+    """A parameter whose first dimension is ordered by head, such as one scalar per query head, (N,).
 
-    With tensor parallelism a rank has the part of its heads.
+    With tensor parallelism a rank has the part that belongs to its heads.
     """
 
     def __init__(self, *shape: int) -> None:

@@ -164,7 +164,7 @@ class GatedAttention(nn.Module):
 
 
 class GatedDeltaCore(nn.Module):
-    """Short convolution and gated delta rule, without weights: the recurrence of a layer.
+    """The recurrence of a layer, without weights: a short convolution and the gated delta rule.
 
     Attributes:
         key_dim: features H of a query and of a key.
@@ -200,11 +200,14 @@ class GatedDeltaCore(nn.Module):
     def chunk(
         self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], before: Tensor, starts_BT: Tensor | None
     ) -> gated_delta_net.DeltaChunk:
-        """Return consecutive tokens of rows as a map of the incoming state.
+        """Return a chunk of consecutive tokens, which maps an incoming state to outputs and an outgoing state.
 
-        ``before`` is the first input of the ``look_back`` tokens before them, with zeros for tokens of other documents
-        than that of the first token, and before a row. ``starts_BT`` marks the tokens whose document differs from that
-        of the previous token.
+        Args:
+            inputs: those of ``forward``, for the tokens of the chunk.
+            weights: those of ``forward``.
+            before: the first input of the ``look_back`` tokens before the chunk. It is zero before a row, and for
+                tokens of another document than that of the chunk's first token.
+            starts_BT: mask of the tokens whose document differs from that of the previous token.
         """
         mixed_BTC, decay_BTN, beta_BTN = inputs
         dtype = torch.promote_types(mixed_BTC.dtype, torch.float32)
@@ -286,7 +289,11 @@ class Qwen3NextBlock(nn.Module):
 
 
 class Model(Decoder):
-    """A Qwen3-Next without its multi-token prediction module. Raises ConfigError for sizes that it cannot have."""
+    """A Qwen3-Next without its multi-token prediction module.
+
+    Raises:
+        ConfigError: linear_value_heads is not a multiple of linear_key_heads, or rotary_pct leaves no pairs.
+    """
 
     def __init__(self, c: Config) -> None:
         if c.linear_value_heads % c.linear_key_heads:
@@ -294,7 +301,7 @@ class Model(Decoder):
                 Problem(
                     "model.overrides.linear_value_heads",
                     c.linear_value_heads,
-                    rule=f"is not a multiple of linear_key_heads={c.linear_key_heads}",
+                    rule=f"must be a multiple of linear_key_heads={c.linear_key_heads}",
                     fix="use a multiple",
                 )
             )

@@ -126,7 +126,7 @@ class DeltaChunk:
         N, V = v_BTNV.shape[2:]
         c = max(1, min(block, T))
         self._sizes = (B, T, K, N // K, H, V)
-        # heads of equal keys are a dimension of their own: products of keys and queries are computed once for them
+        # Value heads of one key head are a separate dimension, so that products of keys and queries are computed once.
         q_nBK1cH = _blocks(q_BTKH.unsqueeze(3), c)
         k_nBK1cH = _blocks(k_BTKH.unsqueeze(3), c)
         v_nBKGcV = _blocks(v_BTNV.unflatten(2, (K, -1)), c)
@@ -178,7 +178,7 @@ class DeltaChunk:
     def transition(self) -> tuple[Tensor, Tensor]:
         """Return A (B, N, H, H) and B (B, N, H, V) of the map S_out = A S_in + B from incoming to outgoing state."""
         B, _, K, G, H, V = self._sizes
-        # one scan for both: B starts from zero, and A, whose values are zero, from the identity
+        # One scan computes both. B starts with a zero state. A starts with the identity, and its values are zero.
         zero = self._new_nBKGcV.new_zeros(B * K * G, H, V)
         identity = torch.eye(H, dtype=zero.dtype, device=zero.device).expand(B * K * G, H, H)
         state = torch.cat((zero, identity), dim=-1)

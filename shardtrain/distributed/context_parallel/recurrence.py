@@ -155,8 +155,8 @@ class _IncomingStates(torch.autograd.Function):
 class _Before(torch.autograd.Function):
     """Exchange the last tokens of chunks for the tokens before chunks. Both passes are collectives.
 
-    ``known`` is the number of tokens of a chunk, if it is shorter than what a chunk looks back to. The last tokens then
-    begin with zeros.
+    ``known`` is the number of tokens that a chunk contributes: all of its tokens, if it has fewer than it looks back.
+    The last tokens then begin with zeros.
     """
 
     @staticmethod
