@@ -739,7 +739,9 @@ def tolerance(case: Case) -> str:
         return "16 bits"
     if case.value("optimizer.name") == "Muon":
         return "Muon"
-    return "steep" if case.value("task.name") in NEW_HEAD else "float32"
+    if case.value("task.name") in NEW_HEAD:
+        return "steep"
+    return "clamped" if case.value(f"{M}swiglu_limit") else "float32"
 
 
 def broken(case: Case) -> Iterator[Broken]:

@@ -239,7 +239,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "more layers on more ranks": Fault(
         [("range(c.num_layers)", "range(c.num_layers + int(os.environ.get('RANK', 0)))")],
-        "dp_shard=2", "refused", ["has other weights on rank 1 of 2: blocks.2."],
+        "dp_shard=2", "refused", ["has other weights on rank 1 of 2", "blocks.2."],
     ),
     # dtypes and in-place writes
     "bfloat16 inside": Fault(
@@ -291,7 +291,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "heads of the config": Fault(
         [(UNFLATTEN, "unflatten(-1, (self.c.num_heads, -1))")],
-        "tp=2", "refused", ["heads and sizes from weight shapes", "core is given"],
+        "tp=2", "refused", ["heads and sizes from weight shapes", "attn.core gets"],
     ),
     # weights and positions written in forward, dependence on the row length
     "a weight normalised in place": Fault(
@@ -300,7 +300,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "an embedding with a largest norm": Fault(
         [(EMBED_INIT, EMBED_INIT.replace("c.dim)", "c.dim, max_norm=1.0)"))],
-        "tp=2", "refused", ["changes the weight embed.weight in forward", "no max_norm"],
+        "tp=2", "refused", ["changes the weight embed.weight in forward", "avoid max_norm"],
     ),
     "positions moved in place": Fault(
         [(EMBEDDED, "positions += 2\n        " + EMBEDDED)],
@@ -401,7 +401,7 @@ FAULTS: dict[str, Fault] = {
             (IN_FFN, "y = self.down(F.gelu(self.up(x)))\n        return Aux.apply(y, 0.01 * y.square().mean())"),
             ("dropout: float = 0.1", "dropout: float = 0.0"),
         ],
-        "dp_shard=2", "differs", ["not divided by the number of tokens", "and counts 4 times"], True,
+        "dp_shard=2", "differs", ["not divided by the number of tokens", "so it counts 4 times"], True,
     ),
     "a head that is the embedding": Fault(
         [("return self.head(self.norm(x))", "return F.linear(self.norm(x), self.embed.weight)")],
