@@ -77,14 +77,14 @@ class Config:
     @property
     def num_heads(self) -> int:
         """Number of attention heads."""
-        return int(getattr(self._text, "num_attention_heads", 0) or 0)
+        return self._largest("num_attention_heads")
 
     @property
     def head_dim(self) -> int:
-        """Features per attention head."""
-        head_dim = getattr(self._text, "head_dim", None)
+        """Features per attention head. The largest number if layers differ, as in Gemma 4."""
+        head_dim = self._largest("head_dim")
         if head_dim:
-            return int(head_dim)
+            return head_dim
         return int(getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
 
     @property
@@ -100,6 +100,13 @@ class Config:
     @property
     def _text(self) -> Any:
         return architectures.read(self.path).get_text_config()
+
+    def _largest(self, name: str) -> int:
+        """Return a size of the config, or its maximum over layers. 0 if it does not exist."""
+        # transformers raises an error for the global value if layers differ. Older versions have no such configs.
+        layers = getattr(self._text, "per_layer_config", None)
+        configs = list(layers.values()) if isinstance(layers, dict) else list(layers or ())
+        return max(int(getattr(config, name, 0) or 0) for config in configs or [self._text])
 
 
 LAYOUT = Layout(first=("embedding",), layers="blocks", last=("head",))

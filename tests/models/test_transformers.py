@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from shardtrain import models
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
+from shardtrain.models import transformers as transformers_route
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train import document_isolation, trainer
 from shardtrain.train.resume import resume
@@ -325,3 +326,13 @@ def test_network_that_ignores_documents_is_detected_on_its_mesh(deaf: bool, tmp_
     if deaf:  # OPT in transformers 5.23 ignores positions in its masks, so packed rows have a different loss
         message = run_ranks(1, error_about_documents, config_for("opt", tmp_path / "other"), False)[0]
         assert "is ignored by OPTForCausalLM" in message
+
+
+def test_sizes_of_a_network_with_different_layers_are_the_largest(tmp_path: Path) -> None:
+    config = pytest.importorskip("transformers.models.gemma4").Gemma4TextConfig(
+        num_hidden_layers=6, num_attention_heads=4, head_dim=16, global_head_dim=32
+    )
+    config.save_pretrained(tmp_path)
+    route_config = transformers_route.Config(path=str(tmp_path))
+    assert route_config.num_heads == 4
+    assert route_config.head_dim == 32
