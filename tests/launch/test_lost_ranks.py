@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import forked
@@ -77,8 +78,19 @@ def options(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(how: str, folder: Path, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start a run on two loopback hosts: with one agent each, or with one launcher that uses ssh."""
+def started(
+    how: str, folder: Path, *more: str, limits: Mapping[int, tuple[int, int]] | None = None
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a run on two loopback hosts: with one agent each, or with one launcher that uses ssh.
+
+    ``limits`` maps the number of a host to a resource and its limit.
+    """
+
+    def set_limit(number: int) -> None:
+        if limits and number in limits:
+            name, value = limits[number]
+            resource.setrlimit(name, (value, value))
+
     names = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_STATE_HOME": str(folder)}
     prefix = [sys.executable, "-m", "shardtrain"]
     with contextlib.ExitStack() as stack:
@@ -99,8 +111,15 @@ def started(how: str, folder: Path, *more: str) -> Iterator[list[subprocess.Pope
             ]
         pipe = subprocess.PIPE
         hosts = [
-            forked.Popen([*command, "--nproc=1", *options(folder), *more], env=names, cwd=ROOT, stderr=pipe, text=True)
-            for command in commands
+            forked.Popen(
+                [*command, "--nproc=1", *options(folder), *more],
+                env=names,
+                cwd=ROOT,
+                stderr=pipe,
+                text=True,
+                preexec_fn=functools.partial(set_limit, number),
+            )
+            for number, command in enumerate(commands)
         ]
         try:
             yield hosts
@@ -159,8 +178,8 @@ def test_a_limit_of_one_host_ends_both_and_both_name_it(tmp_path, refused, name,
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=0, fault="pass"))
     if name == "NPROC" and os.geteuid() == 0:
         pytest.skip("root has no limit on threads: run this as another user")
-    with started("train --nnodes 2", tmp_path) as hosts:
-        resource.prlimit(hosts[refused].pid, getattr(resource, f"RLIMIT_{name}"), (value, value))
+    limits = {refused: (getattr(resource, f"RLIMIT_{name}"), value)}
+    with started("train --nnodes 2", tmp_path, limits=limits) as hosts:
         told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
     assert [host.returncode for host in hosts] == [7, 7], told
     flag = {"NOFILE": "n", "NPROC": "u", "AS": "v"}[name]

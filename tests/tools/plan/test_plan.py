@@ -79,7 +79,7 @@ def test_the_python_api_returns_the_numbers_of_the_command(capsys):
     assert plan.tokens_per_second == pytest.approx(8 * plan.tps)
     assert 0 < plan.mfu < 1
     for gpus in (0, -8, 10**9):
-        with pytest.raises(ConfigError, match=r"gpus=-?\d+ must be a whole number from 1 to 1000000"):
+        with pytest.raises(ConfigError, match=r"gpus=-?\d+ must be an integer from 1 to 1000000"):
             shardtrain.plan("llama3_8b", gpus=gpus)
 
 
