@@ -170,7 +170,7 @@ def chat(rng: random.Random, draft: Draft) -> None:
     seq_len = int(draft.options.get(SEQ, "32"))
     draft.options[SEQ] = str(math.ceil(48 / seq_len) * seq_len)  # room for a question and an answer
     drawn = {"format": "chat", "chat_template": CHAT, **some(rng, 0.4, long_documents=["cut", "drop", "split"])}
-    drawn["packing"] = rng.choice(("auto", "concat", "first_fit", "padded"))
+    drawn["packing"] = rng.choice(("auto", "concat", "first_fit", "best_fit", "padded"))
     if drawn["packing"] == "concat":
         drawn.pop("long_documents", None)
     if rng.random() < 0.5:

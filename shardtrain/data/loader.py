@@ -184,6 +184,17 @@ class DataLoader:
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
+    def padding_by_source(self) -> dict[str, float]:
+        """Return the fraction of padding in the rows of each source: tokens that are no input of a document.
+
+        Omits sources whose rows are not known before reading.
+        """
+        fractions = {}
+        for name, feed in zip(self._opened.names, self._opened.feeds, strict=True):
+            if feed.num_rows is not None:
+                fractions[name] = 1 - feed.mean_targets / self._opened.packing.seq_len
+        return fractions
+
     @cached_property
     def sampled_files(self) -> dict[str, str]:
         """At most 4,096 of ``files``, evenly spread, for checkpoints; more would take more than half a

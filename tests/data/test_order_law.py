@@ -119,6 +119,7 @@ KINDS = {
     "huggingface as a stream": streamed(make_huggingface, streaming=True),
     "stream, documents fitted and masked": streamed(make_jsonl, packing="first_fit"),
     "documents fitted and masked": lambda folder: (make_jsonl(folder), Data(packing="first_fit")),
+    "documents in the fullest rows": lambda folder: (make_jsonl(folder), Data(packing="best_fit")),
     "one document per row": lambda folder: (make_jsonl(folder), Data(packing="padded", long_documents="cut")),
     "mixture in stages": mixed(),
     "mixture with streams": mixed(mode="stream"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from against import BATCH, SEQ_LEN, assert_close, folder, in_order, options, ours, pairs, theirs
 from hub_folders import build, save
@@ -22,6 +23,7 @@ from tiny import Ended
 
 from shardtrain.config.schema import Config
 from shardtrain.data.order import sample_at
+from shardtrain.data.packing.fitted import best_fit
 
 datasets = pytest.importorskip("datasets")
 if importlib.util.find_spec("trl") is None:
@@ -30,6 +32,7 @@ if importlib.util.find_spec("trl") is None:
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 # imported once here, instead of in each process
 import trl  # noqa: E402
+import trl.data_utils  # noqa: E402
 from trl import DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer  # noqa: E402
 from trl.experimental.cpo import CPOConfig, CPOTrainer  # noqa: E402
 from trl.experimental.gkd import GKDTrainer  # noqa: E402
@@ -242,3 +245,12 @@ CASES: dict[str, Callable[[], Both]] = {
 @pytest.mark.parametrize("case", cases(list(CASES)[:3], nightly=list(CASES)[3:]))
 def test_ten_losses_match_trl(case: str) -> None:
     assert_close(*CASES[case]())
+
+
+@pytest.mark.parametrize("seq_len", [64, 333])
+def test_best_fit_fills_rows_as_bfd_of_trl(seq_len: int) -> None:
+    lengths = np.random.default_rng(1).integers(1, seq_len + 1, 500)
+    table = pyarrow.table({"input_ids": [list(range(length)) for length in lengths]})
+    packed = trl.data_utils._pack_bfd(table, seq_len)
+    lengths_of_trl = sorted(len(row) for row in packed["input_ids"].to_pylist())
+    assert sorted(np.bincount(best_fit(lengths, seq_len), weights=lengths)) == lengths_of_trl

@@ -484,7 +484,11 @@ def _model_and_data(migration: FileMigration) -> None:
         migration.default("task.name", "preference", "beta is an argument of DPO")
     packs = migration.get("packing", bool)
     if packs is not None:
-        migration.set("packing", "data.packing", "concat" if packs else "padded")
+        # The other strategies ("bfd", "bfd_split") are best-fit decreasing. Versions without the key wrap.
+        wraps = migration.get("packing_strategy", str, "wrapped") == "wrapped"
+        packed_kind = "concat" if wraps else "best_fit"
+        migration.set("packing", "data.packing", packed_kind if packs else "padded")
+        migration.record("packing_strategy", "renamed" if packs else "ignored", "part of data.packing")
 
 
 def _reports(migration: FileMigration) -> None:

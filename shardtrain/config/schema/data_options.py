@@ -115,19 +115,20 @@ class Data:
     """Special token that ends the assistant's last turn, for chat templates without one (GLM-4-MoE). Its loss
     is also computed after earlier turns, if the template writes it there (shardtrain).
     """
-    packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
-    """concat: concatenate all documents, then cut them into sequences; first_fit: several complete
-    documents per sequence; padded: one document per sequence; auto: concat if all rows are texts,
-    first_fit if some are prompts or conversations (shardtrain).
+    packing: Literal["auto", "concat", "first_fit", "best_fit", "padded"] = "auto"
+    """concat: concatenate all documents, then cut them into sequences; first_fit and best_fit: several
+    complete documents per sequence, each in the first sequence with room or in the fullest one; padded: one
+    document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or
+    conversations (shardtrain).
     """
     long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
-    """With first_fit and padded, a document longer than seq_len continues in another sequence
+    """With first_fit, best_fit and padded, a document longer than seq_len continues in another sequence
     (split), is truncated (cut), or is skipped (drop). The log counts truncated and skipped
     documents. auto: split for texts, cut for prompts and conversations (shardtrain).
     """
     document_mask: Literal["auto", "on", "off"] = "auto"
     """Mask attention between the documents of a sequence, and restart positions in each document.
-    auto: on for prompt_completion, chat, first_fit and padded (shardtrain).
+    auto: on for prompt_completion, chat, first_fit, best_fit and padded (shardtrain).
     """
     split: str = "train"
     """Split of a Hugging Face dataset (shardtrain)."""

@@ -1,4 +1,4 @@
-"""Rows of complete documents: "first_fit" puts several into a row, "padded" one.
+"""Rows of complete documents: "first_fit" and "best_fit" put several into a row, "padded" one.
 
 Documents are fitted in order of decreasing length (Johnson 1973), block by block, so a row depends only on
 its block. The unused tail of a row has no target. A document that would be truncated before its first
@@ -7,6 +7,7 @@ learned token is skipped.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +116,8 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
     num_single = _num_single(line, block)
     if packing.kind == "padded":
         return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, num_single, NO_ORDER, NO_ORDER)
-    rows = first_fit(lengths, packing.seq_len)
+    fit = first_fit if packing.kind == "first_fit" else best_fit
+    rows = fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
     # a block has 8,192 documents, but a long document may have many pieces
     small = np.uint16 if len(rows) < 2**16 else np.uint32
@@ -138,8 +140,7 @@ def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.i
     count = len(lengths)
     if count == 0:
         return np.array([], dtype=np.int64)
-    if int(lengths.max()) > capacity:
-        raise ValueError(f"a piece of {int(lengths.max())} does not fit into a row of {capacity}")
+    _check_lengths(lengths, capacity)
     # The tree is a list of plain integers. room[1] is the root, the children of node n are 2n and 2n + 1,
     # and row i is the leaf leaves + i. A node has the maximum room of the rows below it.
     leaves = 1 << (count - 1).bit_length()
@@ -164,7 +165,44 @@ def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.i
             if room[node] == max_room:
                 break
             room[node] = max_room
-    # rows are filled from the first on, so their numbers have no gap; renumber them by their earliest piece
+    return _numbered_by_earliest_piece(rows)
+
+
+def best_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
+    """Return the row of each piece like ``first_fit``, but place each piece into the fullest row with room.
+
+    Best fit decreasing. Of rows with the same room, the one that was opened first is used.
+
+    Raises:
+        ValueError: a length exceeds the capacity.
+    """
+    _check_lengths(lengths, capacity)
+    rows = np.empty(len(lengths), dtype=np.int64)
+    num_rows = 0
+    # (room, row) of each row that is not full, in ascending order
+    open_rows: list[tuple[int, int]] = []
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        fullest = bisect.bisect_left(open_rows, (length, 0))
+        if fullest < len(open_rows):
+            room, row = open_rows.pop(fullest)
+        else:
+            room, row = capacity, num_rows
+            num_rows += 1
+        rows[piece] = row
+        if room > length:
+            bisect.insort(open_rows, (room - length, row))
+    return _numbered_by_earliest_piece(rows)
+
+
+def _check_lengths(lengths: npt.NDArray[np.int64], capacity: int) -> None:
+    longest = int(lengths.max(initial=0))
+    if longest > capacity:
+        raise ValueError(f"a piece of {longest} does not fit into a row of {capacity}")
+
+
+def _numbered_by_earliest_piece(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Renumber rows by their earliest piece. The numbers of the given rows have no gap."""
     _, first_piece, inverse = np.unique(rows, return_index=True, return_inverse=True)
     rank = np.empty(len(first_piece), dtype=np.int64)
     rank[np.argsort(first_piece)] = np.arange(len(first_piece))
@@ -206,9 +244,9 @@ def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_m
         block_documents=BLOCK_DOCUMENTS,
         option=option,
     )
-    if table is None and refuses_many and packing.kind == "first_fit" and line.num_documents > MAX_DOCUMENTS:
+    if table is None and refuses_many and packing.fits_documents and line.num_documents > MAX_DOCUMENTS:
         rule = (
-            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents without a table '
+            f'is "{packing.kind}", and {line.folder} has {line.num_documents:,} documents without a table '
             "for rows of "
             f"{packing.seq_len}: fitting more than {MAX_DOCUMENTS:,} takes minutes on each rank at each start"
         )
@@ -262,7 +300,7 @@ class FittedRows:
             self.dropped += fit.dropped
             self.single += fit.single
             rows_up_to.append(rows_up_to[-1] + fit.num_rows)
-            if packing.kind == "first_fit":
+            if packing.fits_documents:
                 self._fits.append(fit)
         self._rows_up_to = np.array(rows_up_to, np.int64)
         self.num_rows = rows_up_to[-1]
@@ -279,7 +317,7 @@ class FittedRows:
         # write the pieces of the row, each as another document
         row -= int(self._rows_up_to[block])
         indices = [row]
-        if self.packing.kind == "first_fit":
+        if self.packing.fits_documents:
             first = int(ends[row - 1]) if row else 0
             indices = order[first : int(ends[row])].tolist()
         column = 0
@@ -296,7 +334,7 @@ class FittedRows:
     def _order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
         """Return the pieces of a block in the order of rows, and the number of pieces up to the end of each
         row."""
-        if self.packing.kind != "first_fit":
+        if not self.packing.fits_documents:
             return NO_ORDER, NO_ORDER
         if self._table is not None:
             return self._table.order_of(block, num_pieces)

@@ -1,8 +1,8 @@
 """Pack documents into rows of ``seq_len`` inputs and as many targets.
 
 "concat" concatenates all documents and cuts every ``seq_len`` targets, so each token except the first is
-the target of one row. "first_fit" and "padded" keep documents complete: see ``fitted``. If documents are
-masked, positions restart in each document, and no token has a target in another document.
+the target of one row. "first_fit", "best_fit" and "padded" keep documents complete: see ``fitted``. If
+documents are masked, positions restart in each document, and no token has a target in another document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Packing:
     """How documents become rows: the options of [data], and the length of rows."""
 
     seq_len: int
-    kind: Literal["concat", "first_fit", "padded"] = "concat"
+    kind: Literal["concat", "first_fit", "best_fit", "padded"] = "concat"
     masked: bool = False
     long_documents: Literal["split", "cut", "drop"] = "split"
     pad_id: int = 0
@@ -31,6 +31,11 @@ class Packing:
     def needs_documents(self) -> bool:
         """True if attention needs the document of each token. Not needed with one document per row."""
         return self.masked and self.kind != "padded"
+
+    @property
+    def fits_documents(self) -> bool:
+        """True if a row may have several complete documents, so their rows must be computed."""
+        return self.kind in ("first_fit", "best_fit")
 
 
 class PackedSequences:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -115,9 +115,15 @@ def main(words: list[str]) -> int:
             found = True
             print(json.dumps(asdict(row)) if "--json" in taken.own else render_row(row, tokenizer, color))
     else:
-        for shown, tokenizer in rows(config, first, count):
+        loader = open_rows(config)
+        num_padding = num_tokens = 0
+        for shown in rows(loader, config, first, count):
             found = True
-            print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, tokenizer, color))
+            num_padding += shown.filler
+            num_tokens += config.training.seq_len
+            print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, loader.tokenizer, color))
+        if found and "--json" not in taken.own:
+            print(padding_line(num_padding / num_tokens, loader.padding_by_source()))
     if not found:
         raise ConfigError(
             Problem(
@@ -144,18 +150,33 @@ def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) 
     return loaded.config, world_size or 1
 
 
-def rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownSequence, Tokenizer]]:
-    """Yield ``count`` sequences in the order of training from ``first`` on, and the tokenizer."""
-    loader = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
-    training = replace(config.training, local_batch_size=1, dataloader=loader)
-    stream = data.open_dataloader(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
+def open_rows(config: Config) -> data.DataLoader:
+    """Open the data with one sequence per batch, in the order of training."""
+    options = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    training = replace(config.training, local_batch_size=1, dataloader=options)
+    return data.open_dataloader(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
+
+
+def rows(loader: data.DataLoader, config: Config, first: int, count: int) -> Iterator[ShownSequence]:
+    """Yield ``count`` sequences in the order of training from ``first`` on."""
     names = list(config.data.sources) or [config.training.dataset]
-    stream.seek(first)
+    loader.seek(first)
     for position in range(first, first + count):
-        batch = next(stream, None)
+        batch = next(loader, None)
         if batch is None:
             return
-        yield describe(batch, 0, position, names, stream.pad_id), stream.tokenizer
+        yield describe(batch, 0, position, names, loader.pad_id)
+
+
+def padding_line(fraction: float, of_sources: Mapping[str, float]) -> str:
+    """Format the share of padding in the shown sequences, and in all sequences of each source.
+
+    >>> padding_line(0.25, {"jsonl": 0.031})
+    'padding: 25.0 % of these sequences, 3.1 % of all of jsonl'
+    """
+    shares = [f"{100 * fraction:.1f} % of these sequences"]
+    shares += [f"{100 * of_source:.1f} % of all of {name}" for name, of_source in of_sources.items()]
+    return "padding: " + ", ".join(shares)
 
 
 def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow, Tokenizer]]:

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.documents.encoded import Document
-from shardtrain.data.packing.fitted import first_fit, pack
+from shardtrain.data.packing.fitted import best_fit, first_fit, pack
 from shardtrain.data.packing.packed_rows import PackedSequences, Packing
 from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
 from shardtrain.ops.cross_entropy import IGNORE
 
-KINDS = ("concat", "first_fit", "padded")
+KINDS = ("concat", "first_fit", "best_fit", "padded")
+FITS = {"first_fit": first_fit, "best_fit": best_fit}
 
 
 def documents_of(lengths, learned=None):
@@ -112,10 +113,11 @@ def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
                     assert owner[token] == owner[int(out.tokens_BT[row, column - 1])]
 
 
+@pytest.mark.parametrize("kind", FITS)
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
-def test_first_fit_never_exceeds_the_capacity_and_wastes_less_than_half(lengths, capacity):
-    rows = first_fit(np.array(lengths, dtype=np.int64), capacity)
+def test_fitted_rows_never_exceed_the_capacity_and_waste_less_than_half(kind, lengths, capacity):
+    rows = FITS[kind](np.array(lengths, dtype=np.int64), capacity)
     filled = np.bincount(rows, weights=lengths) if lengths else np.array([])
     assert (filled <= capacity).all()
     assert set(rows.tolist()) == set(range(len(filled))), "row numbers must have no gaps"
@@ -125,8 +127,39 @@ def test_first_fit_never_exceeds_the_capacity_and_wastes_less_than_half(lengths,
 
 def test_first_fit_uses_the_first_row_with_room():
     assert first_fit(np.array([5, 6, 4, 2]), 10).tolist() == [0, 1, 1, 0]
+
+
+def test_best_fit_uses_the_fullest_row_with_room():
+    # The rows of 7 and 6 have room for 3 and 4. A piece of 3 fills the row of 7, the piece of 1 the other.
+    assert best_fit(np.array([6, 7, 3, 1]), 10).tolist() == [0, 1, 1, 0]
+    assert best_fit(np.array([5, 6, 2, 3]), 10).tolist() == [0, 1, 0, 1]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(1, 30), max_size=80), st.integers(30, 60))
+def test_best_fit_equals_its_definition(lengths, capacity):
+    """Compare with a search through all rows for the one with the least sufficient room."""
+    filled: list[int] = []
+    members: list[list[int]] = []
+    for piece in sorted(range(len(lengths)), key=lambda piece: -lengths[piece]):
+        candidates = [row for row in range(len(filled)) if filled[row] + lengths[piece] <= capacity]
+        if not candidates:
+            filled.append(0)
+            members.append([])
+            candidates = [len(filled) - 1]
+        # max returns the first of several rows that are equally full
+        fullest = max(candidates, key=lambda row: filled[row])
+        filled[fullest] += lengths[piece]
+        members[fullest].append(piece)
+    rows = best_fit(np.array(lengths, dtype=np.int64), capacity)
+    actual = [np.flatnonzero(rows == row).tolist() for row in range(len(filled))]
+    assert actual == sorted((sorted(pieces) for pieces in members), key=lambda pieces: pieces[0])
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_a_piece_longer_than_a_row_is_an_error(kind):
     with pytest.raises(ValueError, match="a piece of 11 does not fit into a row of 10"):
-        first_fit(np.array([11]), 10)
+        FITS[kind](np.array([11]), 10)
 
 
 def test_buffer_stores_two_bytes_per_token_if_ids_fit():

@@ -65,7 +65,7 @@ def targets_of(config: Config, count: int) -> list[int]:
             (form, mode, packing)
             for form in ("prompt_completion", "chat")
             for mode in ("memory", "stream", "prepared")
-            for packing in ("padded", "first_fit")
+            for packing in ("padded", "first_fit", "best_fit")
             if (form, mode, packing) not in DEFAULT_CASES
         ],
     ),
@@ -83,7 +83,7 @@ def test_row_is_skipped_if_its_prompt_fills_seq_len(tmp_path: Path, form: str, m
     assert sorted(targets[:3]) == [1, 2, 4] and sorted(targets[3:]) == [1, 2, 4], "two of five rows must be skipped"
 
 
-@pytest.mark.parametrize("packing", ["padded", "first_fit"])
+@pytest.mark.parametrize("packing", ["padded", "first_fit", "best_fit"])
 @pytest.mark.parametrize("extra", [-1, 0, 1, 2])
 def test_conversation_as_long_as_a_sequence_keeps_all_targets(tmp_path: Path, extra: int, packing: str) -> None:
     """A sequence has targets 1 to seq_len, so a document of seq_len + 1 tokens is not cut."""
@@ -97,7 +97,7 @@ def test_conversation_as_long_as_a_sequence_keeps_all_targets(tmp_path: Path, ex
 PADDING = {"a separate token": "<pad>", "the end token": "</s>"}
 
 
-@pytest.mark.parametrize("packing", ["padded", "first_fit"])
+@pytest.mark.parametrize("packing", ["padded", "first_fit", "best_fit"])
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
 def test_end_token_that_is_also_the_padding_token_is_learned(tmp_path: Path, form: str, packing: str) -> None:
     """Padding is masked by position and not by token id."""
@@ -118,7 +118,7 @@ def test_end_token_that_is_also_the_padding_token_is_learned(tmp_path: Path, for
     assert targets_of_padding["the end token"][-1] == end
 
 
-@pytest.mark.parametrize("kind", ["padded", "first_fit"])
+@pytest.mark.parametrize("kind", ["padded", "first_fit", "best_fit"])
 def test_cut_row_is_skipped_only_if_it_has_no_learned_token(kind: str) -> None:
     rng = np.random.default_rng(0)
     documents = []

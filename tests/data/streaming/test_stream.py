@@ -130,7 +130,13 @@ sources = st.builds(
     st.sampled_from([0, 0, 1, 3]),
 )
 packings = st.sampled_from(
-    [Packing(8), Packing(5, masked=True), Packing(9, kind="first_fit", masked=True), Packing(7, kind="padded")]
+    [
+        Packing(8),
+        Packing(5, masked=True),
+        Packing(9, kind="first_fit", masked=True),
+        Packing(9, kind="best_fit"),
+        Packing(7, kind="padded"),
+    ]
 )
 
 

@@ -69,7 +69,7 @@ def test_clean_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert table["largest id"] == 257 and table["learned tokens"] == table["tokens"]
 
 
-@pytest.mark.parametrize("packing", ["concat", "first_fit", "padded"])
+@pytest.mark.parametrize("packing", ["concat", "first_fit", "best_fit", "padded"])
 def test_sequences_per_epoch_are_those_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], packing: str
 ) -> None:

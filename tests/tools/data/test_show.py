@@ -38,6 +38,7 @@ def test_documents_positions_and_targets_are_shown(pairs, capsys):
         "-- document 1: positions 0..14",
         "<bos>Capital?«Paris<eos>»",
         "-- 4 filler tokens",
+        "padding: 16.7 % of these sequences, 16.7 % of all of jsonl",
     ]
 
 

@@ -75,7 +75,7 @@ def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(opened
         assert (result["rows"], result["sequences"]) == (len(TEXTS), sum(-(-length // SEQ_LEN) for length in lengths))
 
 
-@pytest.mark.parametrize("packing", ["padded", "first_fit"])
+@pytest.mark.parametrize("packing", ["padded", "first_fit", "best_fit"])
 def test_rows_without_a_target_are_ignored(
     opened: OpenedModel, tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
