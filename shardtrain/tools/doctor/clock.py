@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import time
 from collections.abc import Iterator
 
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, Verdict, each, kernel_text
+from shardtrain.tools.doctor.result import (
+    Facts,
+    Finding,
+    Judged,
+    Reports,
+    Verdict,
+    each,
+    kernel_text,
+    warn_if,
+)
 
 AREA = "clock"
 
@@ -41,7 +51,9 @@ def synchronized() -> bool | None:
         state = libc.adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         return None
-    return None if state < 0 else state != _TIME_ERROR
+    if state < 0:
+        return None
+    return bool(state != _TIME_ERROR)
 
 
 def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
@@ -50,49 +62,73 @@ def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
     A rank records each moment slightly late, depending on its latency to the store. So the smallest
     difference of a rank is the most accurate.
     """
+    # A rank that gave up early has fewer moments. Use the rounds that all answering ranks have.
     answered = {rank: times for rank, times in moments.items() if times}
-    rounds = min((len(times) for times in answered.values()), default=0)
-    if not rounds:
+    if not answered:
         return {}
-    middle = [sorted(times[index] for times in answered.values())[len(answered) // 2] for index in range(rounds)]
-    found = {rank: [times[i] - middle[i] for i in range(rounds)] for rank, times in answered.items()}
-    return {rank: min(differences, key=abs) for rank, differences in found.items()}
+    rounds = min(len(times) for times in answered.values())
+
+    median_times = []
+    for index in range(rounds):
+        of_round = sorted(times[index] for times in answered.values())
+        median_times.append(of_round[len(of_round) // 2])
+
+    smallest = {}
+    for rank, times in answered.items():
+        # Ranks may have more moments than ``rounds``.
+        differences = [time - median for time, median in zip(times, median_times, strict=False)]
+        smallest[rank] = min(differences, key=abs)
+    return smallest
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Compare each rank's clock with the median clock."""
     by_rank = reports.of(AREA)
-    found = offsets({rank: facts["moments"] for rank, facts in by_rank.items()})
-    if found:
-        apart = max(found.values()) - min(found.values())
-        away = sorted((rank for rank in found if abs(found[rank]) > WARN_SECONDS), key=lambda rank: -abs(found[rank]))
-        expected = f"{WARN_SECONDS:g} s apart or less"
-        if away:
-            first = away[0]
-            text = f"{found[first]:+.1f} s on {reports.who([first])}, {apart:.1f} s apart"
-            fix = "start chrony or ntpd on that host: chronyc makestep"
-            verdict: Verdict = "fail" if abs(found[first]) > CLOCKS_APART_SECONDS else "warn"
-            yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))
-        else:
-            yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
+    seconds_ahead = offsets({rank: facts["moments"] for rank, facts in by_rank.items()})
+    if seconds_ahead:
+        yield _skew(reports, seconds_ahead)
 
     # A single host does not need a synchronized clock.
-    several = len(reports.hosts()) > 1
-    rules = {"synchronized": lambda facts: _synchronized(facts, several), "source": _source}
+    is_needed = len(reports.hosts()) > 1
+    rules = {"synchronized": functools.partial(_synchronized, is_needed), "source": _source}
     yield from each(reports, AREA, rules)
 
 
-def _synchronized(facts: Facts, several: bool) -> Judged | None:
-    if facts["synchronized"] is None:
+def _skew(reports: Reports, seconds_ahead: dict[int, float]) -> Finding:
+    """Judge the difference between clocks, and name the ranks with a wrong clock, the worst first."""
+    expected = f"{WARN_SECONDS:g} s apart or less"
+    apart = max(seconds_ahead.values()) - min(seconds_ahead.values())
+    wrong = [rank for rank, seconds in seconds_ahead.items() if abs(seconds) > WARN_SECONDS]
+    if not wrong:
+        return Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
+    wrong.sort(key=lambda rank: -abs(seconds_ahead[rank]))
+
+    worst_rank = wrong[0]
+    most = seconds_ahead[worst_rank]
+    verdict: Verdict = "warn"
+    # The launcher warns above the same limit.
+    if abs(most) > CLOCKS_APART_SECONDS:
+        verdict = "fail"
+    text = f"{most:+.1f} s on {reports.who([worst_rank])}, {apart:.1f} s apart"
+    fix = "start chrony or ntpd on that host: chronyc makestep"
+    return Finding(AREA, "skew", verdict, text, expected, fix, tuple(wrong))
+
+
+def _synchronized(is_needed: bool, facts: Facts) -> Judged | None:
+    is_synchronized = facts["synchronized"]
+    expected = "yes, on several hosts"
+    if is_synchronized is None:
         return None
-    if facts["synchronized"] or not several:
-        return "pass", "yes" if facts["synchronized"] else "no", "yes, on several hosts", ""
-    return "warn", "no", "yes, on several hosts", "start chrony or ntpd"
+    if is_synchronized:
+        return "pass", "yes", expected, ""
+    return warn_if(is_needed, "no", expected, "start chrony or ntpd")
 
 
 def _source(facts: Facts) -> Judged | None:
     value = facts["source"]
     expected = "tsc or a clock of the hypervisor"
+    if not value:
+        return None
     if value in ("hpet", "acpi_pm", "jiffies"):
         return "warn", f"{value}, which is slow to read", expected, "boot with clocksource=tsc"
-    return ("pass", value, expected, "") if value else None
+    return "pass", value, expected, ""

@@ -17,13 +17,15 @@ def collect(context: RankContext, facts: Facts) -> None:
     from shardtrain.launch import environment
 
     loaded = context.loaded
-    found = environment.count_accelerators(loaded.config.training.device)
-    problems = config.problems_of(loaded, context.size, context.device, found)
-    problems = [one for one in problems if one.option != "job.dump_folder"]  # reported by storage
-    facts["problems"] = [redact(str(problem)) for problem in problems]
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    facts["problems"] = []
+    for problem in config.problems_of(loaded, context.size, context.device, accelerators):
+        # The storage check reports the dump folder.
+        if problem.option != "job.dump_folder":
+            facts["problems"].append(redact(str(problem)))
     facts["notes"] = [redact(note) for note in (*loaded.notices, *config.notes(loaded))]
     facts["path"] = str(loaded.path or "")
-    if context.rank == 0 and context.has_config and not problems:
+    if context.rank == 0 and context.has_config and not facts["problems"]:
         facts.update(needs(context))
 
 
@@ -37,10 +39,12 @@ def needs(context: RankContext) -> Facts:
     options = context.loaded.config
     errors, parameters = meta_model.build(options, context.size)
     if parameters is None:
-        return {"problems": [redact(str(line)) for error in errors for line in getattr(error, "problems", [error])]}
-    numbers = sum(one.num_elements for one in parameters)
+        problems = []
+        for error in errors:
+            problems += [redact(str(line)) for line in getattr(error, "problems", [error])]
+        return {"problems": problems}
     return {
-        "parameters": numbers,
+        "parameters": sum(parameter.num_elements for parameter in parameters),
         "state_bytes_per_rank": memory_fit.state_bytes(options, context.size, parameters),
         "checkpoint_bytes": memory_fit.checkpoint_bytes(options, parameters),
     }
@@ -49,18 +53,34 @@ def needs(context: RankContext) -> Facts:
 def judge(reports: Reports) -> Iterator[Finding]:
     """Yield a finding per problem and note. It names the affected ranks unless all are affected."""
     by_rank = reports.of(AREA)
-    verdicts: tuple[tuple[str, Verdict], ...] = (("problems", "fail"), ("notes", "warn"))
-    # The text of a problem ends with its fix, after the last semicolon.
-    clean = True
-    for kind, verdict in verdicts:
-        texts = list(dict.fromkeys(text for facts in by_rank.values() for text in facts[kind]))
-        for text in texts:
-            ranks = [rank for rank, facts in by_rank.items() if text in facts[kind]]
-            where = f" (on {reports.who(ranks)})" if len(ranks) < reports.size else ""
-            what, _, fix = text.rpartition("; ")
-            only = tuple(ranks) if where else ()
-            yield Finding(AREA, kind.removesuffix("s"), verdict, (what or fix) + where, "", fix if what else "", only)
-            clean = False
-    if clean and by_rank:
+    if not by_rank:
+        return
+    problems = _ranks_by_text(by_rank, "problems")
+    notes = _ranks_by_text(by_rank, "notes")
+    for text, ranks in problems.items():
+        yield _finding(reports, "problem", "fail", text, ranks)
+    for text, ranks in notes.items():
+        yield _finding(reports, "note", "warn", text, ranks)
+    if not problems and not notes:
         path = next(iter(by_rank.values()))["path"]
         yield Finding(AREA, "configuration", "pass", path or "defaults", "no problem here")
+
+
+def _ranks_by_text(by_rank: dict[int, Facts], kind: str) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, facts in by_rank.items():
+        for text in dict.fromkeys(facts[kind]):
+            ranks.setdefault(text, []).append(rank)
+    return ranks
+
+
+def _finding(reports: Reports, subject: str, verdict: Verdict, text: str, ranks: list[int]) -> Finding:
+    # The text of a problem ends with its fix, after the last semicolon.
+    measured, _, fix = text.rpartition("; ")
+    if not measured:
+        measured, fix = fix, ""
+    named: list[int] = []
+    if len(ranks) < reports.size:
+        named = ranks
+        measured += f" (on {reports.who(ranks)})"
+    return Finding(AREA, subject, verdict, measured, "", fix, tuple(named))

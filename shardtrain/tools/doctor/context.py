@@ -22,7 +22,8 @@ class RankContext:
         line: ``StoreChannel`` over the store.
         num_ranks: Number of ranks of the planned run, if the doctor runs on only part of its hosts. 0 means
             ``size``.
-        has_config: True if the user passed a configuration. Without one, folders and mesh axes are not relevant.
+        has_config: True if the user passed a configuration. Without one, folders and mesh axes are not
+            relevant.
     """
 
     loaded: Loaded
@@ -37,10 +38,13 @@ class RankContext:
     num_ranks: int = 0
     has_config: bool = True
 
+    # MERGE
     @property
     def kind(self) -> str:
         """Kind of device, "cpu" or "accelerator", which determines the size of tests."""
-        return "cpu" if self.device == "cpu" else "accelerator"
+        if self.device == "cpu":
+            return "cpu"
+        return "accelerator"
 
     def torch_device(self) -> torch.device:
         """Return this rank's device and make it current in this thread. Each check has its own thread."""

@@ -13,7 +13,7 @@ from shardtrain.facts.devices import peak_flops
 from shardtrain.tools.doctor import health
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.health import AREA
-from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
+from shardtrain.tools.doctor.outliers import equal, format_rates, slow
 from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict, kernel_text
 
 if TYPE_CHECKING:
@@ -40,21 +40,27 @@ def collect(context: RankContext, facts: Facts) -> None:
     from shardtrain.ops import accelerator
 
     device = context.torch_device()
+    on_cpu = context.device == "cpu"
     facts["type"] = context.device
-    facts["name"] = cpu_name() if context.device == "cpu" else accelerator.name(device)
+    facts["name"] = cpu_name() if on_cpu else accelerator.name(device)
     dtype = _dtype(device, facts["name"])
     facts["dtype"] = str(dtype).removeprefix("torch.")
     context.line.mark("a matrix product")
     a, b = operands(device, dtype)
     facts["exact"] = is_exact(a, b)
+
     # Query the health under load. The load also warms up the device for the speed measurement.
-    if context.device != "cpu":
+    if not on_cpu:
         facts["uuid"] = health.uuid_of(device)
         facts["health"] = _under_load(facts["uuid"], a, b)
     facts["rate"] = rate(a, b)
-    if context.device == "cpu":
+
+    # Data sheets of processors do not state a peak for one process.
+    facts["peak"] = None
+    if on_cpu:
         facts["threads"] = num_threads()
-    facts["peak"] = peak_flops(facts["name"], facts["dtype"]) if context.device != "cpu" else None
+    else:
+        facts["peak"] = peak_flops(facts["name"], facts["dtype"])
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
@@ -73,8 +79,9 @@ def _dtype(device: torch.device, name: str) -> torch.dtype:
 
     if device.type == "cpu":
         return torch.float32
-    has_units = peak_flops(name, "bfloat16") or device_kernels.has_bfloat16_units(device)
-    return torch.bfloat16 if has_units else torch.float16
+    if peak_flops(name, "bfloat16") or device_kernels.has_bfloat16_units(device):
+        return torch.bfloat16
+    return torch.float16
 
 
 def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,12 +94,13 @@ def operands(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
     size = CPU_SIZE if device.type == "cpu" else CUDA_SIZE
     generator = torch.Generator().manual_seed(7)
-    found = []
+    matrices = []
     for _ in range(2):
+        # Of eight equally likely numbers, 0 becomes 1, 1 becomes -1, and the others become 0.
         numbers = torch.randint(0, 8, (size, size), generator=generator, dtype=torch.int8)
         signs = (numbers == 0).to(torch.int8) - (numbers == 1).to(torch.int8)
-        found.append(signs.to(device).to(dtype))
-    return found[0], found[1]
+        matrices.append(signs.to(device).to(dtype))
+    return matrices[0], matrices[1]
 
 
 def is_exact(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -105,7 +113,8 @@ def is_exact(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     v = torch.arange(1, a.shape[0] + 1, device=a.device, dtype=torch.float64) % 251
     left = multiply(a, b).double() @ v
-    return bool(torch.equal(left, a.double() @ (b.double() @ v)))
+    right = a.double() @ (b.double() @ v)
+    return bool(torch.equal(left, right))
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -114,19 +123,23 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def rate(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the FLOP/s of the fastest of several products, because other work on the machine slows some of them."""
+    """Return the FLOP/s of the fastest of several products, because other work slows some of them."""
     from shardtrain.ops import accelerator
 
-    seconds = []
+    # Products on an accelerator are short, so time ten at a time.
     inner = 1 if a.device.type == "cpu" else 10
+    seconds = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
         for _ in range(inner):
             multiply(a, b)
         accelerator.finish(a.device)
         seconds.append((time.perf_counter() - started) / inner)
-    # Skip the first product, which also loads the library. A product of two n x n matrices has 2 n^3 operations.
-    return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
+
+    # Skip the first product, which also loads the library. A product of two n x n matrices has 2 n^3
+    # operations.
+    num_operations = 2 * a.shape[0] ** 3
+    return float(num_operations / min(seconds[1:]))
 
 
 def num_threads() -> int:
@@ -137,17 +150,21 @@ def num_threads() -> int:
 
 
 def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
-    """Return the health of the device under load. An idle healthy device also has low clocks and a narrow link."""
+    """Return the health of the device under load.
+
+    An idle healthy device also has low clocks and a narrow link.
+    """
     from shardtrain.ops import accelerator
 
-    with health.asking(uuid) as asked:
+    with health.query(uuid) as query:
         end = time.monotonic() + LOAD_SECONDS
-        while asked.poll() is None and time.monotonic() < end:
+        while query.poll() is None and time.monotonic() < end:
+            # Queue several products between two looks at the query, so the device is never idle.
             for _ in range(10):
                 multiply(a, b)
             accelerator.finish(a.device)
         try:
-            return health.answer(asked, uuid)
+            return health.answer(query, uuid)
         except (OSError, subprocess.SubprocessError) as error:
             return {"error": str(error).splitlines()[0]}
 
@@ -157,48 +174,73 @@ def judge(reports: Reports) -> Iterator[Finding]:
     by_rank = reports.of(AREA)
     if not by_rank:
         return
+    names = {rank: str(facts["name"]) for rank, facts in by_rank.items()}
     fix = "use devices of one type, because all ranks wait for the slowest"
-    yield equal(reports, AREA, "kind", {rank: str(facts["name"]) for rank, facts in by_rank.items()}, "warn", fix)
+    yield equal(reports, AREA, "kind", names, "warn", fix)
+    yield from _shared_devices(reports, by_rank)
+    yield _exactness(reports, by_rank)
+    yield from _rates(reports, by_rank)
+    yield from health.judge(
+        reports,
+        {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts},
+    )
 
-    # Find ranks of a host that share one device.
-    used: dict[tuple[str, str], list[int]] = {}
+
+def _shared_devices(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
+    """Report ranks of one host that use the same device."""
+    users: dict[tuple[str, str], list[int]] = {}
     for rank, facts in by_rank.items():
         if facts.get("uuid"):
-            used.setdefault((reports.host(rank), facts["uuid"]), []).append(rank)
-    for (_, uuid), ranks in used.items():
+            device = (reports.host(rank), facts["uuid"])
+            users.setdefault(device, []).append(rank)
+    for (_, uuid), ranks in users.items():
         if len(ranks) > 1:
-            fix = "start one rank per device, and check CUDA_VISIBLE_DEVICES"
             text = f"{uuid} is used by {reports.who(ranks)}"
-            yield Finding(
-                AREA, "one rank per device", "fail", text, "a separate device for each rank", fix, tuple(ranks)
-            )
+            expected = "a separate device for each rank"
+            fix = "start one rank per device, and check CUDA_VISIBLE_DEVICES"
+            yield Finding(AREA, "one rank per device", "fail", text, expected, fix, tuple(ranks))
 
+
+def _exactness(reports: Reports, by_rank: dict[int, Facts]) -> Finding:
+    """Report ranks whose device computes wrong products."""
+    expected = "exact integers"
     wrong = [rank for rank, facts in by_rank.items() if not facts["exact"]]
-    text = f"wrong on {reports.who(wrong)}" if wrong else "exact"
-    replace = "remove this device from the job and have it replaced: its results are wrong" if wrong else ""
-    verdict: Verdict = "fail" if wrong else "pass"
-    yield Finding(AREA, "matrix product", verdict, text, "exact integers", replace, tuple(wrong))
-    yield from _rates(reports, by_rank)
-    yield from health.judge(reports, {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts})
+    if not wrong:
+        return Finding(AREA, "matrix product", "pass", "exact", expected)
+    text = f"wrong on {reports.who(wrong)}"
+    fix = "remove this device from the job and have it replaced: its results are wrong"
+    return Finding(AREA, "matrix product", "fail", text, expected, fix, tuple(wrong))
 
 
 def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """Compare the speed of equal devices with each other and with their data sheet."""
     kinds: dict[tuple[str, str], dict[int, float]] = {}
     for rank, facts in by_rank.items():
-        kinds.setdefault((facts["name"], facts["dtype"]), {})[rank] = facts["rate"] / TERA
+        rates = kinds.setdefault((facts["name"], facts["dtype"]), {})
+        rates[rank] = facts["rate"] / TERA
+
     for (_, dtype), rates in kinds.items():
-        peak = by_rank[next(iter(rates))]["peak"]
-        expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more" if peak else "no expectation"
-        text = fastest_first(reports, rates, "TFLOP/s")
         subject = f"matmul {dtype}"
-        low = [rank for rank in rates if peak and rates[rank] * TERA < GOOD_SHARE * peak]
-        behind = slow(rates)
+        text = format_rates(reports, rates, "TFLOP/s")
+        expected = "no expectation"
+        low: list[int] = []
+        # Equal devices have the same peak. It is None for processors and unknown devices.
+        peak = by_rank[next(iter(rates))]["peak"]
+        if peak:
+            expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more"
+            low = [rank for rank, measured in rates.items() if measured * TERA < GOOD_SHARE * peak]
         if low:
-            verdict: Verdict = "fail" if any(rates[rank] * TERA < BAD_SHARE * peak for rank in low) else "warn"
+            verdict: Verdict = "warn"
+            if min(rates.values()) * TERA < BAD_SHARE * peak:
+                verdict = "fail"
             fix = "check clocks, power and temperature below, and other processes on the device"
-            yield Finding(AREA, subject, verdict, text, expected, fix, tuple(low) if len(low) < reports.size else ())
-        elif behind:
+            # Name the ranks unless all are slow.
+            named = tuple(low) if len(low) < reports.size else ()
+            yield Finding(AREA, subject, verdict, text, expected, fix, named)
+            continue
+
+        behind = slow(rates)
+        if behind:
             fix = "look for other processes, heat or a power cap on it; exclude the host if you find none"
             yield Finding(AREA, subject, "warn", text, "as on other ranks", fix, tuple(behind))
         else:

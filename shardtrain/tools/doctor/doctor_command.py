@@ -135,7 +135,9 @@ def _seconds(text: str) -> float:
 
 
 def _num_ranks(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
+    value = 0
+    if text.isascii() and text.isdigit():
+        value = int(text)
     if not 1 <= value <= MOST_RANKS:
         raise ValueError(f"must be 1 to {MOST_RANKS} ranks")
     return value
@@ -195,8 +197,13 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
     environment.set_allocator_default(os.environ)
     os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
+
+    # Below shardtrain's own launcher, rank 0 writes the report to a file, which the launcher prints.
     if parent:
-        local.leave(local.run_rank(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
+        launched = _with_folder(request.loaded, Path(os.environ[FOLDER]))
+        local.leave(local.run_rank(launched, lambda _: _run(request)))
+
+    # Below torchrun or srun, rank 0 prints the report.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signals.die_with_parent(signal.SIGTERM)
     result = _run(request)
@@ -206,7 +213,8 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
 
 
 def _print(request: DoctorOptions, result: dict[str, Any]) -> int:
-    print(to_json(result) if request.json else text_of(result), flush=True)
+    text = to_json(result) if request.json else text_of(result)
+    print(text, flush=True)
     return int(result["exit_code"])
 
 
@@ -242,7 +250,9 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
         if place:
             code = line.receive("exit_code", 2 * line.patience_seconds)
             line.send(f"left-{place}", True)
-            return {"findings": [], "exit_code": 1 if code is None else code}
+            if code is None:
+                code = 1
+            return {"findings": [], "exit_code": code}
 
         with heartbeat("shardtrain doctor, waiting for other ranks"):
             reports = rank.gather(context, facts)
@@ -255,6 +265,8 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
         end = time.monotonic() + LEAVE_SECONDS
         for other in set(range(1, size)) - set(reports.missing):
             line.receive(f"left-{other}", max(0.0, end - time.monotonic()))
+
+    # The launcher process prints the report of ranks that it started.
     if FOLDER in os.environ:
         (Path(os.environ[FOLDER]) / REPORT).write_text(json.dumps(result), encoding="utf-8")
     return result
@@ -267,5 +279,7 @@ def _local_size() -> int:
     """
     if os.environ.get("LOCAL_WORLD_SIZE"):
         return int(os.environ["LOCAL_WORLD_SIZE"])
+    if "SLURM_PROCID" not in os.environ:
+        return 1
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return int(tasks[0]) if tasks and "SLURM_PROCID" in os.environ else 1
+    return int(tasks[0]) if tasks else 1

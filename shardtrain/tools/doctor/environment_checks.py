@@ -9,13 +9,38 @@ from collections.abc import Iterator
 
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, has_infiniband
 
 AREA = "environment"
 
-PREFIXES = ("NCCL_", "RCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUBLAS_", "FI_", "UCX_", "OMP_", "MKL_", "KMP_")
-_OWN_TO_A_RANK = ("CUDA_VISIBLE_DEVICES", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "NCCL_DEBUG_FILE", "TORCH_NCCL_RANKS")
-_HARMLESS = ("TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "CUDA_HOME", "CUDA_PATH", "CUDA_VERSION", "NCCL_VERSION")
+PREFIXES = (
+    "NCCL_",
+    "RCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "CUBLAS_",
+    "FI_",
+    "UCX_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+)
+_OWN_TO_A_RANK = (
+    "CUDA_VISIBLE_DEVICES",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "NCCL_DEBUG_FILE",
+    "TORCH_NCCL_RANKS",
+)
+_HARMLESS = (
+    "TORCH_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VERSION",
+    "NCCL_VERSION",
+)
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 COSTLY: tuple[tuple[str, str, str], ...] = (
@@ -46,28 +71,27 @@ def collect(context: RankContext, facts: Facts) -> None:
     from shardtrain.utils.log import redact
 
     # Variables with other prefixes may contain secrets. Redact these as well, because their values may, too.
-    names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in _HARMLESS]
-    facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
+    facts["variables"] = {}
+    for name in sorted(os.environ):
+        if name.startswith(PREFIXES) and name not in _HARMLESS:
+            facts["variables"][name] = redact(os.environ[name])[:80]
+
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
-    facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
+    facts["infiniband"] = has_infiniband()
     facts["cores"] = usable_cores()
     facts["local_size"] = context.local_size
-    wants = context.device == "cpu" and context.loaded.config.training.device == "auto"
-    unseen = unseen_devices(os.environ) if wants else None
-    facts["unseen"] = unseen.reason if unseen else ""
+
+    # Devices that a container hides make an automatic choice fall back to the CPU.
+    facts["unseen"] = ""
+    if context.device == "cpu" and context.loaded.config.training.device == "auto":
+        unseen = unseen_devices(os.environ)
+        if unseen:
+            facts["unseen"] = unseen.reason
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Check that variables are equal, interfaces exist, debugging is off, and threads fit the cores."""
-    by_rank = {rank: facts["variables"] for rank, facts in reports.of(AREA).items()}
-    names = sorted({name for variables in by_rank.values() for name in variables} - set(_OWN_TO_A_RANK))
-    rows = [
-        equal(reports, AREA, name, {rank: variables.get(name, "") for rank, variables in by_rank.items()}, "warn", _FIX)
-        for name in names
-    ]
-    yield from (row for row in rows if row.verdict != "pass")
-    if by_rank and all(row.verdict == "pass" for row in rows):
-        yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
+    yield from _differences(reports)
     for name in _INTERFACES:
         yield from each(reports, AREA, {name: functools.partial(_interface, name)})
     for name, pattern, cost in COSTLY:
@@ -76,25 +100,47 @@ def judge(reports: Reports) -> Iterator[Finding]:
     yield from each(reports, AREA, rules)
 
 
-_FIX = "set it in the job script, which all ranks read, instead of the shell of one host"
+def _differences(reports: Reports) -> Iterator[Finding]:
+    """Report variables that differ between ranks, or one finding if all are equal."""
+    by_rank = {rank: facts["variables"] for rank, facts in reports.of(AREA).items()}
+    if not by_rank:
+        return
+    names = set().union(*by_rank.values()) - set(_OWN_TO_A_RANK)
+    fix = "set it in the job script, which all ranks read, instead of the shell of one host"
+    are_equal = True
+    for name in sorted(names):
+        values = {rank: variables.get(name, "") for rank, variables in by_rank.items()}
+        finding = equal(reports, AREA, name, values, "warn", fix)
+        if finding.verdict != "pass":
+            are_equal = False
+            yield finding
+    if are_equal:
+        yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
 
 
 def _interface(name: str, facts: Facts) -> Judged | None:
+    """Judge a variable that selects network interfaces."""
     value = facts["variables"].get(name, "")
     if not value:
         return None
-    there = facts["interfaces"]
-    # NCCL lists name prefixes, exact names after "=", and excluded prefixes after "^". Gloo lists exact names.
-    exact = name.startswith("GLOO") or value.startswith("=")
-    wanted = [word for word in value.lstrip("=").split(",") if word]
+    interfaces = facts["interfaces"]
+    # NCCL lists name prefixes, exact names after "=", and excluded prefixes after "^". Gloo lists exact
+    # names.
     if value.startswith("^"):
-        found = [one for one in there if not one.startswith(tuple(value[1:].split(",")))]
+        excluded = tuple(value[1:].split(","))
+        selected = [interface for interface in interfaces if not interface.startswith(excluded)]
     else:
-        found = [one for one in there if (one in wanted if exact else one.startswith(tuple(wanted)))]
+        wanted = tuple(word for word in value.lstrip("=").split(",") if word)
+        if name.startswith("GLOO") or value.startswith("="):
+            selected = [interface for interface in interfaces if interface in wanted]
+        else:
+            selected = [interface for interface in interfaces if interface.startswith(wanted)]
+
     expected = "an interface of this host"
-    if not found:
-        return "fail", f"{value}: none of {', '.join(there[:6])}", expected, f"set {name} to an interface of `ip link`"
-    return "pass", f"{value}: {', '.join(found[:4])}", expected, ""
+    if not selected:
+        text = f"{value}: none of {', '.join(interfaces[:6])}"
+        return "fail", text, expected, f"set {name} to an interface of `ip link`"
+    return "pass", f"{value}: {', '.join(selected[:4])}", expected, ""
 
 
 def _costly(name: str, pattern: str, cost: str, facts: Facts) -> Judged | None:
@@ -121,14 +167,16 @@ def _unseen(facts: Facts) -> Judged | None:
 
 
 def _threads(facts: Facts) -> Judged | None:
+    """Judge the number of threads that all ranks of a host start together."""
     value = facts["variables"].get("OMP_NUM_THREADS", "")
     if not value.isdecimal():
         return None
-    wanted = int(value) * facts["local_size"]
     cores = facts["cores"]
-    text = f"OMP_NUM_THREADS={value} on each of {facts['local_size']} ranks, with {cores} cores"
-    if wanted > cores:
-        fewer = f"start {cores} ranks here, or fewer"
-        fix = f"set OMP_NUM_THREADS to {cores // facts['local_size']}" if cores >= facts["local_size"] else fewer
-        return "warn", text, "no more than cores", fix
-    return "pass", text, "no more than cores", ""
+    num_ranks = facts["local_size"]
+    text = f"OMP_NUM_THREADS={value} on each of {num_ranks} ranks, with {cores} cores"
+    expected = "no more than cores"
+    if int(value) * num_ranks <= cores:
+        return "pass", text, expected, ""
+    if cores >= num_ranks:
+        return "warn", text, expected, f"set OMP_NUM_THREADS to {cores // num_ranks}"
+    return "warn", text, expected, f"start {cores} ranks here, or fewer"

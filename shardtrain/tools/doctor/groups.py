@@ -19,14 +19,18 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
     {'dp_shard': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
     """
     size = math.prod(sizes.values())
-    groups = {}
+    groups: Groups = {}
     # Neighbors along an axis differ by the product of the sizes of all later axes.
     stride = size
     for axis, degree in sizes.items():
         stride //= degree
-        if degree > 1:
-            firsts = [rank for rank in range(size) if rank // stride % degree == 0]
-            groups[axis] = [[first + place * stride for place in range(degree)] for first in firsts]
+        if degree == 1:
+            continue
+        groups[axis] = []
+        for rank in range(size):
+            is_first = rank // stride % degree == 0
+            if is_first:
+                groups[axis].append(list(range(rank, rank + degree * stride, stride)))
     return groups
 
 
@@ -41,28 +45,35 @@ def of_run(loaded: Loaded, hosts: Sequence[Hashable]) -> Groups:
     size = len(hosts)
     if size < 2:
         return {}
-    own = _ranks_of(hosts)
 
-    # Divide the ranks by mesh axes, into one group of all ranks and, if all hosts have the same number of
-    # ranks, within and across hosts.
+    # Divide the ranks by mesh axes, and into one group of all ranks.
     try:
         sizes = mesh.sizes_of(loaded.config, size)
     except ZeroDivisionError:
         sizes = {}
-    fits = sizes and min(sizes.values()) > 0 and math.prod(sizes.values()) == size
-    divisions = of_mesh(sizes) if fits else {}
+    divisions: Groups = {}
+    if sizes and min(sizes.values()) > 0 and math.prod(sizes.values()) == size:
+        divisions = of_mesh(sizes)
     divisions["all ranks"] = [list(range(size))]
-    alike = len({len(ranks) for ranks in own.values()}) == 1
-    if len(own) > 1 and alike:
-        divisions["one host"] = list(own.values())
-        divisions["across hosts"] = [list(ranks) for ranks in zip(*own.values(), strict=True)]
 
-    # Join the names of equal divisions, such as "dp_shard (all ranks)".
+    # If all hosts have the same number of ranks, also divide within and across hosts.
+    ranks_by_host = list(_ranks_of(hosts).values())
+    counts = {len(ranks) for ranks in ranks_by_host}
+    if len(ranks_by_host) > 1 and len(counts) == 1:
+        divisions["one host"] = ranks_by_host
+        divisions["across hosts"] = [list(ranks) for ranks in zip(*ranks_by_host, strict=True)]
+
+    # Join the names of equal divisions, such as "dp_shard (all ranks)". Groups of one rank have nothing
+    # to measure.
     names: dict[str, list[str]] = {}
     for name, groups in divisions.items():
         if len(groups[0]) > 1:
             names.setdefault(str(sorted(groups)), []).append(name)
-    return {first + "".join(f" ({name})" for name in others): divisions[first] for first, *others in names.values()}
+    joined = {}
+    for first, *others in names.values():
+        suffix = "".join(f" ({name})" for name in others)
+        joined[first + suffix] = divisions[first]
+    return joined
 
 
 def _ranks_of(hosts: Sequence[Hashable]) -> dict[Hashable, list[int]]:
@@ -78,10 +89,12 @@ def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:
     >>> pairs([0, 1, 2, 3])
     [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
     """
+    # The last member is also the neighbor of the first, if a round does not skip it.
     count = len(members)
-    first = [(members[i], members[i + 1]) for i in range(0, count - 1, 2)]
-    second = [(members[i], members[(i + 1) % count]) for i in range(1, count if count % 2 == 0 else count - 1, 2)]
-    return [first, second]
+    neighbors = [(members[i], members[(i + 1) % count]) for i in range(count)]
+    if count % 2:
+        neighbors.pop()
+    return [neighbors[0::2], neighbors[1::2]]
 
 
 def pair_rounds(hosts: Sequence[Hashable]) -> dict[str, list[list[tuple[int, int]]]]:
@@ -89,11 +102,20 @@ def pair_rounds(hosts: Sequence[Hashable]) -> dict[str, list[list[tuple[int, int
 
     A rank is judged by the faster of its two pairs, so a kind of pair requires at least three ranks.
     """
-    own = _ranks_of(hosts)
-    found: dict[str, list[list[tuple[int, int]]]] = {}
-    within = [pairs(ranks) for ranks in own.values() if len(ranks) > 2]
-    if within:
-        found["neighbours"] = [[pair for rounds in within for pair in rounds[number]] for number in (0, 1)]
-    if len(own) > 2:
-        found["neighbouring hosts"] = pairs([ranks[0] for ranks in own.values()])
-    return found
+    ranks_by_host = list(_ranks_of(hosts).values())
+    rounds: dict[str, list[list[tuple[int, int]]]] = {}
+
+    # All hosts measure simultaneously: round 1 has the first pairs of every host, and round 2 the second
+    # ones.
+    first_round, second_round = [], []
+    for ranks in ranks_by_host:
+        if len(ranks) > 2:
+            first, second = pairs(ranks)
+            first_round += first
+            second_round += second
+    if first_round:
+        rounds["neighbours"] = [first_round, second_round]
+
+    if len(ranks_by_host) > 2:
+        rounds["neighbouring hosts"] = pairs([ranks[0] for ranks in ranks_by_host])
+    return rounds

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
@@ -54,11 +55,14 @@ def uuid_of(device: Any) -> str:
     """Return the UUID of a device in the format of nvidia-smi, or "" if PyTorch does not report it."""
     from shardtrain.ops import accelerator
 
-    found = str(getattr(accelerator.module(device).get_device_properties(device), "uuid", ""))
-    return found if not found or found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+    properties = accelerator.module(device).get_device_properties(device)
+    uuid = str(getattr(properties, "uuid", ""))
+    if uuid and not uuid.startswith(("GPU-", "MIG-")):
+        uuid = f"GPU-{uuid}"
+    return uuid
 
 
-def _query(uuid: str, fields: Sequence[str]) -> list[str]:
+def _query_command(uuid: str, fields: Sequence[str]) -> list[str]:
     return ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", uuid]
 
 
@@ -70,12 +74,14 @@ class _Nothing:
 
 
 @contextlib.contextmanager
-def asking(uuid: str) -> Iterator[Any]:
+def query(uuid: str) -> Iterator[Any]:
     """Start a query of the driver, and terminate it on exit."""
     if not uuid or shutil.which("nvidia-smi") is None:
         yield _Nothing()
         return
-    process = subprocess.Popen(_query(uuid, FIELDS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        _query_command(uuid, FIELDS), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         yield process
     finally:
@@ -83,11 +89,12 @@ def asking(uuid: str) -> Iterator[Any]:
         process.communicate()
 
 
-def answer(asked: Any, uuid: str) -> Facts:
+def answer(query: Any, uuid: str) -> Facts:
     """Return the result of a query. Raise OSError or subprocess.SubprocessError if it failed."""
-    if isinstance(asked, _Nothing):
+    if isinstance(query, _Nothing):
         return {"error": "nvidia-smi does not exist, or the device has no UUID"}
-    text, _ = asked.communicate(timeout=SECONDS)
+    text, _ = query.communicate(timeout=SECONDS)
+
     # A driver names the first unknown field. Repeat the query with its old name, or without it.
     fields = list(FIELDS)
     for _ in FIELDS:
@@ -95,13 +102,18 @@ def answer(asked: Any, uuid: str) -> Facts:
         if unknown is None or unknown[1] not in fields:
             break
         place = fields.index(unknown[1])
-        fields[place : place + 1] = [OLD_NAMES[unknown[1]]] if unknown[1] in OLD_NAMES else []
-        text = _ask(_query(uuid, fields))
-    found = parse(fields, text)
-    if len(fields) < len(FIELDS) or set(fields) - set(FIELDS):
-        found.pop("pcie.link.gen.current", None)  # repeated without load, when an idle link is slower
-    found["nvlink"] = nvlink_rates(_ask(["nvidia-smi", "nvlink", "--status", "-i", uuid]))
-    return found
+        if unknown[1] in OLD_NAMES:
+            fields[place] = OLD_NAMES[unknown[1]]
+        else:
+            del fields[place]
+        text = _ask(_query_command(uuid, fields))
+
+    facts = parse(fields, text)
+    # A repeated query runs without load, when an idle link is slower.
+    if fields != list(FIELDS):
+        facts.pop("pcie.link.gen.current", None)
+    facts["nvlink"] = nvlink_rates(_ask(["nvidia-smi", "nvlink", "--status", "-i", uuid]))
+    return facts
 
 
 def _ask(command: Sequence[str]) -> str:
@@ -110,12 +122,22 @@ def _ask(command: Sequence[str]) -> str:
 
 def parse(fields: Sequence[str], text: str) -> Facts:
     """Return the text of each field. Fields that the device does not support are omitted."""
-    rows = list(csv.reader(text.strip().splitlines(), skipinitialspace=True))
+    text = text.strip()
+    if not text:
+        return {"error": "nvidia-smi printed nothing"}
+    lines = text.splitlines()
+    rows = list(csv.reader(lines, skipinitialspace=True))
+    # A driver prints its error instead of the one row of values.
     if len(rows) != 1 or len(rows[0]) != len(fields):
-        return {"error": text.strip().splitlines()[0][:120] if text.strip() else "nvidia-smi printed nothing"}
-    current = {old: new for new, old in OLD_NAMES.items()}
-    values = zip((current.get(field, field) for field in fields), rows[0], strict=True)
-    return {name: value for name, value in values if not value.startswith("[") and value not in ("N/A", "")}
+        return {"error": lines[0][:120]}
+
+    current_names = {old: new for new, old in OLD_NAMES.items()}
+    facts: Facts = {}
+    for field, value in zip(fields, rows[0], strict=True):
+        is_supported = not value.startswith("[") and value not in ("N/A", "")
+        if is_supported:
+            facts[current_names.get(field, field)] = value
+    return facts
 
 
 def nvlink_rates(text: str) -> list[float]:
@@ -124,104 +146,145 @@ def nvlink_rates(text: str) -> list[float]:
     >>> nvlink_rates("GPU 0: NVIDIA H100\\n  Link 0: 26.562 GB/s\\n  Link 1: <inactive>")
     [26.562, 0.0]
     """
-    found = re.findall(r"Link \d+: (?:([\d.]+) GB/s|<?inactive>?)", text)
-    return [float(value) if value else 0.0 for value in found]
+    # The group of an inactive link is empty.
+    values = re.findall(r"Link \d+: (?:([\d.]+) GB/s|<?inactive>?)", text)
+    return [float(value or 0.0) for value in values]
 
 
 def _number(facts: Facts, name: str) -> float:
+    """Return the number of a field in decimal or hexadecimal notation, or 0 if it has none."""
     try:
         value = str(facts.get(name, "0")).split()[0]
-        return float(int(value, 16) if value.startswith("0x") else value)
+        if value.startswith("0x"):
+            return float(int(value, 16))
+        return float(value)
     except (ValueError, IndexError):
         return 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class HealthRule:
+    """One kind of problem of a device.
+
+    Attributes:
+        verdict: Verdict of devices with the problem.
+        describe: Returns a description of the problem, or "" if a device does not have it.
+    """
+
+    subject: str
+    verdict: Verdict
+    describe: Callable[[Facts], str]
+    expected: str
+    fix: str
+
+
 def judge(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """Yield a finding per kind of problem, with the affected ranks."""
-    if not by_rank:
+    errors = {rank: facts["error"] for rank, facts in by_rank.items() if "error" in facts}
+    if errors:
+        first_error = next(iter(errors.values()))
+        text = f"{first_error} ({reports.who(list(errors))})"
+        fix = "install the driver's nvidia-smi, or check the device manually"
+        yield Finding(AREA, "health", "warn", text, "readable", fix)
+
+    answered = {rank: facts for rank, facts in by_rank.items() if rank not in errors}
+    if not answered:
         return
-    silent = {rank: facts["error"] for rank, facts in by_rank.items() if "error" in facts}
-    if silent:
-        text = f"{next(iter(silent.values()))} ({reports.who(list(silent))})"
-        yield Finding(
-            AREA, "health", "warn", text, "readable", "install the driver's nvidia-smi, or check the device manually"
-        )
-    asked = {rank: facts for rank, facts in by_rank.items() if rank not in silent}
-    if not asked:
-        return
-    rows: list[tuple[str, Verdict, dict[int, str], str, str]] = [
-        ("memory errors", "fail", _texts(asked, _memory_errors), "none", "reset the device or have it replaced"),
-        ("corrected errors", "warn", _texts(asked, _corrected), f"under {_MANY_CORRECTED}", "watch this device"),
-        ("throttled", "fail", _texts(asked, lambda f: _reasons(f, _HARD)), "no", "check cooling and power supply"),
-        ("heat", "warn", _texts(asked, lambda f: _reasons(f, _SOFT)), "none", "check the cooling of this host"),
-        ("PCIe link", "warn", _texts(asked, _pcie), "full width and generation", "reseat the card, or reset the host"),
-        (
-            "NVLink",
-            "fail",
-            _texts(asked, _nvlink),
-            "all links up",
-            "check nvidia-smi nvlink --status and the fabric manager",
-        ),
-        (
-            "MIG",
-            "warn",
-            _texts(asked, _mig),
-            "off",
-            "switch it off with nvidia-smi -mig 0; slices of a device cannot train together",
-        ),
-    ]
-    for subject, verdict, found, expected, fix in rows:
-        if found:
-            first = min(found)
-            text = f"{found[first]} on {reports.who(list(found))}"
-            yield Finding(AREA, subject, verdict, text, expected, fix, tuple(sorted(found)))
+    for rule in RULES:
+        problems: dict[int, str] = {}
+        for rank, facts in answered.items():
+            problem = rule.describe(facts)
+            if problem:
+                problems[rank] = problem
+        if problems:
+            # Show the problem of the first rank. The fix is the same for all.
+            text = f"{problems[min(problems)]} on {reports.who(list(problems))}"
+            ranks = tuple(sorted(problems))
+            yield Finding(AREA, rule.subject, rule.verdict, text, rule.expected, rule.fix, ranks)
         else:
-            yield Finding(AREA, subject, "pass", "none" if expected == "none" else "as expected", expected)
-
-
-def _texts(by_rank: dict[int, Facts], look: Any) -> dict[int, str]:
-    return {rank: text for rank, facts in by_rank.items() if (text := look(facts))}
+            text = "none" if rule.expected == "none" else "as expected"
+            yield Finding(AREA, rule.subject, "pass", text, rule.expected)
 
 
 def _memory_errors(facts: Facts) -> str:
+    problems = []
     errors = int(_number(facts, "ecc.errors.uncorrected.volatile.total"))
-    words = [f"{errors} uncorrected"] if errors else []
+    if errors:
+        problems.append(f"{errors} uncorrected")
     states = {
         "remapped_rows.pending": "rows wait for remapping",
         "remapped_rows.failure": "remapping failed",
         "retired_pages.pending": "pages wait for retirement",
     }
-    words += [text for name, text in states.items() if facts.get(name, "0") not in ("0", "No")]
-    return ", ".join(words)
+    for name, text in states.items():
+        if facts.get(name, "0") not in ("0", "No"):
+            problems.append(text)
+    return ", ".join(problems)
 
 
 def _corrected(facts: Facts) -> str:
     errors = int(_number(facts, "ecc.errors.corrected.volatile.total"))
-    return f"{errors}" if errors >= _MANY_CORRECTED else ""
+    return str(errors) if errors >= _MANY_CORRECTED else ""
+
+
+def _hardware_throttling(facts: Facts) -> str:
+    return _reasons(facts, _HARD)
+
+
+def _driver_throttling(facts: Facts) -> str:
+    return _reasons(facts, _SOFT)
 
 
 def _reasons(facts: Facts, bits: dict[int, str]) -> str:
     active = int(_number(facts, "clocks_event_reasons.active"))
-    words = [text for bit, text in bits.items() if active & bit]
-    heat = f" at {facts['temperature.gpu']} C" if words and "temperature.gpu" in facts else ""
-    return ", ".join(words) + heat
+    reasons = ", ".join(text for bit, text in bits.items() if active & bit)
+    if reasons and "temperature.gpu" in facts:
+        reasons += f" at {facts['temperature.gpu']} C"
+    return reasons
 
 
 def _pcie(facts: Facts) -> str:
-    words = []
+    problems = []
     for name, sign in (("width", "x"), ("gen", "generation ")):
         current = _number(facts, f"pcie.link.{name}.current")
         most = _number(facts, f"pcie.link.{name}.max")
         if 0 < current < most:
-            words.append(f"{sign}{current:.0f} of {sign}{most:.0f}")
-    return ", ".join(words)
+            problems.append(f"{sign}{current:.0f} of {sign}{most:.0f}")
+    return ", ".join(problems)
 
 
 def _nvlink(facts: Facts) -> str:
     rates = facts.get("nvlink", [])
-    down = sum(rate == 0 for rate in rates)
-    return f"{down} of {len(rates)} links down" if 0 < down < len(rates) else ""
+    down = rates.count(0.0)
+    # If no link is up, the device is not connected by NVLink.
+    if down == len(rates) or not down:
+        return ""
+    return f"{down} of {len(rates)} links down"
 
 
 def _mig(facts: Facts) -> str:
-    return "on" if facts.get("mig.mode.current") == "Enabled" else ""
+    is_on = facts.get("mig.mode.current") == "Enabled"
+    return "on" if is_on else ""
+
+
+RULES = (
+    HealthRule("memory errors", "fail", _memory_errors, "none", "reset the device or have it replaced"),
+    HealthRule("corrected errors", "warn", _corrected, f"under {_MANY_CORRECTED}", "watch this device"),
+    HealthRule("throttled", "fail", _hardware_throttling, "no", "check cooling and power supply"),
+    HealthRule("heat", "warn", _driver_throttling, "none", "check the cooling of this host"),
+    HealthRule("PCIe link", "warn", _pcie, "full width and generation", "reseat the card, or reset the host"),
+    HealthRule(
+        "NVLink",
+        "fail",
+        _nvlink,
+        "all links up",
+        "check nvidia-smi nvlink --status and the fabric manager",
+    ),
+    HealthRule(
+        "MIG",
+        "warn",
+        _mig,
+        "off",
+        "switch it off with nvidia-smi -mig 0; slices of a device cannot train together",
+    ),
+)

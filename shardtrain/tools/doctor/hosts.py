@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import platform
@@ -10,11 +11,21 @@ from collections.abc import Iterator
 
 from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_numbers, warn_if
+from shardtrain.tools.doctor.result import (
+    Facts,
+    Finding,
+    Judged,
+    Reports,
+    Verdict,
+    each,
+    first_few,
+    kernel_numbers,
+    plural,
+    warn_if,
+)
 
 AREA = "hosts"
 
-"""Default rendezvous port of torchrun."""
 LEAST_PORTS = 2_000
 """Minimum number of ephemeral ports. A rank may open connections to a few thousand other ranks."""
 
@@ -30,8 +41,8 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["port"] = RENDEZVOUS_PORT
     facts["port_busy"] = not is_free(RENDEZVOUS_PORT)
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
-        facts["addresses"] = sorted(map(str, found))
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+        facts["addresses"] = sorted(addresses)
     except OSError as error:
         facts["addresses"] = []
         facts["resolve_error"] = str(error.strerror or error)
@@ -50,15 +61,18 @@ def is_free(port: int) -> bool:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Check host names, equal numbers of ranks per host, ephemeral ports and the rendezvous port."""
-    hosts = reports.hosts()
     by_rank = reports.of(AREA)
     yield _ranks_per_host(reports)
-    yield from each(reports, AREA, {"name resolves": lambda facts: _resolves(facts, several=len(hosts) > 1)})
-    found = {facts["architecture"] for facts in by_rank.values()}
-    if len(found) > 1:
+    has_several = len(reports.hosts()) > 1
+    yield from each(reports, AREA, {"name resolves": functools.partial(_resolves, has_several)})
+    architectures = {facts["architecture"] for facts in by_rank.values()}
+    if len(architectures) > 1:
+        text = ", ".join(sorted(architectures))
         fix = "use hosts with one processor type, because kernels of different processors round differently"
-        yield Finding(AREA, "architecture", "warn", ", ".join(sorted(found)), "equal on all hosts", fix)
+        yield Finding(AREA, "architecture", "warn", text, "equal on all hosts", fix)
     yield from each(reports, AREA, {"ephemeral ports": _ports})
+
+    # In a job, the port is busy because the job itself uses it.
     if not any(facts["in_job"] for facts in by_rank.values()):
         yield from each(reports, AREA, {"meeting port": _port})
 
@@ -67,40 +81,53 @@ def _ranks_per_host(reports: Reports) -> Finding:
     hosts = reports.hosts()
     by_rank = reports.of(AREA)
     counts = {host: len(ranks) for host, ranks in hosts.items()}
-    text = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, " + ", ".join(
-        f"{host} {count}" for host, count in list(counts.items())[:4]
-    )
-    text += f" and {len(counts) - 4} more" if len(counts) > 4 else ""
+    texts = [f"{host} {count}" for host, count in counts.items()]
+    text = f"{plural(len(hosts), 'host')}, {first_few(texts, 4)}"
+    expected = "equal on all hosts"
 
     # Containers may share a name, or a launcher may count differently. Groups within hosts would then be
     # wrong.
-    wrong = {host: count for host, count in counts.items() if count != by_rank[hosts[host][0]]["local_size"]}
+    wrong: list[int] = []
+    for ranks in hosts.values():
+        if len(ranks) != by_rank[ranks[0]]["local_size"]:
+            wrong += ranks
     if wrong:
-        fix = "give each host or container a unique name, and start its ranks with one torchrun or srun step"
         expected = "LOCAL_WORLD_SIZE ranks on each host"
-        ranks = tuple(rank for host in wrong for rank in hosts[host])
-        return Finding(AREA, "ranks per host", "warn", text, expected, fix, ranks)
-    if len(set(counts.values())) > 1:
-        most = max(counts.values())
-        ranks = tuple(rank for host, own in hosts.items() if counts[host] < most for rank in own)
+        fix = "give each host or container a unique name, and start its ranks with one torchrun or srun step"
+        return Finding(AREA, "ranks per host", "warn", text, expected, fix, tuple(wrong))
+
+    most = max(counts.values())
+    fewer: list[int] = []
+    for ranks in hosts.values():
+        if len(ranks) < most:
+            fewer += ranks
+    if fewer:
         fix = "start the same number of ranks on each host"
-        return Finding(AREA, "ranks per host", "warn", text, "equal on all hosts", fix, ranks)
-    return Finding(AREA, "ranks per host", "pass", text, "equal on all hosts")
+        return Finding(AREA, "ranks per host", "warn", text, expected, fix, tuple(fewer))
+    return Finding(AREA, "ranks per host", "pass", text, expected)
 
 
-def _resolves(facts: Facts, several: bool) -> Judged:
+def _resolves(has_several: bool, facts: Facts) -> Judged:
+    """Judge the addresses of this host's name. On several hosts, the others must be able to reach one."""
     name = facts["hostname"]
     addresses = facts["addresses"]
-    expected = "an address that other hosts can reach" if several else "an address"
+    expected = "an address"
+    verdict: Verdict = "warn"
+    if has_several:
+        expected = "an address that other hosts can reach"
+        verdict = "fail"
     fix = f"set the network address of {name} in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
     if not addresses:
-        return ("fail" if several else "warn"), f"{name}: {facts.get('resolve_error', 'no address')}", expected, fix
-    if several and all(_is_loopback(address) for address in addresses):
-        return "fail", f"{name} is {', '.join(addresses)}, which other hosts cannot reach", expected, fix
+        error = facts.get("resolve_error", "no address")
+        return verdict, f"{name}: {error}", expected, fix
+    if has_several and all(_is_loopback(address) for address in addresses):
+        text = f"{name} is {', '.join(addresses)}, which other hosts cannot reach"
+        return "fail", text, expected, fix
     return "pass", f"{name}: {', '.join(addresses[:2])}", expected, ""
 
 
 def _is_loopback(address: str) -> bool:
+    # An IPv6 address may end with "%" and its interface.
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -118,7 +145,9 @@ def _ports(facts: Facts) -> Judged | None:
 
 
 def _port(facts: Facts) -> Judged:
-    text = f"port {facts['port']} is {'busy' if facts['port_busy'] else 'free'}"
+    is_busy = facts["port_busy"]
+    state = "busy" if is_busy else "free"
+    text = f"port {facts['port']} is {state}"
     expected = "free, for a torchrun without --rdzv-endpoint"
     fix = "end the process that listens on it (see ss -ltnp), or use torchrun --rdzv-endpoint HOST:PORT"
-    return warn_if(facts["port_busy"], text, expected, fix)
+    return warn_if(is_busy, text, expected, fix)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, warn_if
+from shardtrain.tools.doctor.result import (
+    Facts,
+    Finding,
+    Judged,
+    Reports,
+    each,
+    has_infiniband,
+    kernel_text,
+    warn_if,
+)
 from shardtrain.utils.units import GIB, format_bytes
 
 AREA = "limits"
@@ -39,12 +48,18 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["governor"] = kernel_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     facts["huge_pages"] = _chosen(kernel_text("/sys/kernel/mm/transparent_hugepage/enabled"))
     facts["core_pattern"] = kernel_text("/proc/sys/kernel/core_pattern")
-    facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    # The eighth number of the first line is steal: CPU time since boot that the hypervisor gave to other guests.
+    facts["infiniband"] = has_infiniband()
+    facts["steal"] = _steal()
+
+
+def _steal() -> float:
+    """Return the fraction of CPU time that the hypervisor gave to other guests since boot, 0 if unknown."""
+    # Steal is the eighth number of the first line.
     words = kernel_text("/proc/stat").split("\n")[0].split()[1:]
-    times: list[int] = [int(word) for word in words[:8]]
-    total = sum(times)
-    facts["steal"] = times[7] / total if len(times) == 8 and total else 0.0
+    times = [int(word) for word in words[:8]]
+    if len(times) < 8 or not sum(times):
+        return 0.0
+    return times[7] / sum(times)
 
 
 def ulimits() -> dict[str, int]:
@@ -60,7 +75,8 @@ def ulimits() -> dict[str, int]:
     }
     limits = {}
     for name, constant in names.items():
-        if hasattr(resource, constant):  # depends on the system
+        # Each system has only some of the limits.
+        if hasattr(resource, constant):
             soft, _ = resource.getrlimit(getattr(resource, constant))
             limits[name] = -1 if soft == resource.RLIM_INFINITY else soft
     return limits
@@ -68,9 +84,12 @@ def ulimits() -> dict[str, int]:
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the CPU quota of this process's cgroup (version 2 or 1) in CPUs, or 0 without a quota."""
-    # Version 2 has both numbers in one file, "max 100000" without a quota. Version 1 has -1 without a quota.
-    for quota, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        words = kernel_text(root / quota).split() + (kernel_text(root / period).split() if period else [])
+    # Version 2 has both numbers in one file, "max 100000" without a quota. Version 1 has one file for
+    # each, with -1 without a quota.
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        words = []
+        for file in files:
+            words += kernel_text(root / file).split()
         if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):
             return int(words[0]) / int(words[1])
     return 0.0
@@ -106,60 +125,58 @@ def _files(facts: Facts) -> Judged | None:
     value = facts.get("open_files")
     if value is None:
         return None
-    text = "unlimited" if value < 0 else str(value)
-    fix = "raise it: ulimit -n 65536 (LimitNOFILE, or the container)"
     expected = f"{FEW_FILES} or more"
+    fix = "raise it: ulimit -n 65536 (LimitNOFILE, or the container)"
     if 0 <= value < TOO_FEW_FILES:
-        return "fail", text, expected, fix
-    return warn_if(0 <= value < FEW_FILES, text, expected, fix)
+        return "fail", str(value), expected, fix
+    return warn_if(0 <= value < FEW_FILES, _limit(value, str), expected, fix)
+
+
+def _limit(value: int, format_value: Callable[[int], str]) -> str:
+    return format_value(value) if value >= 0 else "unlimited"
 
 
 def _processes(facts: Facts) -> Judged | None:
     value = facts.get("processes")
     if value is None:
         return None
-    text = "unlimited" if value < 0 else str(value)
     expected = f"{FEW_PROCESSES} or more"
     fix = "raise it: ulimit -u 65536 (LimitNPROC, or the container)"
-    return warn_if(0 <= value < FEW_PROCESSES, text, expected, fix)
+    return warn_if(0 <= value < FEW_PROCESSES, _limit(value, str), expected, fix)
 
 
 def _locked(facts: Facts) -> Judged | None:
     value = facts.get("locked_bytes")
     if value is None:
         return None
-    text = "unlimited" if value < 0 else format_bytes(value)
-    if facts["infiniband"] and 0 <= value < GIB:
+    text = _limit(value, format_bytes)
+    # Without InfiniBand, nothing locks much memory.
+    if not facts["infiniband"]:
+        return "pass", text, "", ""
+    expected = "unlimited, for InfiniBand"
+    if 0 <= value < GIB:
         fix = "set it to unlimited (ulimit -l, LimitMEMLOCK), because InfiniBand locks its buffers"
-        return "fail", text, "unlimited, for InfiniBand", fix
-    return "pass", text, "unlimited, for InfiniBand" if facts["infiniband"] else "", ""
+        return "fail", text, expected, fix
+    return "pass", text, expected, ""
 
 
 def _address(facts: Facts) -> Judged | None:
     value = facts.get("address_bytes", -1)
     if value < 0:
         return None
-    return (
-        "fail",
-        format_bytes(value),
-        "unlimited",
-        "remove it (ulimit -v unlimited), because CUDA reserves more than it uses",
-    )
+    fix = "remove it (ulimit -v unlimited), because CUDA reserves more than it uses"
+    return "fail", format_bytes(value), "unlimited", fix
 
 
 def _core(facts: Facts) -> Judged | None:
     value = facts.get("core_bytes")
     if value is None or sys.platform != "linux":
         return None
-    text = "unlimited" if value < 0 else format_bytes(value)
-    piped = facts["core_pattern"].startswith("|")
-    if value and not piped:
-        return (
-            "warn",
-            f"{text}, to files",
-            "none",
-            "set ulimit -c 0: a crashing rank would write all its memory to disk",
-        )
+    text = _limit(value, format_bytes)
+    # A pattern that starts with a pipe passes dumps to a program.
+    if value and not facts["core_pattern"].startswith("|"):
+        fix = "set ulimit -c 0: a crashing rank would write all its memory to disk"
+        return "warn", f"{text}, to files", "none", fix
     return "pass", text, "none", ""
 
 
@@ -184,6 +201,7 @@ def _load(facts: Facts) -> Judged:
 
 def _governor(facts: Facts) -> Judged | None:
     value = facts["governor"]
+    # Virtual machines have no governor.
     if not value:
         return None
     fix = "cpupower frequency-set -g performance"
@@ -198,4 +216,5 @@ def _stolen(facts: Facts) -> Judged | None:
 
 
 def _pages(facts: Facts) -> Judged | None:
-    return ("pass", facts["huge_pages"], "", "") if facts["huge_pages"] else None
+    value = facts["huge_pages"]
+    return ("pass", value, "", "") if value else None

@@ -29,33 +29,44 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
     The rate of a port is the negotiated one, such as "400 Gb/sec (4X NDR)". An Ethernet card that is also a
     RoCE port is counted once, as a port.
     """
-    found: list[Facts] = []
-    behind: set[str] = set()
+    cards: list[Facts] = []
+    interfaces_of_ports: set[str] = set()
     for port in sorted(root.glob("infiniband/*/ports/*")):
-        state = kernel_text(port / "state")
-        speed = re.match(r"([\d.]+) Gb", kernel_text(port / "rate"))
         card = port.parents[1]
-        behind.update(path.name for path in card.glob("device/net/*"))
-        up = "ACTIVE" in state
-        rate = float(speed[1]) * GIGA / 8 if speed and up else 0.0
-        found.append({"name": f"{card.name}:{port.name}", "kind": "infiniband", "up": up, "rate": rate})
-    for card in sorted(root.glob("net/*")):
-        speed = re.match(r"\d+$", kernel_text(card / "speed"))
+        interfaces_of_ports.update(path.name for path in card.glob("device/net/*"))
+        speed = re.match(r"([\d.]+) Gb", kernel_text(port / "rate"))
+        gigabits = float(speed[1]) if speed else 0.0
+        is_up = "ACTIVE" in kernel_text(port / "state")
+        cards.append(_card(f"{card.name}:{port.name}", "infiniband", is_up, gigabits * GIGA))
+
+    for interface in sorted(root.glob("net/*")):
         # Software interfaces such as bridges and loopback have no device.
-        if card.name in behind or not (card / "device").exists():
+        if interface.name in interfaces_of_ports or not (interface / "device").exists():
             continue
-        up = kernel_text(card / "operstate") == "up"
-        rate = float(speed[0]) * 1e6 / 8 if speed and up else 0.0
-        found.append({"name": card.name, "kind": "ethernet", "up": up, "rate": rate})
-    return found
+        # The speed of an interface that is down is missing or -1.
+        speed = re.match(r"\d+$", kernel_text(interface / "speed"))
+        megabits = float(speed[0]) if speed else 0.0
+        is_up = kernel_text(interface / "operstate") == "up"
+        cards.append(_card(interface.name, "ethernet", is_up, megabits * 1e6))
+    return cards
+
+
+def _card(name: str, kind: str, is_up: bool, bits_per_second: float) -> Facts:
+    bytes_per_second = bits_per_second / 8 if is_up else 0.0
+    return {"name": name, "kind": kind, "up": is_up, "rate": bytes_per_second}
 
 
 def device_rate(facts: Facts) -> tuple[float, str]:
-    """Return the bandwidth between a device and others on its host, and its source. Return 0 if it is unknown."""
+    """Return the bandwidth between a device and others on its host, and its source.
+
+    Return 0 if it is unknown.
+    """
     health = facts.get("health", {})
     nvlink = sum(health.get("nvlink", []))
     if nvlink:
         return nvlink * GIGA, f"{nvlink:.0f} GB/s of NVLink"
+
+    # Without NVLink, devices of a host communicate over PCIe.
     try:
         generation = int(health["pcie.link.gen.max"])
         width = int(health["pcie.link.width.max"])
@@ -72,22 +83,38 @@ def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tup
     network cards of a host. A ring that crosses a host once uses all of its cards, but at most the bandwidth
     of one device.
     """
-    devices = {rank: facts for rank, facts in reports.of("devices").items() if rank in group}
-    if len(devices) < len(group) or any(facts["type"] != "cuda" for facts in devices.values()):
+    devices = [facts for rank, facts in reports.of("devices").items() if rank in group]
+    types = {facts["type"] for facts in devices}
+    if len(devices) < len(group) or types != {"cuda"}:
         return 0.0, ""
-    inside, why = min((device_rate(facts) for facts in devices.values()), key=lambda found: found[0])
-    if len({reports.host(rank) for rank in group}) == 1:
-        return inside, why
-    cards = [_cards_rate(facts["cards"]) for rank, facts in reports.of("network").items() if rank in group]
-    between = min(cards, default=0.0) / max(1, groups_at_once)
+    device_rates = [device_rate(facts) for facts in devices]
+    inside, source = min(device_rates, key=lambda rate_and_source: rate_and_source[0])
+    hosts = {reports.host(rank) for rank in group}
+    if len(hosts) == 1:
+        return inside, source
+
+    card_rates = [
+        _cards_rate(facts["cards"])
+        for rank, facts in reports.of(
+            "network",
+        ).items()
+        if rank in group
+    ]
+    between = min(card_rates, default=0.0) / max(1, groups_at_once)
     if not between:
         return 0.0, ""
     if inside and inside < between:
-        return inside, why
+        return inside, source
     return between, f"{between / GIGA:.0f} GB/s of the network cards"
 
 
 def _cards_rate(cards: Sequence[Facts]) -> float:
     """Return the total rate of InfiniBand ports, which NCCL prefers, or that of the fastest Ethernet card."""
-    fast = sum(card["rate"] for card in cards if card["kind"] == "infiniband")
-    return fast or max((card["rate"] for card in cards if card["kind"] == "ethernet"), default=0.0)
+    total_of_ports = 0.0
+    fastest_ethernet = 0.0
+    for card in cards:
+        if card["kind"] == "infiniband":
+            total_of_ports += card["rate"]
+        else:
+            fastest_ethernet = max(fastest_ethernet, card["rate"])
+    return total_of_ports or fastest_ethernet

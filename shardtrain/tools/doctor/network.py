@@ -8,7 +8,6 @@ number of ranks.
 from __future__ import annotations
 
 import collections
-import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardtrain.ops import accelerator
 from shardtrain.tools.doctor import groups, links
@@ -56,35 +54,58 @@ def collect(context: RankContext, facts: Facts) -> None:
     backend = accelerator.collectives(context.device)
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
 
-    # Ranks meet before each measurement, because a late rank would look like a slow link.
     for axis, divided in groups.of_run(context.loaded, hosts).items():
-        context.line.mark(f"making the groups of {axis}")
-        place = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
-        # Only members create a group. Otherwise every rank would create those of all ranks.
-        group: Any = dist.new_group(divided[place], timeout=timeout, use_local_synchronization=True)
-        for name, measure in COLLECTIVES.items():
-            context.line.meet(f"{name} on {axis}")
-            measured = measure(context, group)
-            # Rank 0 receives the facts of all ranks. It finds the members of a group by its number.
-            of_group = {"axis": axis, "name": name, "group": place, "size": len(divided[place])}
-            facts["collectives"].append({**of_group, **measured})
-
-    # Exchange a buffer with each neighbor. All pairs of a round run simultaneously.
+        facts["collectives"] += _measure_axis(context, axis, divided, timeout)
     for kind, rounds in groups.pair_rounds(hosts).items():
-        for number, pairs in enumerate(rounds):
-            context.line.meet(f"{kind}, round {number + 1}")
+        for number, pairs in enumerate(rounds, start=1):
+            context.line.meet(f"{kind}, round {number}")
             peer = _peer(context.rank, pairs)
-            if peer is None:
-                continue
-            sent = torch.zeros(PAIR_BYTES[context.kind] // 4, device=context.torch_device())
-            received = torch.empty_like(sent)
-            exchange = functools.partial(_exchange, sent, received, peer)
-            seconds = _seconds(context, exchange, REPEATS)
-            facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})
+            if peer is not None:
+                rate = _pair_rate(context, peer)
+                facts["pairs"].append({"kind": kind, "peer": peer, "rate": rate})
 
     # A rank that leaves early would break connections of ranks that still measure.
     context.line.meet("leaving the process group")
     dist.destroy_process_group()
+
+
+def _measure_axis(
+    context: RankContext,
+    axis: str,
+    divided: list[list[int]],
+    timeout: timedelta,
+) -> list[Facts]:
+    """Measure each collective in this rank's group. Collective over all ranks."""
+    context.line.mark(f"making the groups of {axis}")
+    number = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
+    ranks = divided[number]
+    # Only members create a group. Otherwise every rank would create those of all ranks.
+    group: Any = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+    rows = []
+    for name, measure in COLLECTIVES.items():
+        # Ranks meet before each measurement, because a late rank would look like a slow link.
+        context.line.meet(f"{name} on {axis}")
+        # Rank 0 receives the facts of all ranks. It finds the members of a group by its number.
+        row = {"axis": axis, "name": name, "group": number, "size": len(ranks)}
+        row |= measure(context, group)
+        rows.append(row)
+    return rows
+
+
+def _pair_rate(context: RankContext, peer: int) -> float:
+    """Return the bytes per second of exchanging a buffer. All pairs of a round run simultaneously."""
+    numel = PAIR_BYTES[context.kind] // 4
+    sent = torch.zeros(numel, device=context.torch_device())
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        send = dist.P2POp(dist.isend, sent, peer)
+        receive = dist.P2POp(dist.irecv, received, peer)
+        for request in dist.batch_isend_irecv([send, receive]):
+            request.wait()
+
+    return sent.nbytes / _seconds(context, exchange, REPEATS)
 
 
 def _peer(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
@@ -100,7 +121,8 @@ def _peer(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
 def _hosts(context: RankContext) -> list[int]:
     """Return a number for each rank that is equal for the ranks of one host. Collective.
 
-    Rank 0 receives the names. With the same number of ranks on all hosts, in order, it sends only this number.
+    Rank 0 receives the names. With the same number of ranks on all hosts, in order, it sends only this
+    number.
     """
     import socket
 
@@ -118,7 +140,9 @@ def _hosts(context: RankContext) -> list[int]:
 
 
 def _placement(names: Sequence[str]) -> int | list[int]:
-    """Return the number of ranks per host if each host has this many neighboring ranks, else a host number per rank.
+    """Return the number of ranks per host, or a host number per rank if hosts have different numbers of ranks.
+
+    The first form also requires that the ranks of each host are consecutive.
 
     >>> _placement(["a", "a", "b", "b"]), _placement(["a", "b", "a", "b"]), _placement(["a", "b", "b"])
     (2, [0, 1, 0, 1], [0, 1, 1])
@@ -133,7 +157,8 @@ def _placement(names: Sequence[str]) -> int | list[int]:
 def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
     """Return the shortest duration of several repetitions.
 
-    The first repetition opens connections, so it does not count. Other work on the machine slows some repetitions.
+    The first repetition opens connections, so it does not count. Other work on the machine slows some
+    repetitions.
     """
     seconds = []
     for _ in range(repeats + 1):
@@ -183,13 +208,6 @@ COLLECTIVES: dict[str, Callable[[RankContext, dist.ProcessGroup], Facts]] = {
 }
 
 
-def _exchange(sent: Tensor, received: Tensor, peer: int) -> None:
-    send = dist.P2POp(dist.isend, sent, peer)
-    receive = dist.P2POp(dist.irecv, received, peer)
-    for request in dist.batch_isend_irecv([send, receive]):
-        request.wait()
-
-
 def judge(reports: Reports) -> Iterator[Finding]:
     """Judge correctness, then the speed of each axis and group, and of ranks by their pairs."""
     yield from _cards(reports)
@@ -197,34 +215,36 @@ def judge(reports: Reports) -> Iterator[Finding]:
     rows: dict[Row, dict[int, dict[int, Facts]]] = {}
     for rank, facts in reports.of(AREA).items():
         for measured in facts["collectives"]:
-            groups_of_row = rows.setdefault((measured["axis"], measured["name"]), {})
+            row = (measured["axis"], measured["name"])
+            groups_of_row = rows.setdefault(row, {})
             ranks_of_group = groups_of_row.setdefault(measured["group"], {})
             ranks_of_group[rank] = measured
     for (axis, name), divided in rows.items():
-        yield _collective(reports, axis, name, list(divided.values()))
+        yield _collective(reports, f"{name} {axis}", list(divided.values()))
     yield from _pairs(reports)
 
 
-def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[int, Facts]]) -> Finding:
-    subject = f"{name} {axis}"
+def _collective(reports: Reports, subject: str, divided: Sequence[dict[int, Facts]]) -> Finding:
+    """Judge one collective along one axis from the measurements of its groups by rank."""
     wrong = []
     for group in divided:
         wrong += [rank for rank, measured in group.items() if not measured["right"]]
     if wrong:
         wrong.sort()
+        text = f"wrong numbers on {reports.who(wrong)}"
         fix = "unset NCCL_PROTO; if that does not help, remove these hosts: their links or devices change numbers"
-        return Finding(AREA, subject, "fail", f"wrong numbers on {reports.who(wrong)}", "exact sums", fix, tuple(wrong))
+        return Finding(AREA, subject, "fail", text, "exact sums", fix, tuple(wrong))
 
-    # Find the slowest group. All ranks of a group finish a collective at almost the same time, so take their median.
-    # Groups are named by their first rank.
+    # Find the slowest group. All ranks of a group finish a collective at almost the same time, so take
+    # their median. Groups are named by their first rank.
     rates: dict[int, float] = {}
     members: dict[int, list[int]] = {}
     latencies = []
     for group in divided:
         first = min(group)
+        members[first] = sorted(group)
         measurements = list(group.values())
         rates[first] = statistics.median(measured["rate"] for measured in measurements)
-        members[first] = sorted(group)
         latencies += [measured["latency"] for measured in measurements if "latency" in measured]
     slowest = min(rates, key=lambda first: (rates[first], first))
     rate = rates[slowest]
@@ -234,25 +254,31 @@ def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[i
     if latencies:
         text += f"; {format_seconds(statistics.median(latencies))} for one number"
 
-    # Compare with the expected bandwidth of the links, if known, and with other groups.
-    crossing = _crossing(reports, list(members.values()))
-    expectations = []
-    for ranks in members.values():
-        most_crossing = max(crossing[reports.host(rank)] for rank in ranks)
-        expectations.append(links.expected(reports, ranks, most_crossing))
-    limit, why = min(expectations, key=lambda expectation: expectation[0])
-    expected = f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
+    # Compare with other groups, and with the expected bandwidth of the links, if known.
     behind = []
     for first in slow(rates):
         behind += members[first]
+    limit, source = _expected(reports, list(members.values()))
+    expected = f"{links.GOOD_SHARE:.0%} of {source} or more" if limit else "no expectation"
     if limit and rate < links.GOOD_SHARE * limit:
         verdict: Verdict = "fail" if rate < links.BAD_SHARE * limit else "warn"
         fix = "check the transport with NCCL_DEBUG=INFO: NVLink, PCIe, InfiniBand or sockets"
-        return Finding(AREA, subject, verdict, text, expected, fix, tuple(behind or members[slowest]))
+        named = behind or members[slowest]
+        return Finding(AREA, subject, verdict, text, expected, fix, tuple(named))
     if behind:
         fix = "check the links and switches of these ranks, and other jobs on them"
         return Finding(AREA, subject, "warn", text, "as in other groups", fix, tuple(behind))
     return Finding(AREA, subject, "pass", text, expected)
+
+
+def _expected(reports: Reports, groups: Sequence[Sequence[int]]) -> tuple[float, str]:
+    """Return the lowest expected bandwidth of several groups, and its source. Return 0 if one is unknown."""
+    num_crossing = _crossing(reports, groups)
+    expectations = []
+    for ranks in groups:
+        most_crossing = max(num_crossing[reports.host(rank)] for rank in ranks)
+        expectations.append(links.expected(reports, ranks, most_crossing))
+    return min(expectations, key=lambda expectation: expectation[0])
 
 
 def _crossing(reports: Reports, groups: Sequence[Sequence[int]]) -> collections.Counter[str]:
@@ -273,12 +299,13 @@ def _pairs(reports: Reports) -> Iterator[Finding]:
         for pair in facts["pairs"]:
             rates = kinds.setdefault(pair["kind"], {})
             rates[rank] = max(rates.get(rank, 0.0), pair["rate"])
+
     for kind, rates in kinds.items():
-        behind = slow(rates)
-        lowest = min(rates.values())
+        slowest = min(rates, key=lambda rank: (rates[rank], rank))
+        lowest = rates[slowest]
         highest = max(rates.values())
-        slowest = min(rank for rank, rate in rates.items() if rate == lowest)
         text = f"{lowest / GIGA:.3g} to {highest / GIGA:.3g} GB/s, slowest {reports.who([slowest])}"
+        behind = slow(rates)
         verdict: Verdict = "pass"
         fix = ""
         if behind:
@@ -289,21 +316,22 @@ def _pairs(reports: Reports) -> Iterator[Finding]:
 
 def _cards(reports: Reports) -> Iterator[Finding]:
     """Report hosts with fewer active InfiniBand ports than other hosts."""
-    if len(reports.hosts()) < 2:
+    hosts = reports.hosts()
+    if len(hosts) < 2:
         return
+    by_rank = reports.of(AREA)
     num_ports: dict[str, int] = {}
     rates = set()
-    for host, ranks in reports.hosts().items():
+    for host, ranks in hosts.items():
         # All ranks of a host see the same cards, so use its first rank.
-        facts = reports.of(AREA).get(ranks[0])
+        facts = by_rank.get(ranks[0])
         if facts is None:
             continue
         num_ports[host] = 0
         for card in facts["cards"]:
-            if card["kind"] == "infiniband":
-                num_ports[host] += card["up"]
-                if card["up"]:
-                    rates.add(card["rate"])
+            if card["kind"] == "infiniband" and card["up"]:
+                num_ports[host] += 1
+                rates.add(card["rate"])
     most = max(num_ports.values(), default=0)
     if not most:
         yield Finding(AREA, "fabric", "pass", "Ethernet", "no expectation")
@@ -316,7 +344,7 @@ def _cards(reports: Reports) -> Iterator[Finding]:
         fix = "check ibstat on it for a port that is down or has lost its cable"
         ranks_behind = []
         for host in behind:
-            ranks_behind += reports.hosts()[host]
+            ranks_behind += hosts[host]
         yield Finding(AREA, "fabric", "fail", text, expected, fix, tuple(ranks_behind))
         return
     text = f"{most} ports of {8 * min(rates) / GIGA:.0f} to {8 * max(rates) / GIGA:.0f} Gb/s"

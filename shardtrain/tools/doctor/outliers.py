@@ -18,7 +18,10 @@ T = TypeVar("T", bound=Hashable)
 
 OUTLIER = 3.5
 LEAST_SPREAD = 0.05
-"""Minimum spread as a fraction of the median. If rates are almost equal, 1 % below the median is no outlier."""
+"""Minimum spread as a fraction of the median.
+
+If rates are almost equal, 1 % below the median is no outlier.
+"""
 SLOW = 0.7
 """Fraction of the median. An outlier above it is fast enough and is not reported."""
 SURELY_SLOW = 0.5
@@ -26,10 +29,10 @@ SURELY_SLOW = 0.5
 
 def groups(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
     """Return (value, ranks) pairs, the largest group first. Ties are ordered by their lowest rank."""
-    found: dict[T, list[int]] = {}
+    ranks_of: dict[T, list[int]] = {}
     for rank in sorted(values):
-        found.setdefault(values[rank], []).append(rank)
-    return sorted(found.items(), key=lambda group: (-len(group[1]), group[1][0]))
+        ranks_of.setdefault(values[rank], []).append(rank)
+    return sorted(ranks_of.items(), key=lambda group: (-len(group[1]), group[1][0]))
 
 
 def odd(values: Mapping[int, T]) -> list[int]:
@@ -38,11 +41,14 @@ def odd(values: Mapping[int, T]) -> list[int]:
     >>> odd({0: "a", 1: "a", 2: "b"}), odd({0: "a", 1: "b"}), odd({0: "a", 1: "a"})
     ([2], [0, 1], [])
     """
-    found = groups(values)
-    if len(found) < 2:
+    by_size = groups(values)
+    if len(by_size) < 2:
         return []
-    most = found[0][1]
-    return sorted(values) if len(found[1][1]) == len(most) else sorted(set(values) - set(most))
+    largest = by_size[0][1]
+    second = by_size[1][1]
+    if len(second) == len(largest):
+        return sorted(values)
+    return sorted(set(values) - set(largest))
 
 
 def slow(rates: Mapping[int, float]) -> list[int]:
@@ -61,23 +67,36 @@ def slow(rates: Mapping[int, float]) -> list[int]:
         median = statistics.median(rates.values())
         deviation = statistics.median(abs(rate - median) for rate in rates.values())
         spread = max(1.4826 * deviation, LEAST_SPREAD * median)
-        limit = max(SURELY_SLOW * median, min(SLOW * median, median - OUTLIER * spread))
-    return sorted((rank for rank, rate in rates.items() if rate < limit), key=lambda rank: (rates[rank], rank))
+        # Never report a rank above SLOW, and always report one below SURELY_SLOW.
+        outlier_limit = median - OUTLIER * spread
+        limit = max(SURELY_SLOW * median, min(SLOW * median, outlier_limit))
+    slow_ranks = [rank for rank, rate in rates.items() if rate < limit]
+    return sorted(slow_ranks, key=lambda rank: (rates[rank], rank))
 
 
-def equal(reports: Reports, area: str, subject: str, values: Mapping[int, str], verdict: Verdict, fix: str) -> Finding:
+def equal(
+    reports: Reports,
+    area: str,
+    subject: str,
+    values: Mapping[int, str],
+    verdict: Verdict,
+    fix: str,
+) -> Finding:
     """Return a finding that passes if all values are equal. Otherwise it names the ranks that differ."""
-    found = groups(values)
-    if len(found) == 1:
-        return Finding(area, subject, "pass", found[0][0] or "none", EQUAL)
-    text = "; ".join(f"{value or 'none'} on {reports.who(ranks)}" for value, ranks in found[:4])
-    more = f"; {len(found) - 4} more" if len(found) > 4 else ""
-    return Finding(area, subject, verdict, text + more, EQUAL, fix, tuple(odd(values)))
+    by_size = groups(values)
+    if len(by_size) == 1:
+        value, _ = by_size[0]
+        return Finding(area, subject, "pass", value or "none", EQUAL)
+    texts = [f"{value or 'none'} on {reports.who(ranks)}" for value, ranks in by_size[:4]]
+    if len(by_size) > 4:
+        texts.append(f"{len(by_size) - 4} more")
+    return Finding(area, subject, verdict, "; ".join(texts), EQUAL, fix, tuple(odd(values)))
 
 
-def fastest_first(reports: Reports, rates: Mapping[int, float], unit: str) -> str:
+def format_rates(reports: Reports, rates: Mapping[int, float], unit: str) -> str:
     """Format rates: one value, or the minimum and maximum with the slowest rank."""
+    highest = max(rates.values())
     if len(rates) == 1:
-        return f"{next(iter(rates.values())):.4g} {unit}"
-    least = min(rates, key=lambda rank: (rates[rank], rank))
-    return f"{rates[least]:.4g} to {max(rates.values()):.4g} {unit}, slowest {reports.who([least])}"
+        return f"{highest:.4g} {unit}"
+    slowest = min(rates, key=lambda rank: (rates[rank], rank))
+    return f"{rates[slowest]:.4g} to {highest:.4g} {unit}, slowest {reports.who([slowest])}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardtrain.tools.doctor import (
     clock,
@@ -74,25 +75,30 @@ def _limited(context: RankContext, area: Area) -> Facts:
 
     A write to a dead file server cannot be interrupted.
     """
-    noted: Facts = {}
+    collected: Facts = {}
 
     def collect() -> None:
         try:
-            area.collect(replace(context, line=line), noted)
+            area.collect(replace(context, line=line), collected)
         except PeerError as error:
-            noted[ERROR] = str(error)
-            noted["is_peer"] = True
+            collected[ERROR] = str(error)
+            collected["is_peer"] = True
         except Exception as error:
-            text = str(error).strip().splitlines() or [""]
-            noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
+            lines = str(error).strip().splitlines() or [""]
+            collected[ERROR] = redact(f"{type(error).__name__}: {lines[0]}"[:300])
 
     # Each check has its own channel, so an abandoned check cannot disturb later areas.
     line = context.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
+    # The check moves its own deadline with each step, so look at it again every 0.2 s.
     while thread.is_alive() and time.monotonic() < line.deadline:
-        thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
-    facts = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
+        remaining = line.deadline - time.monotonic()
+        thread.join(timeout=min(0.2, max(0.01, remaining)))
+    facts = collected
+    if thread.is_alive():
+        facts = {STOPPED: line.where, "place": line.place}
+
     # If this rank failed, cancel its remaining meetings so that other ranks do not wait. A rank that timed
     # out waiting for another rank has not failed itself.
     if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
@@ -103,23 +109,36 @@ def _limited(context: RankContext, area: Area) -> Facts:
 
 def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Reports:
     """Return the facts of all ranks (rank 0 only). Ranks that do not finish in time are missing."""
-    facts = {context.rank: own}
-    missing = {}
-    end = time.monotonic() + context.line.patience_seconds
+    line = context.line
+    names = [area.name for area in areas]
+    by_rank = {context.rank: own}
+    missing: dict[int, str] = {}
+    end = time.monotonic() + line.patience_seconds
     for rank in range(context.size):
         if rank == context.rank:
             continue
-        is_done = context.line.receive(f"done-{rank}", max(0.0, end - time.monotonic()))
-        keys = {area.name: f"facts-{rank}-{area.name}" for area in areas}
-        if is_done and (received := context.line.receive_all([*keys.values()])) is not None:
-            facts[rank] = dict(zip(keys, received, strict=True))
-            continue
-        # The areas that a late rank has finished.
-        late = {name: context.line.receive(key) for name, key in keys.items()}
-        facts[rank] = {name: one for name, one in late.items() if one is not None}
+        is_done = line.receive(f"done-{rank}", max(0.0, end - time.monotonic()))
+        by_rank[rank] = _receive_facts(line, rank, names, is_complete=bool(is_done))
         if not is_done:
-            missing[rank] = str(context.line.receive(f"at-{rank}") or "the start")
-    return Reports(context.size, {rank: one for rank, one in facts.items() if one}, missing)
+            missing[rank] = str(line.receive(f"at-{rank}") or "the start")
+    answered = {rank: facts for rank, facts in by_rank.items() if facts}
+    return Reports(context.size, answered, missing)
+
+
+def _receive_facts(line: Any, rank: int, names: Sequence[str], is_complete: bool) -> dict[str, Facts]:
+    """Return the facts of the areas that a rank has finished."""
+    keys = [f"facts-{rank}-{name}" for name in names]
+    # Two requests suffice for a rank that has finished. Thousands of ranks make one request per area slow.
+    if is_complete:
+        received = line.receive_all(keys)
+        if received is not None:
+            return dict(zip(names, received, strict=True))
+    by_area = {}
+    for name, key in zip(names, keys, strict=True):
+        facts = line.receive(key)
+        if facts is not None:
+            by_area[name] = facts
+    return by_area
 
 
 def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
@@ -127,18 +146,20 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
     findings: list[Finding] = []
 
     # Group missing ranks by their last position.
-    places: dict[str, list[int]] = {}
+    ranks_at: dict[str, list[int]] = {}
     for rank, place in reports.missing.items():
-        places.setdefault(place, []).append(rank)
-    for place, ranks in places.items():
+        ranks_at.setdefault(place, []).append(rank)
+    for place, ranks in ranks_at.items():
         text = f"{reports.who(ranks)} did not finish, last seen at {place}"
         fix = "check the log of that rank, and that its host is reachable"
         findings.append(Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks)))
 
     # A rank that waits for another in one area also waits in the next. Report the same text once.
     for area in areas:
-        known = {one.measured for one in findings}
-        findings += [one for one in _unfinished(reports, area.name) if one.measured not in known]
+        reported = {finding.measured for finding in findings}
+        for finding in _unfinished(reports, area.name):
+            if finding.measured not in reported:
+                findings.append(finding)
         if reports.of(area.name):
             findings += area.judge(reports)
     return findings
@@ -146,40 +167,50 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
 
 def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
     """Report checks that hung, raised, or waited for other ranks."""
-    by_rank = {rank: facts[area] for rank, facts in sorted(reports.facts.items()) if area in facts}
-    yield from _hung(reports, area, {rank: facts for rank, facts in by_rank.items() if STOPPED in facts})
+    # Group the ranks by outcome, and by the text of their error.
+    hung: dict[int, Facts] = {}
     waited: dict[str, list[int]] = {}
     raised: dict[str, list[int]] = {}
-    for rank, facts in by_rank.items():
+    for rank in sorted(reports.facts):
+        facts = reports.facts[rank].get(area, {})
+        if STOPPED in facts:
+            hung[rank] = facts
         if ERROR in facts:
             ranks_of = waited if facts.get("is_peer") else raised
             ranks_of.setdefault(str(facts[ERROR]), []).append(rank)
+
+    if hung:
+        yield _hung(reports, area, hung)
     for text, ranks in raised.items():
         measured = f"{text} on {reports.who(ranks)}"
         fix = "fix this error; the other findings of this area are about the other ranks"
         yield Finding(area, "check", "fail", measured, "no error", fix, tuple(ranks))
     for text, ranks in waited.items():
+        measured = f"{text}; {reports.who(ranks)} waited"
         fix = "see the findings of the rank that did not arrive"
-        yield Finding(area, "check", "fail", f"{text}; {reports.who(ranks)} waited", "all ranks", fix)
+        yield Finding(area, "check", "fail", measured, "all ranks", fix)
 
 
-def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Iterator[Finding]:
-    """Report hanging ranks. In a collective, name the missing ranks, or else the ranks that are furthest behind."""
-    if not by_rank:
-        return
+def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Finding:
+    """Report hanging ranks.
+
+    In a collective, name the missing ranks, or else the ranks that are furthest behind.
+    """
     places = {rank: int(facts["place"]) for rank, facts in by_rank.items()}
-    behind = [rank for rank, place in places.items() if place == min(places.values())]
+    last_place = min(places.values())
+    behind = [rank for rank, place in places.items() if place == last_place]
     where = str(by_rank[behind[0]][STOPPED])
     missing = sorted(reports.missing)
+
     if area == network.AREA and missing:
         text = f"{where} hangs: {reports.who(missing)} did not arrive"
         fix = "check the log and the host of that rank"
-        yield Finding(area, "check", "fail", text, "finished", fix, tuple(missing))
-    elif area == network.AREA and len(behind) == reports.size > 1:
+        return Finding(area, "check", "fail", text, "finished", fix, tuple(missing))
+    # If all ranks hang at the same place, no rank is at fault.
+    if area == network.AREA and len(behind) == reports.size > 1:
         text = f"{where} hangs on all ranks"
         fix = "check firewalls, routes and NCCL_SOCKET_IFNAME"
-        yield Finding(area, "check", "fail", text, "finished", fix)
-    else:
-        text = f"{where} did not finish on {reports.who(behind)}"
-        fix = "check the disk, the driver and the network of that rank"
-        yield Finding(area, "check", "fail", text, "finished", fix, tuple(behind))
+        return Finding(area, "check", "fail", text, "finished", fix)
+    text = f"{where} did not finish on {reports.who(behind)}"
+    fix = "check the disk, the driver and the network of that rank"
+    return Finding(area, "check", "fail", text, "finished", fix, tuple(behind))

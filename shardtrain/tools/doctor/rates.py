@@ -15,33 +15,44 @@ def of(reports: Reports) -> Facts:
     ``flops`` are FLOP/s by dtype, with ``threads`` threads on a CPU. ``bytes_per_second`` is the bus
     bandwidth of a group with ``ranks`` ranks, of which at most ``ranks_per_host`` share a host.
     """
-    found = reports.of(health.AREA).values()
+    device_type = ""
     flops: dict[str, float] = {}
-    for facts in found:
-        flops[facts["dtype"]] = min(facts["rate"], flops.get(facts["dtype"], facts["rate"]))
+    threads = []
+    for facts in reports.of(health.AREA).values():
+        device_type = device_type or str(facts["type"])
+        dtype = facts["dtype"]
+        flops[dtype] = min(facts["rate"], flops.get(dtype, facts["rate"]))
+        if "threads" in facts:
+            threads.append(int(facts["threads"]))
+    return {
+        "type": device_type,
+        "threads": min(threads, default=0),
+        "flops": flops,
+        "collectives": _slowest_groups(reports),
+    }
 
-    # Find the slowest group of each collective and axis, because the others wait for it. A group's rate is
-    # the median of its ranks.
+
+def _slowest_groups(reports: Reports) -> list[Facts]:
+    """Return a row for the slowest group of each collective and axis, because the others wait for it."""
     groups: dict[tuple[str, str, int], dict[int, Facts]] = {}
     for rank, facts in reports.of(network.AREA).items():
-        for one in facts["collectives"]:
-            groups.setdefault((one["axis"], one["name"], one["group"]), {})[rank] = one
+        for measured in facts["collectives"]:
+            key = (measured["axis"], measured["name"], measured["group"])
+            groups.setdefault(key, {})[rank] = measured
+
     slowest: dict[tuple[str, str], Facts] = {}
     for (axis, name, _), members in groups.items():
+        hosts = Counter(reports.host(rank) for rank in members)
         measurements = list(members.values())
         row = {
             "axis": axis,
             "name": name,
             "ranks": measurements[0]["size"],
-            "ranks_per_host": max(Counter(map(reports.host, members)).values()),
-            "bytes_per_second": statistics.median(one["rate"] for one in measurements),
+            "ranks_per_host": max(hosts.values()),
+            # All ranks of a group finish at almost the same time, so take their median.
+            "bytes_per_second": statistics.median(measured["rate"] for measured in measurements),
         }
         known = slowest.setdefault((axis, name), row)
         if row["bytes_per_second"] < known["bytes_per_second"]:
             slowest[axis, name] = row
-    return {
-        "type": next((str(facts["type"]) for facts in found), ""),
-        "threads": min((int(facts["threads"]) for facts in found if "threads" in facts), default=0),
-        "flops": flops,
-        "collectives": list(slowest.values()),
-    }
+    return list(slowest.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -47,10 +48,15 @@ class Reports:
     facts: Mapping[int, Mapping[str, Facts]]
     missing: Mapping[int, str] = field(default_factory=dict)
 
+    # MERGE
     def of(self, area: str) -> dict[int, Facts]:
         """Return the facts of an area by rank, for ranks whose check succeeded."""
-        found = {rank: self.facts[rank][area] for rank in sorted(self.facts) if area in self.facts[rank]}
-        return {rank: facts for rank, facts in found.items() if STOPPED not in facts and ERROR not in facts}
+        by_rank: dict[int, Facts] = {}
+        for rank in sorted(self.facts):
+            facts = self.facts[rank].get(area)
+            if facts is not None and STOPPED not in facts and ERROR not in facts:
+                by_rank[rank] = facts
+        return by_rank
 
     def host(self, rank: int) -> str:
         """Return the host of a rank, or "" if unknown."""
@@ -58,10 +64,10 @@ class Reports:
 
     def hosts(self) -> dict[str, list[int]]:
         """Return the ranks of each host."""
-        found: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank in sorted(self.facts):
-            found.setdefault(self.host(rank), []).append(rank)
-        return found
+            ranks_of.setdefault(self.host(rank), []).append(rank)
+        return ranks_of
 
     def who(self, ranks: Collection[int]) -> str:
         """Format ranks, with hosts if there are several: ``rank 3 (host-b)``, ``host-b (ranks 8-15)``."""
@@ -74,14 +80,17 @@ class Reports:
             return _ranks(ranks)
         # Write the host first if all its ranks are included, and otherwise the ranks.
         texts = []
-        for host, own in hosts.items():
-            named = [rank for rank in own if rank in ranks]
-            if named:
-                texts.append(f"{host} ({_ranks(named)})" if named == own else f"{_ranks(named)} ({host})")
+        for host, ranks_of_host in hosts.items():
+            named = [rank for rank in ranks_of_host if rank in ranks]
+            if named == ranks_of_host:
+                texts.append(f"{host} ({_ranks(named)})")
+            elif named:
+                texts.append(f"{_ranks(named)} ({host})")
+        # The host of a rank that did not answer is unknown.
         silent = [rank for rank in sorted(ranks) if rank not in self.facts]
         if silent:
             texts.append(_ranks(silent))
-        return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+        return first_few(texts, 8)
 
 
 def _ranks(ranks: Collection[int]) -> str:
@@ -96,9 +105,37 @@ def _ranks(ranks: Collection[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = f" and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:8])}{more}"
+    texts = []
+    for run in runs:
+        if len(run) == 1:
+            texts.append(str(run[0]))
+        else:
+            texts.append(f"{run[0]}-{run[-1]}")
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {first_few(texts, 8)}"
+
+
+def first_few(texts: Sequence[str], limit: int) -> str:
+    """Join texts with commas. Beyond the limit, write only the number of remaining texts.
+
+    >>> first_few(["0", "1", "2"], 2)
+    '0, 1 and 1 more'
+    """
+    listed = ", ".join(texts[:limit])
+    if len(texts) <= limit:
+        return listed
+    return f"{listed} and {len(texts) - limit} more"
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun.
+
+    >>> plural(1, "host"), plural(2, "host")
+    ('1 host', '2 hosts')
+    """
+    if count > 1:
+        noun += "s"
+    return f"{count} {noun}"
 
 
 Judged = tuple[Verdict, str, str, str]
@@ -107,7 +144,9 @@ Judged = tuple[Verdict, str, str, str]
 
 def warn_if(is_bad: bool, measured: str, expected: str, fix: str) -> Judged:
     """Return a warning with its fix if ``is_bad``, or else a pass."""
-    return ("warn", measured, expected, fix) if is_bad else ("pass", measured, expected, "")
+    if is_bad:
+        return "warn", measured, expected, fix
+    return "pass", measured, expected, ""
 
 
 def kernel_text(path: str | Path) -> str:
@@ -126,21 +165,39 @@ def kernel_numbers(path: str) -> list[int]:
         return []
 
 
-def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judged | None]]) -> Iterator[Finding]:
+def has_infiniband() -> bool:
+    """True if this host has an InfiniBand or RoCE card."""
+    folder = "/sys/class/infiniband"
+    return os.path.isdir(folder) and bool(os.listdir(folder))
+
+
+def each(
+    reports: Reports,
+    area: str,
+    rules: Mapping[str, Callable[[Facts], Judged | None]],
+) -> Iterator[Finding]:
     """Apply the rule of each subject to each rank. Ranks with the same verdict share a row.
 
     The row shows the measurement of the first of these ranks.
     """
+    by_rank = reports.of(area)
     for subject, judge in rules.items():
-        rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}
-        for rank, facts in reports.of(area).items():
+        # Ranks may have different measurements in one row, but not different fixes.
+        measurements: dict[tuple[Verdict, str, str], str] = {}
+        ranks_of: dict[tuple[Verdict, str, str], list[int]] = {}
+        for rank, facts in by_rank.items():
             judged = judge(facts)
             if judged is not None:
-                verdict, _, expected, fix = judged
-                rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
-        for (verdict, measured, expected, fix), ranks in rows.values():
+                verdict, measured, expected, fix = judged
+                row = (verdict, expected, fix)
+                measurements.setdefault(row, measured)
+                ranks_of.setdefault(row, []).append(rank)
+
+        for row, measured in measurements.items():
+            verdict, expected, fix = row
+            ranks = ranks_of[row]
             # Name the ranks of a problem unless it affects all ranks.
-            if verdict != "pass" and len(ranks) < len(reports.of(area)):
+            if verdict != "pass" and len(ranks) < len(by_rank):
                 text = f"{measured} on {reports.who(ranks)}"
                 yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))
             else:
@@ -155,4 +212,6 @@ def worst(verdicts: Collection[Verdict]) -> Verdict:
     """
     if "fail" in verdicts:
         return "fail"
-    return "warn" if "warn" in verdicts else "pass"
+    if "warn" in verdicts:
+        return "warn"
+    return "pass"

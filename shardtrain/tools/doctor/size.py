@@ -12,7 +12,10 @@ from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 AREA = "size"
 
 STORE_CONNECTIONS = 2
-"""Connections of a rank to the run's store: one for process groups, one for the heartbeat or the folder of its node."""
+"""Connections of a rank to the run's store.
+
+One is for process groups, the other for the heartbeat or the folder of its node.
+"""
 OTHER_FILES = 1024
 """Other open files of a process: libraries, devices, data shards, and sockets of workers."""
 NODES_OF_A_SEGMENT = 0.8
@@ -25,22 +28,27 @@ def collect(context: RankContext, facts: Facts) -> None:
 
     facts["num_ranks"] = context.num_ranks or context.size
     facts["local_size"] = context.local_size
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard  # runs raise the soft limit to it
+    # Use the hard limit, because runs raise the soft limit to it.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard
     facts["system_files"] = _number("/proc/sys/fs/file-max")
     facts["backlog"] = _number("/proc/sys/net/core/somaxconn")
     facts["tracked"] = _number("/proc/sys/net/netfilter/nf_conntrack_max")
     facts["tracked_now"] = _number("/proc/sys/net/netfilter/nf_conntrack_count")
     facts["neighbours"] = _number("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
+    facts["ports"] = -1
     ports = kernel_numbers("/proc/sys/net/ipv4/ip_local_port_range")
-    facts["ports"] = ports[1] - ports[0] if len(ports) == 2 else -1
+    if len(ports) == 2:
+        facts["ports"] = ports[1] - ports[0]
     facts["cores"] = os.cpu_count() or 1
 
 
 def _number(path: str) -> int:
     """Return the number in a kernel file, or -1 if it does not exist."""
     numbers = kernel_numbers(path)
-    return numbers[0] if len(numbers) == 1 else -1
+    if len(numbers) != 1:
+        return -1
+    return numbers[0]
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
@@ -55,10 +63,11 @@ def judge(reports: Reports) -> Iterator[Finding]:
     yield from each(reports, AREA, rules)
 
 
-def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:
+def _verdict(value: int, needed: int, purpose: str, fix: str) -> Judged | None:
+    # A limit that the system does not have is -1.
     if value < 0:
         return None
-    expected = f"{needed:,} or more, for {what}"
+    expected = f"{needed:,} or more, for {purpose}"
     return warn_if(value < needed, f"{value:,}", expected, fix)
 
 
@@ -68,33 +77,44 @@ def _peers(facts: Facts) -> int:
 
 
 def _store(facts: Facts) -> Judged | None:
-    needed = STORE_CONNECTIONS * facts["num_ranks"] + OTHER_FILES
-    value = facts["open_files"] if facts["open_files"] >= 0 else facts["system_files"]
+    # Every rank connects to the process that serves the store, on the first host.
+    num_ranks = facts["num_ranks"]
+    needed = STORE_CONNECTIONS * num_ranks + OTHER_FILES
+    value = facts["open_files"]
+    if value < 0:
+        value = facts["system_files"]
     fix = f"raise the hard limit of open files on the first host: ulimit -Hn {needed} (LimitNOFILE, or the container)"
-    return _verdict(value, needed, f"{facts['num_ranks']:,} ranks at the store of the first host", fix)
+    return _verdict(value, needed, f"{num_ranks:,} ranks at the store of the first host", fix)
 
 
 def _ports(facts: Facts) -> Judged | None:
-    needed = facts["local_size"] * (_peers(facts) + STORE_CONNECTIONS)
+    # Each connection that a host opens uses one of its ephemeral ports.
+    local_size = facts["local_size"]
+    needed = local_size * (_peers(facts) + STORE_CONNECTIONS)
+    purpose = f"{local_size} ranks per host of {facts['num_ranks']:,} ranks"
     fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='16384 60999'"
-    return _verdict(
-        facts["ports"], needed, f"{facts['local_size']} ranks per host of {facts['num_ranks']:,} ranks", fix
-    )
+    return _verdict(facts["ports"], needed, purpose, fix)
 
 
 def _backlog(facts: Facts) -> Judged | None:
-    needed = min(4096, facts["num_ranks"])
+    num_ranks = facts["num_ranks"]
+    needed = min(4096, num_ranks)
     fix = f"sysctl -w net.core.somaxconn={needed} on the first host, which rejects simultaneous connections beyond it"
-    return _verdict(facts["backlog"], needed, f"{facts['num_ranks']:,} ranks that connect simultaneously", fix)
+    return _verdict(facts["backlog"], needed, f"{num_ranks:,} ranks that connect simultaneously", fix)
 
 
 def _tracking(facts: Facts) -> Judged | None:
-    needed = max(0, facts["tracked_now"]) + STORE_CONNECTIONS * facts["num_ranks"] + facts["local_size"] * _peers(facts)
+    # The first host tracks the connections of the store, and those of its own ranks.
+    num_ranks = facts["num_ranks"]
+    of_store = STORE_CONNECTIONS * num_ranks
+    of_ranks = facts["local_size"] * _peers(facts)
+    needed = max(0, facts["tracked_now"]) + of_store + of_ranks
     fix = f"sysctl -w net.netfilter.nf_conntrack_max={2 * needed}, or disable connection tracking between nodes"
-    return _verdict(facts["tracked"], needed, f"{facts['num_ranks']:,} ranks at the store of the first host", fix)
+    return _verdict(facts["tracked"], needed, f"{num_ranks:,} ranks at the store of the first host", fix)
 
 
 def _neighbours(facts: Facts) -> Judged | None:
+    # The kernel stores the hardware address of each host that is in the same network segment.
     nodes = math.ceil(facts["num_ranks"] / max(1, facts["local_size"]))
     needed = math.ceil(nodes / NODES_OF_A_SEGMENT)
     fix = f"sysctl -w net.ipv4.neigh.default.gc_thresh3={4 * needed}, and gc_thresh2 and gc_thresh1 below it"

@@ -21,7 +21,7 @@ from shardtrain.config.assets import is_built_in
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, odd, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, plural, warn_if
 from shardtrain.utils.errors import PeerError, ShardtrainError
 from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 
@@ -54,31 +54,40 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["folders"] = {}
 
     # File names contain a common nonce, so ranks ignore the files of another doctor.
+    line = context.line
     if context.rank == 0:
-        context.line.send("nonce", secrets.token_hex(4))
-    nonce = context.line.receive("nonce", context.line.limit_seconds / 2)
+        line.send("nonce", secrets.token_hex(4))
+    nonce = line.receive("nonce", line.limit_seconds / 2)
     if nonce is None:
         raise PeerError("rank 0 did not reach the storage check")
+    prefix = f"{PREFIX}{nonce}-"
 
-    signed: list[Place] = []
+    signs: list[Place] = []
     try:
         for option, place in folders.items():
-            context.line.mark(f"writing to {option}")
-            facts["folders"][option] = written = _write(place)
-            written["must_share"] = (
-                option == "checkpoint.folder" and context.loaded.config.checkpoint.storage == "shared"
-            )
-            if not written["error"] and (context.local_rank == 0 or context.size <= ALL_WRITE):
-                written["signed"] = _sign(place, written, f"{PREFIX}{nonce}-{context.rank}", signed)
+            line.mark(f"writing to {option}")
+            written = _write(place)
+            facts["folders"][option] = written
+            written["must_share"] = option == "checkpoint.folder" and _has_shared_storage(context)
+            is_signer = context.local_rank == 0 or context.size <= ALL_WRITE
+            if is_signer and not written["error"]:
+                sign = place / f"{prefix}{context.rank}"
+                signs.append(sign)
+                written["error"] = _sign(sign)
+                written["signed"] = not written["error"]
         if context.size > 1:
-            _look(context, folders, facts["folders"], f"{PREFIX}{nonce}-")
+            _look(context, folders, facts["folders"], prefix)
     finally:
-        for sign in signed:
+        for sign in signs:
             with contextlib.suppress(OSError, ShardtrainError):
                 sign.unlink(missing_ok=True)
 
-    context.line.mark("looking at the data")
+    line.mark("looking at the data")
     facts["data"] = {name: _survey(path) for name, path in readable(context).items()}
+
+
+def _has_shared_storage(context: RankContext) -> bool:
+    return context.loaded.config.checkpoint.storage == "shared"
 
 
 def writable(context: RankContext) -> dict[str, Place]:
@@ -87,46 +96,62 @@ def writable(context: RankContext) -> dict[str, Place]:
     A folder that does not exist is replaced by its nearest parent.
     """
     config = context.loaded.config
-    found: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
+    folders: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
     if config.checkpoint.enable:
         place = checkpoint_storage.folder_of(config.job.dump_folder, config.checkpoint.folder)
-        found["checkpoint.folder"] = _existing(place) if isinstance(place, Path) else place
-    found["temporary folder"] = Path(tempfile.gettempdir())
-    return found
+        if isinstance(place, Path):
+            place = _existing(place)
+        folders["checkpoint.folder"] = place
+    folders["temporary folder"] = Path(tempfile.gettempdir())
+    return folders
 
 
 def readable(context: RankContext) -> dict[str, str]:
     """Return local paths of data and weights, by option. URLs and built-in datasets are skipped."""
+    config = context.loaded.config
     paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(context.loaded).items()}
-    paths["checkpoint.initial_load_path"] = context.loaded.config.checkpoint.initial_load_path
+    paths["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path
     if context.has_config:
-        paths["model.hf_assets_path"] = context.loaded.config.model.hf_assets_path
-    return {name: path for name, path in paths.items() if path and "://" not in path and not is_built_in(path)}
+        paths["model.hf_assets_path"] = config.model.hf_assets_path
+    return {name: path for name, path in paths.items() if _is_local(path)}
+
+
+def _is_local(path: str) -> bool:
+    return bool(path) and "://" not in path and not is_built_in(path)
 
 
 def _existing(path: Path) -> Path:
+    """Return a path, or its nearest parent that exists."""
     path = path.expanduser().absolute()
-    return next((one for one in (path, *path.parents) if one.exists()), path)
+    for candidate in (path, *path.parents):
+        if candidate.exists():
+            return candidate
+    return path
 
 
 def _write(place: Place) -> Facts:
     """Write to one place. Return its free space, filesystem and durable write rate, or the error."""
-    found: Facts = {"place": str(place), "error": "", "rate": 0.0, "signed": False}
+    facts: Facts = {"place": str(place), "error": "", "rate": 0.0, "signed": False}
     try:
         if isinstance(place, Path):
             _sweep(place)
-            usage = shutil.disk_usage(place)
+            facts["free"] = shutil.disk_usage(place).free
+            # Filesystems without a fixed number of inodes report a total of 0.
             inodes = os.statvfs(place)
-            found["free"] = usage.free
-            found["inodes"] = inodes.f_favail if inodes.f_files else -1
-            found["filesystem"] = filesystem_of(place)
-            found["rate"] = write_rate(place)
+            facts["inodes"] = inodes.f_favail if inodes.f_files else -1
+            facts["filesystem"] = filesystem_of(place)
+            facts["rate"] = write_rate(place)
         else:
-            found["filesystem"] = "object store"
-            found["rate"] = _put_rate(place)
+            facts["filesystem"] = "object store"
+            facts["rate"] = _put_rate(place)
     except (OSError, ShardtrainError) as error:
-        found["error"] = getattr(error, "strerror", None) or str(error)
-    return found
+        facts["error"] = _reason(error)
+    return facts
+
+
+def _reason(error: Exception) -> str:
+    """Return the text of an error without the path, which the finding contains."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def write_rate(folder: Path) -> float:
@@ -161,28 +186,30 @@ def _put_rate(place: Any) -> float:
             trial.unlink(missing_ok=True)
 
 
-def _sign(place: Place, found: Facts, name: str, signed: list[Place]) -> bool:
-    sign = place / name
-    signed.append(sign)
+def _sign(sign: Place) -> str:
+    """Create the file by which other ranks recognize this rank. Return the error, or ""."""
     try:
         if isinstance(sign, Path):
             sign.touch()
         else:
             sign.put(b"x", new=False)
     except (OSError, ShardtrainError) as error:
-        found["error"] = getattr(error, "strerror", None) or str(error)
-        return False
-    return True
+        return _reason(error)
+    return ""
 
 
 def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str) -> None:
     """Record whose files this rank does not see in each folder, after all ranks have written."""
-    context.line.send(f"signed-{context.rank}", {option: found["signed"] for option, found in by_option.items()})
-    context.line.meet("storage, written")
+    line = context.line
+    line.send(f"signed-{context.rank}", {option: facts["signed"] for option, facts in by_option.items()})
+    line.meet("storage, written")
+
+    # Rank 0 selects the ranks to look for, because thousands of ranks that each read all entries would be
+    # slow.
     if context.rank == 0:
-        all_signed = context.line.receive_all([f"signed-{rank}" for rank in range(context.size)]) or []
-        context.line.send("signers", {option: _sample(all_signed, option) for option in folders})
-    signers = context.line.receive("signers", context.line.limit_seconds / 2) or {}
+        all_signed = line.receive_all([f"signed-{rank}" for rank in range(context.size)]) or []
+        line.send("signers", {option: _sample(all_signed, option) for option in folders})
+    signers = line.receive("signers", line.limit_seconds / 2) or {}
     end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
         wanted = set(signers.get(option, ()))
@@ -192,7 +219,7 @@ def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, 
                 break
             time.sleep(0.1)
         by_option[option]["unseen"] = sorted(wanted - seen)
-    context.line.meet("storage, seen")
+    line.meet("storage, seen")
 
 
 def _sample(all_signed: Sequence[Facts], option: str) -> list[int]:
@@ -206,11 +233,15 @@ def _sample(all_signed: Sequence[Facts], option: str) -> list[int]:
 
 
 def _signs(place: Place, prefix: str) -> set[int]:
+    """Return the ranks whose files are in a folder."""
+    ranks = set()
     try:
-        names = [path.name for path in place.iterdir() if path.name.startswith(prefix)]
+        for path in place.iterdir():
+            if path.name.startswith(prefix):
+                ranks.add(int(path.name.removeprefix(prefix)))
     except OSError:
         return set()
-    return {int(name.rpartition("-")[2]) for name in names}
+    return ranks
 
 
 def _sweep(folder: Path) -> None:
@@ -223,99 +254,128 @@ def _sweep(folder: Path) -> None:
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     """Return the filesystem type of a path, or "" if the system does not list its mount."""
-    lines = [line.split() for line in kernel_text(mounts).splitlines()]
-    # The longest mount point that contains the path counts. A later mount on the same folder hides an earlier one.
+    # The longest mount point that contains the path counts. A later mount on the same folder hides an
+    # earlier one.
     resolved = str(path.resolve())
-    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(resolved, words[1])]
-    return max(holding)[2] if holding else ""
-
-
-def _below(path: str, mount: str) -> bool:
-    return path == mount or path.startswith(mount.rstrip("/") + "/")
+    longest = 0
+    filesystem = ""
+    for line in kernel_text(mounts).splitlines():
+        _, mount, kind, *_ = line.split()
+        contains_path = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if contains_path and len(mount) >= longest:
+            longest = len(mount)
+            filesystem = kind
+    return filesystem
 
 
 def _survey(path: str) -> str:
     """Describe the files at a data path. Equal files have an equal description."""
     path = os.path.expanduser(path)
-    files = sorted(glob.glob(path)) if any(mark in path for mark in "*?[") else [path]
+    is_pattern = any(mark in path for mark in "*?[")
+    files = sorted(glob.glob(path)) if is_pattern else [path]
     try:
-        stats = [os.stat(file) for file in files]
+        sizes = [os.stat(file).st_size for file in files]
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if not stats:
+    if not sizes:
         return "matches no file"
     if len(files) == 1 and os.path.isdir(files[0]):
         return f"a folder of {len(os.listdir(files[0]))}"
     if not all(os.access(file, os.R_OK) for file in files):
         return "cannot be read: Permission denied"
-    return f"{len(stats)} file{'s' if len(stats) > 1 else ''}, {sum(stat.st_size for stat in stats)} bytes"
+    return f"{plural(len(sizes), 'file')}, {sum(sizes)} bytes"
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Check that folders are writable, shared, fast and have space, and that data is equal on all hosts."""
     by_rank = reports.of(AREA)
-    options = list(dict.fromkeys(option for facts in by_rank.values() for option in facts["folders"]))
-    for option in options:
+    for option in _options(by_rank, "folders"):
         yield from each(reports, AREA, {option: functools.partial(_written, option)})
-        yield from _shared(reports, option)
-        yield from _rate(reports, option)
+        # Each host has its own temporary folder, in which the run writes little.
+        if option != "temporary folder":
+            yield from _shared(reports, option)
+            yield from _rate(reports, option)
 
-    # Rank 0 computed the size of the model during the checks of the configuration.
-    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    needs = _checkpoint_bytes(reports)
     if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
         yield from each(reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)})
-
-    for option in dict.fromkeys(option for facts in by_rank.values() for option in facts["data"]):
+    for option in _options(by_rank, "data"):
         texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}
-        fix = "copy or mount the same files on every host"
-        bad = [rank for rank, text in texts.items() if text.startswith(("cannot", "matches"))]
-        found = equal(reports, AREA, option, texts, "fail", fix)
-        if len(bad) == len(texts):
-            found = Finding(AREA, option, "fail", texts[bad[0]], "readable", "correct the path, or its permissions")
-        yield found
+        yield _data(reports, option, texts)
+
+
+def _options(by_rank: dict[int, Facts], kind: str) -> list[str]:
+    """Return the options of all ranks, each once, in the order of the first rank."""
+    options: dict[str, None] = {}
+    for facts in by_rank.values():
+        options.update(dict.fromkeys(facts[kind]))
+    return list(options)
+
+
+def _checkpoint_bytes(reports: Reports) -> int:
+    """Return the size of a checkpoint, which rank 0 computed during the checks of the configuration, or 0."""
+    return int(reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0))
+
+
+def _data(reports: Reports, option: str, texts: dict[int, str]) -> Finding:
+    # All ranks may agree that a path cannot be read.
+    if all(text.startswith(("cannot", "matches")) for text in texts.values()):
+        first_text = next(iter(texts.values()))
+        fix = "correct the path, or its permissions"
+        return Finding(AREA, option, "fail", first_text, "readable", fix)
+    return equal(reports, AREA, option, texts, "fail", "copy or mount the same files on every host")
 
 
 def _written(option: str, facts: Facts) -> Judged | None:
     if option not in facts["folders"]:
         return None
-    found = facts["folders"][option]
-    place = found["place"]
+    folder = facts["folders"][option]
+    place = folder["place"]
     expected = "writable"
-    if found["error"]:
-        return "fail", f"{place}: {found['error']}", expected, f"make it writable, or choose another {option}"
-    if "free" not in found:
+    if folder["error"]:
+        fix = f"make it writable, or choose another {option}"
+        return "fail", f"{place}: {folder['error']}", expected, fix
+    # An object store has no limit.
+    if "free" not in folder:
         return "pass", place, expected, ""
-    text = f"{place} ({found['filesystem'] or 'unknown'}), {format_bytes(found['free'])} free"
-    fix = "free space, because a full disk ends a run during a save"
-    if found["free"] < LITTLE_BYTES:
-        return "warn", text, f"writable, {format_bytes(LITTLE_BYTES)} free", fix
-    if 0 <= found["inodes"] < FEW_INODES:
-        text += f", {found['inodes']} free inodes"
+    filesystem = folder["filesystem"] or "unknown"
+    text = f"{place} ({filesystem}), {format_bytes(folder['free'])} free"
+    if folder["free"] < LITTLE_BYTES:
+        expected = f"writable, {format_bytes(LITTLE_BYTES)} free"
+        return "warn", text, expected, "free space, because a full disk ends a run during a save"
+    if 0 <= folder["inodes"] < FEW_INODES:
+        text += f", {folder['inodes']} free inodes"
         return "warn", text, f"writable, {FEW_INODES} free inodes", "remove small files"
     return "pass", text, expected, ""
 
 
 def _shared(reports: Reports, option: str) -> Iterator[Finding]:
-    by_rank = {rank: facts["folders"][option] for rank, facts in reports.of(AREA).items() if option in facts["folders"]}
-    by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "unseen" in one}
-    if len(by_rank) < 2 or option == "temporary folder":
+    """Check that ranks see the files of each other in a folder, if the run requires it."""
+    folders: dict[int, Facts] = {}
+    for rank, facts in reports.of(AREA).items():
+        folder = facts["folders"].get(option)
+        if folder and not folder["error"] and "unseen" in folder:
+            folders[rank] = folder
+    if len(folders) < 2:
         return
     subject = f"{option} shared"
     expected = "one folder for all ranks"
-    if not any(one["unseen"] for one in by_rank.values()):
+    unseen = {rank: tuple(folder["unseen"]) for rank, folder in folders.items()}
+    if not any(unseen.values()):
         yield Finding(AREA, subject, "pass", "all ranks see the files of all ranks", expected)
         return
-    alone = odd({rank: tuple(one["unseen"]) for rank, one in by_rank.items()})
+
+    isolated = odd(unseen)
     text = "ranks see only their own files"
-    if len(alone) < len(by_rank):
-        text = f"{reports.who(alone)} does not see the files of other ranks"
-    if any(one["must_share"] for one in by_rank.values()):
-        fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
-        if any(one["filesystem"] == "object store" for one in by_rank.values()):
-            fix = "use a store that all hosts can reach"
-        yield Finding(AREA, subject, "fail", text, expected, fix, tuple(alone))
-    else:
-        yield Finding(AREA, subject, "pass", f"{text}: each host has its own folder", "either", "", ())
+    if len(isolated) < len(folders):
+        text = f"{reports.who(isolated)} does not see the files of other ranks"
+    if not any(folder["must_share"] for folder in folders.values()):
+        yield Finding(AREA, subject, "pass", f"{text}: each host has its own folder", "either")
+        return
+    fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
+    if any(folder["filesystem"] == "object store" for folder in folders.values()):
+        fix = "use a store that all hosts can reach"
+    yield Finding(AREA, subject, "fail", text, expected, fix, tuple(isolated))
 
 
 def _rate(reports: Reports, option: str) -> Iterator[Finding]:
@@ -323,41 +383,56 @@ def _rate(reports: Reports, option: str) -> Iterator[Finding]:
 
     All ranks write simultaneously, so a host's rate is the sum over its ranks.
     """
-    by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
-    first: dict[int, str] = {}  # host by its first rank
+    by_rank = reports.of(AREA)
+    hosts = reports.hosts()
+    # Identify a host by its first rank.
+    host_of: dict[int, str] = {}
     rates: dict[int, float] = {}
-    for host, ranks_of_host in reports.hosts().items():
-        first[ranks_of_host[0]] = host
-        of_host = [by_rank[rank]["rate"] for rank in ranks_of_host if by_rank.get(rank, {}).get("rate")]
-        if of_host:
-            rates[ranks_of_host[0]] = sum(of_host)
-    if not rates or option == "temporary folder":
+    for host, ranks in hosts.items():
+        folders = [by_rank[rank]["folders"].get(option, {}) for rank in ranks if rank in by_rank]
+        rate = sum(folder.get("rate", 0.0) for folder in folders)
+        if rate:
+            host_of[ranks[0]] = host
+            rates[ranks[0]] = rate
+    if not rates:
         return
-    least = min(rates, key=lambda rank: (rates[rank], rank))
-    text = f"{rates[least] / MIB:.0f} MiB/s" + (f" on {first[least]}, the slowest host" if len(rates) > 1 else "")
-    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+
+    slowest = min(rates, key=lambda rank: (rates[rank], rank))
+    text = f"{rates[slowest] / MIB:.0f} MiB/s"
+    if len(rates) > 1:
+        text += f" on {host_of[slowest]}, the slowest host"
+    needs = _checkpoint_bytes(reports)
     if needs and option == "checkpoint.folder":
-        text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(needs / sum(rates.values()))} or more"
-    behind = slow(rates)
+        save_seconds = needs / sum(rates.values())
+        text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(save_seconds)} or more"
+
+    behind = []
+    for rank in slow(rates):
+        behind += hosts[host_of[rank]]
+    subject = f"{option} rate"
     expected = f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
     if behind:
-        ranks = [rank for host_rank in behind for rank in reports.hosts()[first[host_rank]]]
         fix = "check its mount options, its network and other users of its disk"
-        yield Finding(AREA, f"{option} rate", "warn", text, "as on other hosts", fix, tuple(ranks))
-    elif rates[least] < SLOW_BYTES_PER_SECOND:
+        yield Finding(AREA, subject, "warn", text, "as on other hosts", fix, tuple(behind))
+    elif rates[slowest] < SLOW_BYTES_PER_SECOND:
         fix = "choose a faster filesystem, or save less often with checkpoint.interval"
-        yield Finding(AREA, f"{option} rate", "warn", text, expected, fix)
+        yield Finding(AREA, subject, "warn", text, expected, fix)
     else:
-        yield Finding(AREA, f"{option} rate", "pass", text, expected)
+        yield Finding(AREA, subject, "pass", text, expected)
 
 
 def _room(facts: Facts, needs: int) -> Judged | None:
+    """Judge the number of checkpoints that fit.
+
+    A save needs room for a second one before it deletes the first.
+    """
     free = facts["folders"].get("checkpoint.folder", {}).get("free")
     if free is None:
         return None
-    expected = f"{format_bytes(SPARE * needs)} for each"
+    bytes_per_checkpoint = SPARE * needs
+    count = int(free / bytes_per_checkpoint)
+    expected = f"{format_bytes(bytes_per_checkpoint)} for each"
     fix = "free space, or keep fewer checkpoints with checkpoint.keep_latest_k"
-    count = int(free / (SPARE * needs))
     if count < 1:
         return "fail", f"{format_bytes(free)} free, too little for one", expected, fix
-    return ("warn" if count < 2 else "pass"), f"for {count}", expected, fix if count < 2 else ""
+    return warn_if(count < 2, f"for {count}", expected, fix)

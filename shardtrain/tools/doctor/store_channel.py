@@ -1,4 +1,7 @@
-"""Communication between ranks of the doctor. It uses only the store, which still works if collectives hang."""
+"""Communication between ranks of the doctor.
+
+It uses only the store, which still works if collectives hang.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
+from shardtrain.tools.doctor.result import first_few
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 
@@ -39,7 +43,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     timeout = timedelta(seconds=limit_seconds)
     address = os.environ.get("MASTER_ADDR", "")
     port = os.environ.get("MASTER_PORT", "")
-    if not meeting_folder(os.environ) and (not address or not port.isdecimal()):
+    has_address = address and port.isdecimal()
+    if not has_address and not meeting_folder(os.environ):
         raise ConfigError(
             Problem(
                 "MASTER_ADDR:MASTER_PORT",
@@ -51,8 +56,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     try:
         # Use the store of shardtrain's launcher if it started this rank. Otherwise use the address of
         # torchrun or srun, where rank 0 serves the store unless torchrun's agent does.
-        with store_of_attempt(os.environ, timeout) as own:
-            store = own
+        with store_of_attempt(os.environ, timeout) as store_of_launcher:
+            store = store_of_launcher
             if store is None:
                 store = store_at_address(os.environ, timeout)
             store.set_timeout(timeout)
@@ -60,7 +65,9 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     except ForgedError as error:
         raise PeerError(str(error)) from error
     except dist.DistError as error:
-        text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        # The other lines of the message are a C++ stack trace.
+        lines = str(error).splitlines() or [type(error).__name__]
+        text = lines[0].rstrip(".")
         raise PeerError(
             f"rank {rank} cannot reach MASTER_ADDR={address} MASTER_PORT={port}: {text}; "
             "check that rank 0 runs, that the name resolves, and that no firewall blocks the port"
@@ -94,10 +101,13 @@ class StoreChannel:
         self.timed_out = False
         self.deadline = time.monotonic() + limit_seconds
 
+    # MERGE
     @property
     def patience_seconds(self) -> float:
         """Time to wait for other ranks. They may use up the limits of two checks before they arrive."""
-        return AGAIN_SECONDS if self.timed_out else 2 * self.limit_seconds + EXTRA_SECONDS
+        if self.timed_out:
+            return AGAIN_SECONDS
+        return 2 * self.limit_seconds + EXTRA_SECONDS
 
     def begin(self, area: str) -> StoreChannel:
         """Begin an area. Return a separate channel for it, which an abandoned check may keep."""
@@ -123,19 +133,26 @@ class StoreChannel:
         self.mark(f"waiting for all ranks before {name}")
         limit_seconds = self.patience_seconds
         self.deadline = time.monotonic() + limit_seconds + 1
+
         # The last rank sets one key that all ranks poll. A key per rank identifies absent ranks.
         self._store.set(f"meet-{name}-{self.rank}", "1")
         if self._store.add(f"meet-{name}", 1) == self.size:
             self._store.set(f"met-{name}", "1")
-        if not self._comes(f"met-{name}", limit_seconds, unless=f"gave-up-{self.area}"):
-            if self._store.check([f"gave-up-{self.area}"]):
-                rank, where = json.loads(self._store.get(f"gave-up-{self.area}"))
-                raise PeerError(f"rank {rank} did not get past {where}")
-            self.timed_out = True
-            absent = [rank for rank in range(self.size) if not self._store.check([f"meet-{name}-{rank}"])]
-            ranks = ", ".join(map(str, absent[:8])) + ("" if len(absent) < 9 else f" and {len(absent) - 8} more")
-            raise PeerError(f"rank {ranks} has not arrived")
-        self.mark(name)
+        given_up = f"gave-up-{self.area}"
+        if self._comes(f"met-{name}", limit_seconds, unless=given_up):
+            self.mark(name)
+            return
+
+        # Name the rank at fault: one that has given up, or else those that have not arrived.
+        if self._store.check([given_up]):
+            rank, where = json.loads(self._store.get(given_up))
+            raise PeerError(f"rank {rank} did not get past {where}")
+        self.timed_out = True
+        absent = []
+        for rank in range(self.size):
+            if not self._store.check([f"meet-{name}-{rank}"]):
+                absent.append(str(rank))
+        raise PeerError(f"rank {first_few(absent, 8)} has not arrived")
 
     def send(self, key: str, value: Any) -> None:
         """Store a value for other ranks."""
@@ -149,10 +166,12 @@ class StoreChannel:
 
     def receive(self, key: str, limit_seconds: float = 0.0) -> Any:
         """Return the value that a rank stores within the time limit, or None."""
-        return json.loads(self._store.get(key)) if self._comes(key, limit_seconds) else None
+        if not self._comes(key, limit_seconds):
+            return None
+        return json.loads(self._store.get(key))
 
     def _comes(self, key: str, limit_seconds: float, unless: str = "") -> bool:
-        """Return True if the key is set within the time limit, and False if not or if the key ``unless`` is set."""
+        """Return True if the key is set within the time limit. Return False earlier if ``unless`` is set."""
         end = time.monotonic() + limit_seconds
         interval = max(LOOK_SECONDS, self.size / LOOKS_PER_SECOND)
         while not self._store.check([key]):

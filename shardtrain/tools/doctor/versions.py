@@ -31,29 +31,40 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()
     facts["cuda"] = torch.version.cuda or torch.version.hip or ""
-    facts["nccl"] = ""
-    if context.device == "cuda":
-        # A tuple in builds with NCCL or RCCL, an int in old builds, and missing in others.
-        try:
-            version = torch.cuda.nccl.version()
-            facts["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
-        except (RuntimeError, AttributeError):
-            pass
+    facts["nccl"] = _nccl_version() if context.device == "cuda" else ""
     facts["kernel"] = platform.release()
     for name in _LIBRARIES:
         try:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             facts[name] = ""
-    facts["options"] = config_consistency.facts_of(context.loaded.config, context.size)["options"][:12]
+    # Twelve digits of the digest suffice to detect a difference.
+    options = config_consistency.facts_of(context.loaded.config, context.size)["options"]
+    facts["options"] = options[:12]
+
+
+def _nccl_version() -> str:
+    """Return the version of NCCL or RCCL, or "" in builds without it."""
+    import torch
+
+    try:
+        version = torch.cuda.nccl.version()
+    except (RuntimeError, AttributeError):
+        return ""
+    # Old builds return an int.
+    if isinstance(version, tuple):
+        return ".".join(map(str, version))
+    return str(version)
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Check that each version is equal on all ranks. Versions that no rank has are skipped."""
     by_rank = reports.of(AREA)
-    names = [name for name in next(iter(by_rank.values()), {}) if any(facts.get(name) for facts in by_rank.values())]
+    names = next(iter(by_rank.values()), {})
     for name in names:
+        values = {rank: str(facts.get(name, "")) for rank, facts in by_rank.items()}
+        if not any(values.values()):
+            continue
         verdict: Verdict = "fail" if name in _SERIOUS else "warn"
         fix = _FIXES.get(name, "start all ranks from one environment or one container image")
-        values = {rank: str(facts.get(name, "")) for rank, facts in by_rank.items()}
         yield equal(reports, AREA, name, values, verdict, fix)

@@ -297,7 +297,7 @@ def test_fields_unknown_to_an_old_driver_are_queried_by_older_names_or_omitted(t
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with health.asking("GPU-1") as query:
+    with health.query("GPU-1") as query:
         values = health.answer(query, "GPU-1")
     assert values["nvlink"] == [25.0] and values["clocks_event_reasons.active"] == "1"
     assert "remapped_rows.failure" not in values and "error" not in values
