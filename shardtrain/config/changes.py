@@ -188,7 +188,7 @@ class OptionChange:
 
     def __str__(self) -> str:
         """Format the change like ``optimizer.lr: 0.1 -> 0.2``."""
-        return f"{self.option}: {_shown(self.old)} -> {_shown(self.new)}"
+        return f"{self.option}: {show_value(self.old)} -> {show_value(self.new)}"
 
 
 def class_of(option: str) -> Class | None:
@@ -222,7 +222,7 @@ def to_record(
 
     ``files`` is the result of ``file_hashes`` at the start of the run.
     """
-    kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
+    kept = {name: json_value(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
     # Store the resolved batch size instead of -1, so a resume on another mesh can detect a change.
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return {**kept, FILES: dict(files)}
@@ -321,20 +321,20 @@ def check_accepted(loaded: Loaded) -> Iterator[Problem]:
         yield Problem(ACCEPT, loaded.value(ACCEPT), rule, fix, loaded.where(ACCEPT))
 
 
-def _plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Convert a value to JSON types. Dataclasses become dicts with all fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
 
 
-def _shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Format a value of a checkpoint as one printable line of limited length."""
     text = "".join(c if c.isprintable() else "?" for c in default_text(value))
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -7,6 +7,7 @@ name the cause.
 - ``verify_rank`` runs the steps of one rank.
 - ``compare``, ``diagnose`` and ``judge`` evaluate the results.
 - ``verify_report`` prints them.
+- ``certificate`` varies everything else that must not change a number, and writes the proof to a file.
 - ``compare_recordings`` compares two recordings of any trainers, with ``recordings`` and ``recorded_differences``.
 
 Torch is imported only before ranks start.
@@ -53,6 +54,16 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.tools.verify import compare_recordings
 
         return compare_recordings.main(request.compare, request.rounding, request.json)
+    if request.check or request.certificate:
+        loaded = _require_valid(configs.load(request.path, list(request.overrides)))
+        if request.check:
+            from shardtrain.tools.verify.certificate import check_command
+
+            return check_command.main(request.check, loaded, request.json)
+        from shardtrain.tools.verify import certificate
+        from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
+
+        return certificate.main(request, loaded, MeshEngine(comparable, plan, probe, verify, small_copy))
     loaded = load(request)
     if request.real:
         from shardtrain.tools.verify import real
@@ -107,7 +118,15 @@ def load(request: VerifyOptions) -> Loaded:
             overrides = ["--model.flavor", smallest(facts), *overrides]
         return _require_valid(configs.load(None, ["--model.name", path, *overrides]))
 
-    loaded = _require_valid(configs.load(path, overrides))
+    return comparable(_require_valid(configs.load(path, overrides)))
+
+
+def comparable(loaded: Loaded) -> Loaded:
+    """Return a configuration of next-token prediction, whose losses verify compares.
+
+    Raises:
+        ConfigError: the task has another kind of loss.
+    """
     config = loaded.config
     if config.task.name == "language_model":
         return loaded

@@ -180,7 +180,7 @@ def _run_steps(
         for name, parameter in runner.parameters().items():
             init_weights.draw_(parameter, name, draws[name], config.debug.seed)
     if shaken:
-        _shake(runner.parameters(), config.debug.seed)
+        shake(runner.parameters(), config.debug.seed)
 
     # Build the trainer's run with synthetic batches instead of a dataset.
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
@@ -233,7 +233,7 @@ def _run_steps(
 
 
 @torch.no_grad()
-def _shake(parameters: Mapping[str, Tensor], seed: int) -> None:
+def shake(parameters: Mapping[str, Tensor], seed: int) -> None:
     """Move each element randomly to the next representable number above or below. No rounding error
     is smaller.
     """

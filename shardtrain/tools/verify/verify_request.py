@@ -13,6 +13,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 USAGE = """\
 usage: shardtrain verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...] [--schedule NAME ...] [--steps 3]
                          [--full] [--json] [--allow-impossible] [--section.key VALUE ...]
+       shardtrain verify --certificate FILE [CONFIG.toml] [--quick] [--dimension NAME ...] [--mesh ...] [--json]
+       shardtrain verify --check FILE [CONFIG.toml] [--json] [--section.key VALUE ...]
        shardtrain verify --real [CONFIG.toml | model.py] [--memory GIB] [--json] [--section.key VALUE ...]
        shardtrain verify --compare RUN_A RUN_B [--rounding RUN_C] [--json]
 
@@ -27,6 +29,12 @@ and is not possible; the reason is printed.
   --json      one JSON document
   --allow-impossible
               status 0 also if a mesh of --mesh is not possible for this model
+  --certificate
+              check every dimension that must not change a number, through the trainer with the run's own data and
+              task, and write the result to this JSON file; status 0 only if all requested ones were checked and hold
+  --quick     fewer variants of each dimension of a certificate
+  --dimension dimensions to check; the default is all that apply
+  --check     does this certificate still apply to the configuration and code? Status 0, or 4 with what changed
   --real      compare sizes that a small model hides with float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
   --memory    GiB of memory for --real; the default is three quarters of the free memory. A check that does not fit
@@ -36,6 +44,8 @@ and is not possible; the reason is printed.
 
   shardtrain verify
   shardtrain verify my_model.py --mesh tp=2 --mesh "pp=2,dp_shard=2"
+  shardtrain verify run.toml --certificate certificate.json
+  shardtrain verify run.toml --check certificate.json
 """
 
 
@@ -54,6 +64,10 @@ class VerifyOptions:
     compare: tuple[str, ...] = ()
     rounding: str | None = None
     memory_gib: float = 0.0
+    certificate: str | None = None
+    check: str | None = None
+    quick: bool = False
+    dimensions: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
 
@@ -63,10 +77,11 @@ def read(words: Sequence[str]) -> VerifyOptions:
     Raises:
         ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a positive integer.
     """
-    taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"), USAGE)
+    taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible", "--quick"), USAGE)
     own = taken.own
     if "--compare" in own or "--rounding" in own:
         return _comparison(own, taken.rest)
+    _require_certificate(own)
     if "--memory" in own and "--real" not in own:
         raise ConfigError(
             Problem(
@@ -111,8 +126,28 @@ def read(words: Sequence[str]) -> VerifyOptions:
         allow_impossible="--allow-impossible" in own,
         real="--real" in own,
         memory_gib=own.get("--memory", 0.0),
+        certificate=own.get("--certificate"),
+        check=own.get("--check"),
+        quick="--quick" in own,
+        dimensions=tuple(own.get("--dimension", ())),
         overrides=overrides,
     )
+
+
+def _require_certificate(own: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that has no effect with, or without, a certificate."""
+    without_effect: set[str] = set()
+    rule = "has no effect without --certificate"
+    if "--check" in own:
+        rule = "has no effect with --check, which trains nothing"
+        without_effect = own.keys() - {"--check", "--json"}
+    elif "--certificate" in own:
+        rule = "has no effect with --certificate, which has its own steps and sizes"
+        without_effect = own.keys() & {"--steps", "--full", "--real", "--memory", "--schedule"}
+    else:
+        without_effect = own.keys() & {"--quick", "--dimension"}
+    for option in sorted(without_effect):
+        raise ConfigError(Problem(option, None, rule, "remove it", "command line"))
 
 
 def _comparison(own: Mapping[str, Any], rest: Sequence[str]) -> VerifyOptions:
@@ -141,4 +176,7 @@ OPTIONS = {
     "--memory": VerbOption(_gib, "8"),
     "--compare": VerbOption(example="recordings/a recordings/b", is_list=True),
     "--rounding": VerbOption(example="recordings/c"),
+    "--certificate": VerbOption(example="certificate.json", once=True),
+    "--check": VerbOption(example="certificate.json", once=True),
+    "--dimension": VerbOption(example="resume", is_list=True),
 }

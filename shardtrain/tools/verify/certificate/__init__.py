@@ -1,0 +1,187 @@
+"""``shardtrain verify --certificate``: check every dimension that must not change a number, and write the proof.
+
+- ``small_run`` and ``stand_ins`` derive a small configuration from the user's.
+- ``dimensions`` lists what is varied.
+- ``trial``, ``trial_runs``, ``trial_rank`` and ``trial_batches`` run the variants through the trainer.
+- ``comparison`` judges the errors, and ``certificate_table`` prints them.
+- ``mesh_engine`` holds the functions of the mesh comparison.
+- ``check_command`` is ``verify --check``.
+
+The file itself belongs to ``config.certificate``, because ``train`` reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config import Loaded, certificate
+from shardtrain.tools.verify import meshes as mesh_plans
+from shardtrain.tools.verify.certificate import certificate_table, comparison, small_run, trial_runs
+from shardtrain.tools.verify.certificate.certificate_table import DimensionResult
+from shardtrain.tools.verify.certificate.comparison import VariantResult
+from shardtrain.tools.verify.certificate.dimensions import ALL_STEPS, DIMENSIONS, MESH, Variant, VariantRequest
+from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
+from shardtrain.tools.verify.certificate.small_run import SmallRun
+from shardtrain.tools.verify.certificate.trial import REFERENCE, SHAKEN, Trial, TrialErrors
+from shardtrain.tools.verify.verify_request import VerifyOptions
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.temporary import temporary_folder
+
+QUICK_MESHES = ("dp_shard=2", "tp=2", "pp=2")
+
+
+def main(request: VerifyOptions, loaded: Loaded, engine: MeshEngine) -> int:
+    """Check the requested dimensions, print the table, write the certificate, and return 0 or 4.
+
+    Raises:
+        ConfigError: the configuration is wrong, or a requested mesh or dimension is not possible.
+    """
+    assert request.certificate is not None
+    certificate.require_writable(request.certificate, "--certificate")
+    started = time.perf_counter()
+    with temporary_folder("certificate") as folder:
+        run = small_run.prepare(loaded, request.meshes, Path(folder), engine.small_copy)
+        if not request.json:
+            model = loaded.config.model
+            print(f"certificate of {model.name}/{model.flavor}: each dimension against one process", flush=True)
+            for note in run.notes:
+                print(f"  {note}", flush=True)
+        # Import PyTorch in this process, so its forks, the ranks, do not need to import it again.
+        with heartbeat("importing PyTorch"):
+            from shardtrain.train import trainer
+        results = check_all(run, request, trainer, engine)
+
+    document = document_of(loaded, run, results, request, time.perf_counter() - started)
+    certificate.write(request.certificate, document)
+    if request.json:
+        print(json.dumps(document, indent=2))
+    else:
+        print(certificate_table.table(results))
+        verdict = "holds" if document["holds"] else "does not hold"
+        print(f"\nthe certificate {verdict}: {request.certificate}, {document['seconds']:.0f} s")
+    return 0 if document["holds"] else 4
+
+
+def requested_dimensions(names: Sequence[str]) -> list[str]:
+    """Return the dimensions to check.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    known = [dimension.name for dimension in DIMENSIONS]
+    for name in names:
+        if name not in known:
+            rule = f'has an unknown dimension "{name}"'
+            raise ConfigError(Problem("--dimension", None, rule, f"dimensions are {', '.join(known)}", "command line"))
+    return list(names) or known
+
+
+def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[DimensionResult]:
+    """Check all requested dimensions. Return a result for each dimension, also for those that do not apply."""
+    names = requested_dimensions(request.dimensions)
+    wanted = VariantRequest(run, request.meshes, request.quick)
+    accepts_impossible = request.allow_impossible or not request.meshes
+    results: dict[str, DimensionResult] = {}
+    variants: dict[str, list[Variant]] = {}
+    for dimension in DIMENSIONS:
+        reason = dimension.reason_not_to_apply(run)
+        if dimension.name not in names:
+            results[dimension.name] = DimensionResult(
+                dimension.name, "not requested", reason="--dimension names others"
+            )
+        elif reason:
+            results[dimension.name] = DimensionResult(dimension.name, "does not apply", reason=reason)
+        elif dimension.name != MESH:
+            variants[dimension.name] = list(dimension.variants(wanted))
+    compared = _run_variants(run, variants)
+    if MESH in names and MESH not in results:
+        compared[MESH] = _compare_meshes(run, request, trainer, engine)
+    for name, comparisons in compared.items():
+        verdict = comparison.verdict_of(comparisons, accepts_impossible)
+        results[name] = DimensionResult(name, verdict, tuple(comparisons))
+    return [results[dimension.name] for dimension in DIMENSIONS]
+
+
+def _run_variants(run: SmallRun, variants: dict[str, list[Variant]]) -> dict[str, list[VariantResult]]:
+    """Run all variants and the reference, and judge them."""
+    trials = [Trial(REFERENCE, run.loaded, 1, ALL_STEPS)]
+    for of_dimension in variants.values():
+        for variant in of_dimension:
+            trials += variant.trials
+    answers = trial_runs.run_all(trials, run.folder) if variants else {}
+    shaken: TrialErrors | None = None
+    compared: dict[str, list[VariantResult]] = {}
+    for name, of_dimension in variants.items():
+        compared[name] = []
+        for variant in of_dimension:
+            result = _judge(variant, answers, None)
+            if result is None:
+                # Only a shaken run can tell whether this is rounding. Most certificates do not need it.
+                shaken = shaken or _shaken(run)
+                result = _judge(variant, answers, shaken)
+                assert result is not None
+            compared[name].append(result)
+    return compared
+
+
+def _judge(variant: Variant, answers: dict[str, TrialErrors], shaken: TrialErrors | None) -> VariantResult | None:
+    if variant.impossible:
+        return VariantResult(variant.label, "not possible", first=variant.impossible)
+    for one in variant.trials:
+        answer = answers[one.name]
+        if answer.failure:
+            verdict: Any = "not possible" if answer.is_refused else "failed"
+            return VariantResult(variant.label, verdict, first=answer.failure)
+    errors = answers[variant.trials[-1].name].errors
+    return comparison.judge(variant.label, errors, variant.is_exact, None if shaken is None else shaken.errors)
+
+
+def _shaken(run: SmallRun) -> TrialErrors:
+    shaken = Trial(SHAKEN, run.varied(SHAKEN, {}), 1, ALL_STEPS, is_shaken=True)
+    return trial_runs.run_all([shaken], run.folder)[SHAKEN]
+
+
+def _compare_meshes(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[VariantResult]:
+    """Compare each mesh and schedule with synthetic data, as ``verify`` does without a certificate."""
+    names = request.meshes
+    if request.quick and not names:
+        names = QUICK_MESHES
+        own = mesh_plans.own_axes(run.user)
+        if own and own not in names:
+            names = (own, *names)
+    options = dataclasses.replace(request, meshes=tuple(names), allow_impossible=True)
+    loaded = engine.comparable(run.with_stand_ins)
+    task = engine.plan(loaded, options)
+    folder = run.folder / "meshes"
+    folder.mkdir()
+    task, _ = engine.probe(task, folder)
+    return [comparison.of_mesh(row) for row in engine.verify(task, trainer, folder)]
+
+
+def document_of(
+    loaded: Loaded, run: SmallRun, results: Sequence[DimensionResult], request: VerifyOptions, seconds: float
+) -> dict[str, Any]:
+    """Return the content of the certificate."""
+    axes: set[str] = set()
+    for result in results:
+        axes |= result.compared_axes
+    return {
+        "format": certificate.FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "holds": all(result.holds for result in results),
+        "quick": request.quick,
+        **certificate.facts_of(loaded),
+        "commit": certificate.commit(),
+        "hardware": certificate.hardware(),
+        "notes": list(run.notes),
+        "compared_axes": sorted(axes),
+        "dimensions": [result.to_json() for result in results],
+        "seconds": round(seconds, 1),
+    }

@@ -1,0 +1,157 @@
+"""Judge the errors of trials: the tolerance of each number, the worst difference, and the first one beyond it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from shardtrain.tools.verify.certificate.trial import NumberError
+from shardtrain.tools.verify.verify_report import MeshResult
+
+Verdict = Literal["same", "differs", "failed", "not possible"]
+
+USUAL = {"initial": 0.0, "loss": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 1e-6, "validation": 1e-5}
+"""Tolerances of float32, as in ``compare``: relative for gradients and the norm, absolute for others."""
+ROUNDING = 8
+"""Tolerance divided by the effect of rounding that a shaken run measures: see ``compare``."""
+MOST = 100
+"""Maximum multiple of the usual tolerance."""
+_ORDER = ("initial", "gradient", "loss", "norm", "weights", "validation")
+"""Order of the numbers of a step. A gradient names a tensor, so it comes before the loss."""
+
+
+@dataclass(frozen=True)
+class WorstDifference:
+    """The number of a comparison that is closest to its tolerance, or furthest beyond it.
+
+    ``error`` is None if a number is missing or not finite.
+    """
+
+    kind: str
+    step: int
+    tensor: str
+    error: float | None
+    tolerance: float
+
+    def __str__(self) -> str:
+        """One phrase: ``gradient of layers.0.attn.wq.weight in step 2: 3.1e-07 (1e-05 is rounding)``."""
+        of = f" of {self.tensor}" if self.tensor else ""
+        if self.error is None:
+            return f"{self.kind}{of} in step {self.step} is missing or not finite"
+        return f"{self.kind}{of} in step {self.step}: {self.error:.1e} ({self.tolerance:.0e} is rounding)"
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """Result of one variant.
+
+    Attributes:
+        compared: Short description of the variant.
+        verdict: The verdict.
+        worst: The worst difference. None if nothing was compared.
+        first: The first difference beyond its tolerance, or the reason why nothing was compared.
+        cause: Likely cause, if known.
+        seconds: Wall-clock time, or 0 if the variant shared its processes with others.
+    """
+
+    compared: str
+    verdict: Verdict
+    worst: WorstDifference | None = None
+    first: str = ""
+    cause: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as an entry of a certificate."""
+        return asdict(self)
+
+
+def judge(
+    compared: str, errors: Sequence[NumberError], is_exact: bool, shaken: Sequence[NumberError] | None
+) -> VariantResult | None:
+    """Compare errors with their tolerances.
+
+    Args:
+        compared: Description of the variant.
+        errors: Errors of the variant.
+        is_exact: True if every error must be 0.
+        shaken: Errors of a run whose weights were moved by one unit in the last place, if it exists.
+
+    Returns:
+        The comparison. None if a number exceeds its usual tolerance and only a shaken run can tell whether this is
+        rounding.
+    """
+    effects = {(error.kind, error.step, error.tensor): error.error for error in shaken or ()}
+    ranked = sorted(errors, key=lambda error: (error.step, _ORDER.index(error.kind)))
+    worst: WorstDifference | None = None
+    first: WorstDifference | None = None
+    largest_ratio = -1.0
+    for error in ranked:
+        effect = effects.get((error.kind, error.step, error.tensor), 0.0)
+        tolerance = 0.0 if is_exact else _tolerance(error.kind, effect)
+        difference = WorstDifference(
+            error.kind, error.step, error.tensor, error.error if math.isfinite(error.error) else None, tolerance
+        )
+        ratio = error.error / tolerance if tolerance else error.error * 1e9
+        if ratio > largest_ratio:
+            largest_ratio = ratio
+            worst = difference
+        if first is None and not error.error <= tolerance:
+            first = difference
+    if first is None:
+        return VariantResult(compared, "same", worst)
+    if shaken is None and not is_exact and first.kind != "initial":
+        return None
+    return VariantResult(compared, "differs", worst, f"the first difference is {first}")
+
+
+def _tolerance(kind: str, effect: float) -> float:
+    usual = USUAL[kind]
+    return max(usual, min(ROUNDING * effect, MOST * usual))
+
+
+def of_mesh(row: MeshResult) -> VariantResult:
+    """Convert a row of ``verify``'s table."""
+    compared = ", ".join(text for text in (row.mesh, row.schedule, row.options) if text)
+    worst = None
+    if row.gradient is not None:
+        worst = _largest_of(row)
+    first = row.first or row.cause
+    cause = row.cause if row.first else ""
+    return VariantResult(compared, row.verdict, worst, first, cause, round(row.seconds, 1))
+
+
+def _largest_of(row: MeshResult) -> WorstDifference:
+    """Return the error of a row that is largest relative to its tolerance. Such a row names no step."""
+    errors = {"loss": row.loss, "gradient": row.gradient, "norm": row.norm, "weights": row.weights}
+    if row.initial:
+        return WorstDifference("initial", 0, f"{row.initial} tensors", None, 0.0)
+    kind = max(errors, key=lambda name: (errors[name] or 0.0) / USUAL[name])
+    error = errors[kind]
+    finite = error if error is not None and math.isfinite(error) else None
+    return WorstDifference(kind, 0, "", finite, USUAL[kind])
+
+
+def verdict_of(comparisons: Sequence[VariantResult], accepts_impossible: bool) -> str:
+    """Return "holds", "differs", "failed" or "not checked" for a dimension."""
+    verdicts = {comparison.verdict for comparison in comparisons}
+    for name in ("differs", "failed"):
+        if name in verdicts:
+            return name
+    if "not possible" in verdicts and not accepts_impossible:
+        return "not checked"
+    return "holds" if "same" in verdicts else "not checked"
+
+
+def worst_of(comparisons: Sequence[VariantResult]) -> WorstDifference | None:
+    """Return the worst difference over several comparisons, in multiples of the tolerance."""
+
+    def ratio(worst: WorstDifference) -> float:
+        if worst.error is None:
+            return math.inf
+        return worst.error / worst.tolerance if worst.tolerance else worst.error * 1e9
+
+    candidates = [comparison.worst for comparison in comparisons if comparison.worst is not None]
+    return max(candidates, key=ratio, default=None)

@@ -1,0 +1,87 @@
+"""A ``Trial``: one run of the trainer with a small variant of a configuration, and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardtrain.config import Loaded
+
+REFERENCE = "reference"
+"""Name of the trial on one process with which the others are compared."""
+SHAKEN = "shaken"
+"""Name of the trial that measures the effect of rounding: see ``Trial.is_shaken``."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the trainer.
+
+    Attributes:
+        name: Unique name, also of its files.
+        loaded: The configuration.
+        num_ranks: Number of processes.
+        steps: Steps whose numbers are compared, from 1.
+        stop_after: Step after which the run is stopped as if killed, so a later trial can resume it. None to run to
+            the end.
+        resumes: Name of the trial that this one resumes, or "".
+        separates_documents: True to train every document of a packed sequence in a sequence of its own.
+        is_shaken: True to move each initial weight to the next representable number above or below.
+    """
+
+    name: str
+    loaded: Loaded
+    num_ranks: int
+    steps: Sequence[int]
+    stop_after: int | None = None
+    resumes: str = ""
+    separates_documents: bool = False
+    is_shaken: bool = False
+
+
+@dataclass(frozen=True)
+class NumberError:
+    """Distance of one number of a trial from that of the reference.
+
+    Attributes:
+        kind: "initial", "gradient", "loss", "norm", "weights", or "validation".
+        step: Step, from 1. Initial weights have step 0.
+        tensor: Name of the tensor or of the validation metric. Empty for the loss and the norm.
+        error: Relative for gradients and the norm, absolute for others.
+    """
+
+    kind: str
+    step: int
+    tensor: str
+    error: float
+
+
+@dataclass(frozen=True)
+class TrialErrors:
+    """All errors of a trial, over its ranks, or the reason why it did not finish.
+
+    ``is_refused`` is True if the configuration was refused, and False if a rank failed.
+    """
+
+    errors: Sequence[NumberError] = ()
+    failure: str = ""
+    is_refused: bool = False
+
+
+def errors_file(folder: Path, name: str, rank: int) -> Path:
+    """Return the path of the errors that a rank writes for a trial."""
+    return folder / f"{name}-{rank}.json"
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for the duration of the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

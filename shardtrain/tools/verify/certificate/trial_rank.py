@@ -1,0 +1,235 @@
+"""Run trials as one rank: train, record the numbers, and write their distance from those of the reference."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
+from shardtrain.data import DataLoader
+from shardtrain.distributed import LOSS_AXES
+from shardtrain.distributed.process_group import World
+from shardtrain.layout import Draw
+from shardtrain.ops import init_weights
+from shardtrain.ops.dtensor import to_full
+from shardtrain.tools.verify import dropout
+from shardtrain.tools.verify.certificate.trial import REFERENCE, SHAKEN, Trial, errors_file, replaced
+from shardtrain.tools.verify.certificate.trial_batches import keep_some_targets, separate_documents
+from shardtrain.tools.verify.compare import SMALL, same_bits
+from shardtrain.tools.verify.verify_rank import shake
+from shardtrain.train import trainer
+from shardtrain.train.validation import Evaluation, Validator
+from shardtrain.utils import log
+
+Key = tuple[str, int, str]
+"""Kind, step and tensor of a number: see ``trial.NumberError``."""
+
+
+class _Stopped(Exception):
+    """Ends a run between two steps, as a kill would."""
+
+
+@dataclass
+class TrialNumbers:
+    """Numbers of a trial: scalars, and unsharded tensors of which a pipeline rank has only those of its stages."""
+
+    scalars: dict[Key, float] = field(default_factory=dict)
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+
+
+def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) -> None:
+    """Run trials as one rank, and write their errors to ``folder``. Collective."""
+    # Dropout differs between meshes by design, and a model file may import its function by name.
+    dropout.switch_off()
+    reference: TrialNumbers | None = None
+    for trial in trials:
+        numbers = _run(rank, num_ranks, trial)
+        if trial.name == REFERENCE:
+            _write(numbers, Path(folder))
+        if reference is None:
+            reference = _read(Path(folder))
+        wanted = [key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)]
+        errors = [(*key, error) for key, error in errors_of(numbers, reference) if key in set(wanted)]
+        text = json.dumps({"wanted": wanted, "errors": errors})
+        errors_file(Path(folder), trial.name, rank).write_text(text, encoding="utf-8")
+
+
+def _is_compared(key: Key, trial: Trial) -> bool:
+    kind, step, _ = key
+    if kind == "initial":
+        # A resumed run starts from the weights of a checkpoint, and a shaken one from others.
+        return trial.name != SHAKEN and 1 in trial.steps
+    if kind == "validation" and not trial.loaded.config.validation.enable:
+        return False
+    return step in trial.steps
+
+
+def _run(rank: int, num_ranks: int, trial: Trial) -> TrialNumbers:
+    """Train as one rank with the trainer, and return its numbers."""
+    # Compiled code and sequence lengths of an earlier trial must not affect this one.
+    torch.compiler.reset()
+    numbers = TrialNumbers()
+    config = trial.loaded.config
+    world = World(rank, num_ranks, rank, torch.device("cpu"))
+    original_step = trainer.step
+    original_validation = Validator.run
+    started: list[trainer.Run] = []
+
+    def step(run: trainer.Run) -> trainer.Outcome | None:
+        if run.state.step == trial.stop_after:
+            raise _Stopped
+        if not started:
+            started.append(run)
+            _begin(run, numbers, trial)
+        outcome = original_step(run)
+        if outcome is not None:
+            _keep_step(run, outcome, numbers)
+        return outcome
+
+    def validate(validator: Validator, at: int) -> Evaluation | None:
+        evaluation = original_validation(validator, at)
+        if evaluation is not None:
+            for name, value in evaluation.values.items():
+                numbers.scalars["validation", at, name] = value
+        return evaluation
+
+    log.setup(rank, num_ranks, Path(config.job.dump_folder), config.metrics.save_log_file, console=False)
+    with ExitStack() as patches:
+        patches.enter_context(replaced(trainer, "step", step))
+        patches.enter_context(replaced(Validator, "run", validate))
+        patches.enter_context(replaced(DataLoader, "__next__", _batches_of(trial)))
+        try:
+            trainer.train(trial.loaded, world)
+        except _Stopped:
+            pass
+        finally:
+            log.reset()
+    return numbers
+
+
+def _batches_of(trial: Trial) -> Any:
+    """Return the loader's ``__next__`` with the trial's changes of each micro-batch."""
+    read = DataLoader.__next__
+    has_equal_rows = trial.loaded.config.task.name in OF_NEXT_TOKENS
+
+    def next_batch(loader: DataLoader) -> Any:
+        batch = read(loader)
+        if has_equal_rows:
+            batch = keep_some_targets(batch)
+        if trial.separates_documents:
+            batch = separate_documents(batch, loader.pad_id)
+        return batch
+
+    return next_batch
+
+
+def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
+    """Record and replace the initial weights, and record gradients from now on."""
+    # The trainer stops if norms differ between ranks. Here, the comparison of tensors finds the cause instead.
+    run.resilience.compares_norms = False
+    if trial.resumes and run.state.step != trial.steps[0] - 1:
+        raise RuntimeError(f"the run continued at step {run.state.step} instead of {trial.steps[0] - 1}")
+    if run.state.step == 0:
+        _keep(numbers, "initial", 0, run.runner.parameters())
+        _draw_at_unit_gain(run.runner.parameters(), run.config.debug.seed)
+        if trial.is_shaken:
+            shake(run.runner.parameters(), run.config.debug.seed)
+    update = run.runner.update
+
+    def recorded_update(optimizer: torch.optim.Optimizer, *applies: Tensor) -> None:
+        parameters = run.runner.parameters().items()
+        gradients = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+        _keep(numbers, "gradient", run.state.step + 1, gradients)
+        update(optimizer, *applies)
+
+    run.runner.update = recorded_update  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def _draw_at_unit_gain(parameters: Mapping[str, Tensor], seed: int) -> None:
+    """Draw trained matrices so that outputs are about as large as inputs.
+
+    With its usual weights, a small model would hide the effect of some of its parts, and an adapter adds zero. Frozen
+    weights keep their values, because a resumed run draws them again.
+    """
+    for name, parameter in parameters.items():
+        if parameter.ndim < 2 or not parameter.requires_grad:
+            continue
+        std = parameter.size(-1) ** -0.5
+        if name.endswith(".lora_b"):
+            std *= 0.1
+        init_weights.draw_(parameter, name, Draw("normal", std=std), seed)
+
+
+def _keep_step(run: trainer.Run, outcome: trainer.Outcome, numbers: TrialNumbers) -> None:
+    """Record loss, norm, weights and buffers after a step (a collective)."""
+    step = run.state.step
+    total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+    numbers.scalars["loss", step, ""] = total / max(1, outcome.global_tokens)
+    numbers.scalars["norm", step, ""] = outcome.grad_norm
+    _keep(numbers, "weights", step, {**run.runner.parameters(), **run.runner.buffers()})
+
+
+def _keep(numbers: TrialNumbers, kind: str, step: int, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.float32 or kind != "weights":
+            numbers.tensors[kind, step, name] = to_full(tensor.detach()).clone()
+
+
+def errors_of(numbers: TrialNumbers, reference: TrialNumbers) -> Iterator[tuple[Key, float]]:
+    """Yield the error of each number that both runs have. NaN counts as infinity."""
+    totals = {step: value for (kind, step, _), value in reference.scalars.items() if kind == "norm"}
+    for key, value in numbers.scalars.items():
+        if key in reference.scalars:
+            scale = reference.scalars[key] if key[0] == "norm" else 1.0
+            yield key, _finite(abs(value - reference.scalars[key]) / max(scale, 1e-30))
+    for key, tensor in numbers.tensors.items():
+        expected = reference.tensors.get(key)
+        if expected is None or expected.shape != tensor.shape:
+            yield key, math.inf
+        else:
+            yield key, _tensor_error(key, tensor, expected, totals)
+
+
+def _tensor_error(key: Key, tensor: Tensor, expected: Tensor, totals: Mapping[int, float]) -> float:
+    kind, step, _ = key
+    if kind == "initial":
+        return 0.0 if same_bits(tensor, expected) else math.inf
+    difference = tensor.float() - expected.float()
+    if kind == "gradient":
+        # A gradient that is zero except for rounding is compared with the norm of all gradients.
+        scale = max(float(expected.float().norm()), SMALL * totals[step])
+        return _finite(float(difference.norm()) / max(scale, 1e-30))
+    return _finite(float(difference.abs().max())) if difference.numel() else 0.0
+
+
+def _finite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _write(numbers: TrialNumbers, folder: Path) -> None:
+    """Write the numbers of the reference for the processes of other trials."""
+    scalars = [(*key, value) for key, value in numbers.scalars.items()]
+    tensors = {json.dumps(key): tensor.contiguous() for key, tensor in numbers.tensors.items()}
+    save_file(tensors, folder / f"{REFERENCE}.safetensors", metadata={"scalars": json.dumps(scalars)})
+
+
+def _read(folder: Path) -> TrialNumbers:
+    numbers = TrialNumbers()
+    with safe_open(folder / f"{REFERENCE}.safetensors", framework="pt") as file:
+        for kind, step, name, value in json.loads(file.metadata()["scalars"]):
+            numbers.scalars[kind, step, name] = value
+        for text in file.keys():  # noqa: SIM118
+            kind, step, name = json.loads(text)
+            numbers.tensors[kind, step, name] = file.get_tensor(text)
+    return numbers

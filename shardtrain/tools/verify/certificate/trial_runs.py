@@ -1,0 +1,96 @@
+"""Run trials through the trainer, each on its own number of gloo ranks.
+
+Every rank records its numbers, compares them with those of the reference, and writes only the errors. So the parent
+process needs neither tensors nor a collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardtrain.tools.verify import forked_workers
+from shardtrain.tools.verify.certificate.trial import REFERENCE, NumberError, Trial, TrialErrors, errors_file
+from shardtrain.utils.errors import ConfigError
+
+SECONDS_PER_TRIAL = 120
+
+
+def run_all(trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
+    """Run all trials and return their errors by name. The reference is the first one, or has run before.
+
+    Trials with the same number of ranks share processes, because the first step of a process takes a second longer.
+
+    Raises:
+        ConfigError: the reference fails.
+    """
+    answers: dict[str, TrialErrors] = {}
+    remaining = list(trials)
+    while remaining:
+        num_ranks = remaining[0].num_ranks
+        batch = _next_batch(remaining, num_ranks, answers)
+        finished = _run_until_failure(num_ranks, batch, folder)
+        answers.update(finished)
+        if REFERENCE in finished and finished[REFERENCE].failure:
+            raise ConfigError(f"the configuration does not train on one process: {finished[REFERENCE].failure}")
+        remaining = [trial for trial in remaining if trial.name not in answers]
+    return answers
+
+
+def _next_batch(remaining: Sequence[Trial], num_ranks: int, answers: Mapping[str, TrialErrors]) -> list[Trial]:
+    """Return the trials with this number of ranks that can run now. A trial follows the one that it resumes."""
+    batch: list[Trial] = []
+    finished = set(answers)
+    for trial in remaining:
+        if trial.num_ranks == num_ranks and (not trial.resumes or trial.resumes in finished):
+            batch.append(trial)
+            finished.add(trial.name)
+    return batch
+
+
+def _run_until_failure(num_ranks: int, trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
+    """Run trials in one set of processes. The last answer may be a failure, and later trials then have no answer."""
+    from shardtrain.tools.verify.certificate.trial_rank import run_trials
+
+    group = folder / f"group-{num_ranks}-{trials[0].name}"
+    group.mkdir(parents=True)
+    failed = None
+    try:
+        forked_workers.run(
+            num_ranks,
+            run_trials,
+            list(trials),
+            str(folder),
+            folder=group,
+            backend="gloo",
+            limit_seconds=SECONDS_PER_TRIAL * len(trials),
+        )
+    except forked_workers.RankFailed as error:
+        failed = error
+    answers: dict[str, TrialErrors] = {}
+    for trial in trials:
+        ranks = [errors_file(folder, trial.name, rank) for rank in range(num_ranks)]
+        if not all(path.exists() for path in ranks):
+            assert failed is not None, f"{trial.name} wrote no errors"
+            answers[trial.name] = TrialErrors(failure=str(failed), is_refused=failed.refused)
+            break
+        answers[trial.name] = TrialErrors(tuple(_errors_of(ranks)))
+    return answers
+
+
+def _errors_of(paths: Sequence[Path]) -> Iterator[NumberError]:
+    """Yield the largest error of each number over the ranks, and an infinite one for a number that no rank has."""
+    largest: dict[tuple[str, int, str], float] = {}
+    wanted: set[tuple[str, int, str]] = set()
+    for path in paths:
+        answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        wanted.update((kind, step, tensor) for kind, step, tensor in answer["wanted"])
+        for kind, step, tensor, error in answer["errors"]:
+            key = (kind, step, tensor)
+            largest[key] = max(largest.get(key, 0.0), error)
+    for kind, step, tensor in wanted - largest.keys():
+        largest[kind, step, tensor] = float("inf")
+    for (kind, step, tensor), error in largest.items():
+        yield NumberError(kind, step, tensor, error)
