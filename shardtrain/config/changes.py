@@ -141,6 +141,12 @@ OPTIONS: dict[str, Class] = {
     "task.pair_field": "data",
     "task.beta": "error",
     "task.gamma": "error",
+    "task.loss_type": "error",
+    "task.label_smoothing": "error",
+    "task.reference_free": "error",
+    # The reference model has a fingerprint.
+    "task.reference_path": "ignore",
+    "task.nll_weight": "error",
     "task.desirable_weight": "error",
     "task.undesirable_weight": "error",
     "task.group_size": "data",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.distributed import expert_parallel
+from shardtrain.distributed.mesh import LOSS_AXES
 from shardtrain.distributed.runner import PlainRunner, Runner
 
 
@@ -33,6 +34,14 @@ class TaskLoss(Protocol):
         """Compute metrics from the predictions for all rows of a set."""
         ...
 
+    def step_sums(self, outputs: Any, batch: Any) -> Tensor | None:
+        """Return the sums over the rows of a batch that ``step_metrics`` needs, (K,) in float64, or None."""
+        ...
+
+    def step_metrics(self, sums: list[float]) -> dict[str, float]:
+        """Compute metrics of a training step from the sums over all its rows."""
+        ...
+
 
 class TaskRunner(PlainRunner):
     """Runner of an unpipelined model with the loss of a task. Batches are ``data.row_stream.RowBatch``."""
@@ -40,6 +49,7 @@ class TaskRunner(PlainRunner):
     def __init__(self, plain: Runner, task: TaskLoss) -> None:
         super().__init__(plain.model_parts)
         self.task = task
+        self._step_sums_K: Tensor | None = None
 
     @property
     def counts_filler(self) -> bool:
@@ -48,6 +58,18 @@ class TaskRunner(PlainRunner):
 
     def local_targets(self, batches: Sequence[Any]) -> int:
         return sum(batch.num_targets for batch in batches)
+
+    def forward_backward(self, batches: Sequence[Any], weight: Tensor) -> Tensor:
+        self._step_sums_K = None
+        return super().forward_backward(batches, weight)
+
+    def measures(self) -> dict[str, float]:
+        """Add the task's metrics of the last step, over the rows of all ranks (a collective)."""
+        measures = super().measures()
+        if self._step_sums_K is not None:
+            sums = self._mesh.sum(self._step_sums_K, over=LOSS_AXES).tolist()
+            measures |= self.task.step_metrics(sums)
+        return measures
 
     def predict(self, batch: Any, with_loss: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this rank's loss sum of one batch (zero without ``with_loss``) and the predictions for
@@ -68,7 +90,17 @@ class TaskRunner(PlainRunner):
         if self._has_experts:
             expert_parallel.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)
+        self._count(outputs, batch)
         return self.task.loss_sum(outputs, batch, _weight(batch, weight)).float()
+
+    def _count(self, outputs: Any, batch: Any) -> None:
+        with torch.no_grad():
+            sums_K = self.task.step_sums(outputs, batch)
+        if sums_K is None:
+            return
+        # A batch without rows contributes zeros, so all ranks have sums.
+        sums_K = sums_K * bool(batch.num_rows)
+        self._step_sums_K = sums_K if self._step_sums_K is None else self._step_sums_K + sums_K
 
 
 def _weight(batch: Any, weight: Tensor) -> Tensor:

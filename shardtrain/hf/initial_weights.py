@@ -47,6 +47,15 @@ def identity(config: Config) -> str:
     return of_folder(folder)
 
 
+def of_adapters(named: str) -> str:
+    """Return a fingerprint of initial adapters: a PEFT folder, or a checkpoint of a LoRA run."""
+    start = place(named)
+    folder = Path(str(start))
+    if (folder / "adapter_config.json").is_file():
+        return of_folder(folder)
+    return hashlib.sha256(manifest.read_bytes(start)).hexdigest()
+
+
 def of_folder(folder: Path) -> str:
     """Return a hash of names, sizes, and first and last MiB of the JSON and
     weights files of a Hugging Face folder.

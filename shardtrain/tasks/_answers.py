@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -80,8 +81,12 @@ class AnswerTask(TextTask):
     ``reference`` is the frozen reference model, set before the first step if ``needs_reference``.
     """
 
-    needs_reference = False
     kind = "causal"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss compares the model with a frozen reference model."""
+        return False
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -124,13 +129,20 @@ class AnswerTask(TextTask):
         return tokens_RT, targets_RT
 
     def start(self) -> dict[str, str]:
-        """Return the identity of the initial weights if they are the reference model.
+        """Return the identity of the reference model, if there is one.
 
         Part of the data's fingerprint.
         """
         if not self.needs_reference:
             return {}
-        return {"reference weights": initial_weights.identity(self.config)}
+        folder = self.config.task.reference_path
+        if folder:
+            return {"reference weights": initial_weights.of_folder(Path(folder))}
+        weights = {"reference weights": initial_weights.identity(self.config)}
+        adapters = self.config.lora.initial_load_path
+        if self.config.lora.enable and adapters is not None:
+            weights["reference adapters"] = initial_weights.of_adapters(adapters)
+        return weights
 
 
 class PairTask(AnswerTask):
@@ -146,8 +158,8 @@ class PairTask(AnswerTask):
         pairs: _files.FileRows[Pair] = _files.read(self.config, split, partial(self.encode, split=split))
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
-        # If there is a reference model, the initial weights are part of the data's fingerprint, so a run
-        # resumes only with the same ones.
+        # If there is a reference model, its weights are part of the data's fingerprint, so a run resumes only
+        # with the same ones.
         start = self.start()
         pairs.files = {**pairs.files, **start}
         parts = (part.tobytes() for side in sides for part in (side.tokens, side.targets))
@@ -173,12 +185,29 @@ class PairTask(AnswerTask):
 
     def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
         """Return the rewards (B, 2) of each pair."""
-        return {"rewards": outputs.float()}
+        return {"rewards": outputs[:, :2].float()}
 
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of pairs whose chosen answer has the higher reward, and the mean difference."""
         margins = (rows["rewards"][:, 0] - rows["rewards"][:, 1]).double()
         return {"reward_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
+
+    def step_sums(self, outputs: Tensor, batch: RowBatch) -> Tensor:
+        """Return the sums of both rewards and of correct pairs, and the number of pairs, (4,)."""
+        rewards_B2 = self.predictions(outputs, batch)["rewards"].double()
+        is_correct_B = rewards_B2[:, 0] > rewards_B2[:, 1]
+        num_pairs = torch.full_like(rewards_B2[0, :1], len(rewards_B2))
+        return torch.cat((rewards_B2.sum(0), is_correct_B.sum().double()[None], num_pairs))
+
+    def step_metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the metrics of ``metrics``, and the mean reward of the chosen and of the rejected answers."""
+        chosen, rejected, num_correct, num_pairs = sums
+        return {
+            "reward_chosen": chosen / num_pairs,
+            "reward_rejected": rejected / num_pairs,
+            "reward_accuracy": num_correct / num_pairs,
+            "reward_margin": (chosen - rejected) / num_pairs,
+        }
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the two rewards as text."""
@@ -261,6 +290,11 @@ def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -
     """
     losses_RT = token_losses(model, tokens_RT, targets_RT)
     return -losses_RT.sum(1, dtype=torch.float64)
+
+
+def answer_lengths(batch: RowBatch) -> Tensor:
+    """Return the number of learned tokens of each answer, (B, 2)."""
+    return (batch["targets_B2T"] != IGNORE).sum(-1)
 
 
 def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from shardtrain import data, models
+from shardtrain.config.frozen_models import TEACHER, frozen_config
 from shardtrain.config.schema import Config
-from shardtrain.config.teacher import OPTION, teacher_config
 from shardtrain.data.digest import digest
 from shardtrain.hf import initial_weights
 from shardtrain.ops.distillation_loss import Mix
@@ -38,7 +38,7 @@ class Distillation(LanguageModel):
 
     def teacher(self) -> Config:
         """Return the configuration of the teacher. Raises ConfigError if its folder contains no model."""
-        teacher = teacher_config(self.config)
+        teacher = frozen_config(self.config, TEACHER)
         if isinstance(teacher, Problem):
             raise ConfigError(teacher)
         return teacher
@@ -66,7 +66,7 @@ class Distillation(LanguageModel):
             except ConfigError as error:
                 raise ConfigError(
                     Problem(
-                        OPTION,
+                        TEACHER,
                         path,
                         rule="contains a model that cannot keep packed documents apart",
                         fix='set data.packing = "padded", or data.document_mask = "off"',
@@ -80,7 +80,7 @@ class Distillation(LanguageModel):
         if 0 < teacher_ids < stream.vocab:
             raise ConfigError(
                 Problem(
-                    OPTION,
+                    TEACHER,
                     path,
                     rule=f"has rows for {teacher_ids} ids, and the tokenizer {stream.vocab}",
                     fix="use a teacher with the model's own tokenizer",

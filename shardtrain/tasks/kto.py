@@ -70,7 +70,9 @@ Group = tuple[Answer, ...]
 class KTO(AnswerTask):
     """The task ``kto``."""
 
-    needs_reference = True
+    @property
+    def needs_reference(self) -> bool:
+        return True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -207,6 +209,33 @@ class KTO(AnswerTask):
         if len(good) and len(bad):
             margin = float(good.mean() - bad.mean())
         return {"reward_accuracy": float(accuracy), "reward_margin": margin}
+
+    def step_sums(self, outputs: Tensor, batch: RowBatch) -> Tensor:
+        """Return the reward sums and numbers of good and of bad answers, and the number of correct ones, (5,)."""
+        labels_BN = batch["labels_BN"]
+        rewards_BN = self._beta * outputs[..., 0].double()
+        sums = []
+        for label in (1, 0):
+            has_label_BN = (labels_BN == label).double()
+            sums += [(rewards_BN * has_label_BN).sum(), has_label_BN.sum()]
+        has_right_sign_BN = (rewards_BN > 0) == (labels_BN == 1)
+        sums.append((has_right_sign_BN & (labels_BN != _PADDING)).sum().double())
+        return torch.stack(sums)
+
+    def step_metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the metrics of ``metrics``, and the mean reward of the good and of the bad answers.
+
+        Omits means without an answer.
+        """
+        good, num_good, bad, num_bad, num_correct = sums
+        metrics = {"reward_accuracy": num_correct / (num_good + num_bad)}
+        if num_good:
+            metrics["reward_chosen"] = good / num_good
+        if num_bad:
+            metrics["reward_rejected"] = bad / num_bad
+        if num_good and num_bad:
+            metrics["reward_margin"] = good / num_good - bad / num_bad
+        return metrics
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the rewards of a group as text."""

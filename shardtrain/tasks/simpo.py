@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.data.row_stream import RowBatch
-from shardtrain.ops.targets import IGNORE
-from shardtrain.tasks._answers import PairTask, of_pairs
+from shardtrain.tasks._answers import PairTask, answer_lengths, of_pairs
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
 DEGREES = ("tensor_parallel_degree",)
@@ -25,13 +24,20 @@ class SimPO(PairTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Return the rewards (B, 2), the chosen answer first."""
-        counts_B2 = (batch["targets_B2T"] != IGNORE).sum(-1)
-        rewards_B2: Tensor = self.config.task.beta * of_pairs(model, batch) / counts_B2
+        rewards_B2: Tensor = self.config.task.beta * of_pairs(model, batch) / answer_lengths(batch)
         return rewards_B2
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
-        """Return the weighted sum over pairs of -log sigmoid(reward difference - gamma)."""
-        return -weight * F.logsigmoid(outputs[:, 0] - outputs[:, 1] - self.config.task.gamma).sum()
+        """Return the weighted sum over pairs of -log sigmoid(reward difference - gamma).
+
+        With ``task.nll_weight``, add that multiple of the chosen answer's mean negative log-probability, as
+        CPO-SimPO does.
+        """
+        task = self.config.task
+        losses_B = -F.logsigmoid(outputs[:, 0] - outputs[:, 1] - task.gamma)
+        if task.nll_weight:
+            losses_B = losses_B - task.nll_weight / task.beta * outputs[:, 0]
+        return weight * losses_B.sum()
 
 
 Task = SimPO

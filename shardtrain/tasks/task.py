@@ -101,6 +101,17 @@ class RowTask:
         the CPU."""
         return {}
 
+    def step_sums(self, outputs: Any, batch: RowBatch) -> Tensor | None:
+        """Return sums over the rows of a batch for ``step_metrics``, (K,) in float64 on the batch's device.
+
+        None by default. Called in every training step, so it must not wait for the device.
+        """
+        return None
+
+    def step_metrics(self, sums: list[float]) -> dict[str, float]:
+        """Return the metrics of a training step from ``step_sums`` over all of its rows and ranks."""
+        return {}
+
     def results(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the contents of the results file: loss and metrics by default."""
         return dict(values)

@@ -166,10 +166,12 @@ def _build_frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
+    spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     with fake_backend.materialized(runner):
-        weight_bytes = _local_bytes(runner.parameters().values())
         (part,) = runner.parts
+        weight_bytes = _local_bytes(runner.parameters().values()) + quantize.count(part, config)
         part.eval().requires_grad_(False)
         traced = fake_backend.trace_frozen(part, module.LAYOUT, mesh, config, batch)
     return FrozenModel(name, config.training.dtype, weight_bytes, traced)

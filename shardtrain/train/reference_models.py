@@ -1,7 +1,8 @@
 """Build the frozen models of a task: the reference model of preference tasks, the teacher of distillation.
 
-A reference model has the initial weights of the run. Every start loads them from
-``checkpoint.initial_load_path`` or draws them from the seed again; a teacher is loaded from its folder.
+A teacher, and a reference model with ``task.reference_path``, are loaded from their folder. Without it, a
+reference model has the initial weights of the run, which every start loads from
+``checkpoint.initial_load_path`` or draws from the seed again.
 Both are sharded like the trained model and are not part of checkpoints, so a run can resume on any mesh.
 The fingerprint of the data includes ``hf.initial_weights.identity``, so a resume with other reference
 weights is rejected.
@@ -16,16 +17,20 @@ from typing import Any
 
 from shardtrain.checkpoint import manifest, tensor_reader, tensors
 from shardtrain.checkpoint.collectives import all_ranks
-from shardtrain.checkpoint.storage import Place
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import Place, place
+from shardtrain.config.frozen_models import REFERENCE, frozen_config
 from shardtrain.config.schema import Config
 from shardtrain.distributed import Mesh, Runner
 from shardtrain.distributed.distillation_runner import DistillationRunner
 from shardtrain.hf import importing
 from shardtrain.hf.initial_weights import start_of
+from shardtrain.lora import peft, quantize
 from shardtrain.tasks.distillation import Distillation
+from shardtrain.train import base_weights
 from shardtrain.train.run import model_state_dict
 from shardtrain.train.task_model import BuiltModel, build_model
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_count
 
@@ -34,39 +39,77 @@ def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
     """Return the configurations of the frozen models of a task, by name. Most tasks need none."""
     if isinstance(task, Distillation):
         return {"teacher": task.teacher()}
-    if getattr(task, "needs_reference", False):
-        # New adapters add zero, so the base weights without adapters are the initial model
-        parallelism = replace(config.parallelism, shard_optimizer_states=False)
-        return {"reference": replace(config, lora=replace(config.lora, enable=False), parallelism=parallelism)}
-    return {}
+    if not getattr(task, "needs_reference", False):
+        return {}
+    if config.task.reference_path:
+        reference = frozen_config(config, REFERENCE)
+        if isinstance(reference, Problem):
+            raise ConfigError(reference)
+        return {"reference": reference}
+    # New adapters add zero, so the base weights without adapters are the initial model. Adapters that are
+    # loaded, and quantized base weights, are part of it.
+    lora = config.lora
+    if not _is_adapted(config):
+        lora = replace(lora, enable=False)
+    parallelism = replace(config.parallelism, shard_optimizer_states=False)
+    return {"reference": replace(config, lora=lora, parallelism=parallelism)}
+
+
+def _is_adapted(config: Config) -> bool:
+    lora = config.lora
+    return lora.enable and (lora.initial_load_path is not None or lora.base_dtype != quantize.WHOLE)
 
 
 def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
     """Build and load the frozen model of a task, if it needs one (a collective).
 
     Raises:
-        ConfigError: the teacher's folder contains another model than its config.json describes.
+        ConfigError: a folder contains another model than its config.json describes.
         CheckpointError: the weights are damaged, or those of another model.
     """
     for name, frozen in frozen_configs(task, config).items():
         built = build_model(frozen, mesh)
         for part in built.runner.parts:
             part.eval().requires_grad_(False)
+        model = built.runner.parts[0]
         if name == "teacher":
             assert isinstance(runner, DistillationRunner)
-            folder = Path(config.task.teacher_path)
-            all_ranks(partial(importing.fill, model_state_dict(built.runner), folder, built.module, built.shape))
-            runner.teacher = built.runner.parts[0]
-            logger.info(
-                f"teacher (frozen): {frozen.model.name} from {folder}, {format_count(built.num_params)} parameters"
-            )
+            runner.teacher = model
+            folder = config.task.teacher_path
+        else:
+            task.reference = model
+            folder = config.task.reference_path
+        if folder:
+            weights = model_state_dict(built.runner)
+            all_ranks(partial(importing.fill, weights, Path(folder), built.module, built.shape))
+            count = format_count(built.num_params)
+            logger.info(f"{name} (frozen): {frozen.model.name} from {folder}, {count} parameters")
             continue
         start = start_of(config)
-        if start is not None:
+        if _is_adapted(frozen):
+            _fill_adapted(built, frozen, mesh)
+        elif start is not None:
             _fill(built, config, start)
-        task.reference = built.runner.parts[0]
         origin = start or f"drawn from debug.seed={config.debug.seed}"
         logger.info(f"reference model (frozen): initial weights of this run, {origin}")
+
+
+def _fill_adapted(built: BuiltModel, config: Config, mesh: Mesh) -> None:
+    """Load the base weights and the initial adapters of the run into a frozen model."""
+    checkpoints = Checkpoints(replace(config, checkpoint=replace(config.checkpoint, load_only=True)))
+    assert built.adapters is not None
+    facts = base_weights.load(config, built.runner, built.adapters, mesh.device, checkpoints)
+    if config.lora.initial_load_path is None:
+        return
+    parameters = built.runner.parameters()
+    start = place(config.lora.initial_load_path)
+    if peft.is_folder(start):
+        peft.load(config, facts, parameters, Path(str(start)))
+        return
+    trained = {name: tensor for name, tensor in parameters.items() if built.adapters.holds(name)}
+    checkpoints.load(
+        start, {f"{manifest.WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in trained.items()}, {}
+    )
 
 
 def _fill(built: BuiltModel, config: Config, start: Place) -> None:

@@ -54,11 +54,6 @@ ON = {"enable": True, "random_base": True}
         ),
         ({"lora": {**ON, "initial_load_path": "x"}}, ["lora.initial_load_path", "checkpoint.enable = true"]),
         (
-            {"lora": {**ON, "initial_load_path": "x"}, "checkpoint": {"enable": True}, "task": {"name": "preference"}},
-            ["merge"],
-        ),
-        ({"lora": {**ON, "base_dtype": "nf4"}, "task": {"name": "preference"}}, ["lora.base_dtype", "reference"]),
-        (
             {"lora": {**ON, "target_parameters": ["experts.down_proj"], "dropout": 0.1}},
             ["lora.dropout=0.1", "lora.target_parameters"],
         ),

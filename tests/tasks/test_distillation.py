@@ -192,7 +192,7 @@ def test_invalid_distillation_options_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/config.json").write_text('{"model_type": "martian"}')
     cases = [
-        ({"teacher_path": ""}, {}, "must name the teacher's Hugging Face folder"),
+        ({"teacher_path": ""}, {}, "must name the Hugging Face folder of the teacher"),
         ({"teacher_path": str(tmp_path / "empty")}, {}, "has no config.json"),
         ({"teacher_path": str(tmp_path / "odd")}, {}, "neither this package nor transformers has"),
         ({"kd_ratio": 0.0}, {}, "task.kd_ratio=0.0 must be above 0 and at most 1"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiers import cases
 from tiny import Ended, assert_bitwise, assert_same_numbers, run_tiny, tiny_config, train_whole
 
 from shardtrain import models
@@ -105,11 +106,24 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_meshes_change_no_number(mesh: str, file: Path) -> None:
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "cpo": {"reference_free": True, "nll_weight": 0.5},
+    "ipo": {"loss_type": "ipo"},
+    "hinge": {"loss_type": "hinge"},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.2},
+    "sigmoid_norm": {"loss_type": "sigmoid_norm", "nll_weight": 0.5},
+}
+MESHES_OF_LOSSES = [(mesh, loss) for loss in LOSSES for mesh in MESHES]
+
+
+@pytest.mark.parametrize(("mesh", "loss"), cases(MESHES_OF_LOSSES[:3], nightly=MESHES_OF_LOSSES[3:]))
+def test_meshes_change_no_number(mesh: str, loss: str, file: Path) -> None:
     ranks, parallelism, training = MESHES[mesh]
-    alone = run_tiny(1, config(file), 4)[0]
-    for result in run_tiny(ranks, config(file, parallelism=parallelism, training=training), 4):
+    task = Task(name="preference", beta=BETA, **LOSSES[loss])
+    alone = run_tiny(1, dataclasses.replace(config(file), task=task), 4)[0]
+    on_mesh = dataclasses.replace(config(file, parallelism=parallelism, training=training), task=task)
+    for result in run_tiny(ranks, on_mesh, 4):
         assert_same_numbers(result, alone)
 
 
@@ -214,3 +228,62 @@ def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
     victim.write_bytes(bytes(data))
     ended = train(config(file, tmp_path / "run", checkpoint={"enable": True, "initial_load_path": str(start)}))
     assert isinstance(ended.error, CheckpointError) and "is damaged" in str(ended.error)
+
+
+def test_logged_rewards_are_those_of_all_pairs_of_the_step(file: Path, tmp_path: Path) -> None:
+    """One process and two ranks with accumulation log the same means. Before learning they are 0."""
+    on_ranks = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 2}}
+    logs = []
+    for ranks, sections in ((1, {}), (2, on_ranks)):
+        folder = tmp_path / str(ranks)
+        train(config(file, folder, metrics={"log_freq": 1}, **sections), ranks)
+        logs.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    alone, two_ranks = logs
+    names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+    assert [alone[0][name] for name in names] == [0, 0, 0, 0]
+    last = alone[-1]
+    assert last["reward_margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"], abs=1e-9)
+    assert last["reward_margin"] != 0
+    for name in names:
+        assert two_ranks[-1][name] == pytest.approx(last[name], abs=1e-5), name
+
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    "nf4": {"base_dtype": "nf4"},
+    "int8": {"base_dtype": "int8"},
+    "loaded adapters": {},
+    "nf4 and loaded adapters": {"base_dtype": "nf4"},
+}
+
+
+@pytest.mark.parametrize("name", cases(["nf4", "loaded adapters"], nightly=["int8", "nf4 and loaded adapters"]))
+@pytest.mark.parametrize("task", ["preference", "kto"])
+def test_reference_of_an_adapted_run_is_its_initial_model(name: str, task: str, file: Path, tmp_path: Path) -> None:
+    """Quantized base weights and loaded adapters are part of it, so the first loss is that of equal models."""
+    seed = config(file, tmp_path / "start", checkpoint={"enable": True}, training={"steps": 2})
+    train(seed)
+    base = {"enable": True, "interval": 2, "initial_load_path": str(tmp_path / "start/checkpoint/step-2")}
+    lora = {"enable": True, "rank": 4, **ADAPTED[name]}
+    if "adapters" in name:
+        first = config(file, tmp_path / "first", checkpoint=base, lora=lora, optimizer={"lr": 0.05})
+        train(first)
+        lora["initial_load_path"] = str(tmp_path / "first/checkpoint/step-4")
+        base["initial_load_model_only"] = True
+    rows_of_kto = tmp_path / "kto.jsonl"
+    labeled = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(rows())
+    ]
+    rows_of_kto.write_text("".join(json.dumps(row) + "\n" for row in labeled))
+    data = file if task == "preference" else rows_of_kto
+    on_meshes = {1: {}, 2: {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 2}}}
+    results = []
+    for ranks, mesh in on_meshes.items():
+        run_config = config(data, tmp_path / f"run-{ranks}", checkpoint=base, lora=lora, **mesh)
+        run_config = dataclasses.replace(run_config, task=Task(name=task, beta=BETA, group_size=2))
+        results.append(train(run_config, ranks))
+    one_process, two_ranks = results
+    assert one_process.error is None, one_process.error
+    of_equal_models = 0.6931471805599453 if task == "preference" else 0.5
+    assert one_process.losses[0] == pytest.approx(of_equal_models, abs=1e-6)
+    assert abs(one_process.losses[-1] - of_equal_models) > 1e-6, "the model must differ from its reference later"
+    assert two_ranks.losses == pytest.approx(one_process.losses, abs=1e-5)

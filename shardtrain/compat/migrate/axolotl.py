@@ -447,15 +447,17 @@ def _data(migration: FileMigration) -> None:
         migration.record("excess_length_strategy", "unsupported", "it must be drop or truncate: data.long_documents")
 
     # Preference tasks form batches of rows without packing.
-    tasks = {"dpo": "preference", "ipo": None, "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
+    tasks = {"dpo": "preference", "ipo": "preference", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
     rl = migration.get("rl", str)
     if rl is not None and tasks.get(rl):
         migration.set("rl", "task.name", tasks[rl])
+        if rl == "ipo":
+            migration.default("task.loss_type", "ipo", "rl is ipo")
         migration.settings = [
             s for s in migration.settings if s.option not in ("data.format", "data.packing", "data.long_documents")
         ]
     if rl:
-        migration.record("rl", "unsupported", "it must be dpo, kto, orpo or simpo: task.name")
+        migration.record("rl", "unsupported", "it must be dpo, ipo, kto, orpo or simpo: task.name")
     migration.record("rl", "ignored", "it is empty")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from shardtrain.compat.migrate.migration_report import JOINED, Cannot, FileMigration, Idle, Rule, To
+from shardtrain.config.schema.task_options import Task
 from shardtrain.facts.file_kinds import dataset_of
 
 SYSTEM = "Hugging Face TrainingArguments"
@@ -167,6 +168,12 @@ KEYS: Mapping[str, Rule] = {
     "packing": JOINED,
     "chat_template": Cannot("save it to a file, and set data.chat_template to its path"),
     "beta": JOINED,
+    "loss_type": JOINED,
+    "label_smoothing": JOINED,
+    "reference_free": JOINED,
+    "rpo_alpha": JOINED,
+    "cpo_alpha": JOINED,
+    "packing_strategy": JOINED,
     "use_peft": To("lora.enable", bool),
     "lora_r": To("lora.rank", int),
     "lora_alpha": To("lora.alpha", float),
@@ -482,6 +489,7 @@ def _model_and_data(migration: FileMigration) -> None:
     if migration.has("beta"):
         migration.set("beta", "task.beta", migration.get("beta", float))
         migration.default("task.name", "preference", "beta is an argument of DPO")
+    _preference_loss(migration)
     packs = migration.get("packing", bool)
     if packs is not None:
         # The other strategies ("bfd", "bfd_split") are best-fit decreasing. Versions without the key wrap.
@@ -489,6 +497,24 @@ def _model_and_data(migration: FileMigration) -> None:
         packed_kind = "concat" if wraps else "best_fit"
         migration.set("packing", "data.packing", packed_kind if packs else "padded")
         migration.record("packing_strategy", "renamed" if packs else "ignored", "part of data.packing")
+
+
+def _preference_loss(migration: FileMigration) -> None:
+    """Set the loss of DPO. TRL accepts one name or a list, and a list with one name has the same meaning."""
+    given = migration.values.get("loss_type")
+    names = given if isinstance(given, list) else [given]
+    losses = get_args(get_type_hints(Task)["loss_type"])
+    if len(names) == 1 and names[0] in losses:
+        migration.set("loss_type", "task.loss_type", names[0])
+    migration.record("loss_type", "unsupported", f"it must be one of {', '.join(losses)}: task.loss_type")
+    if migration.has("label_smoothing"):
+        migration.set("label_smoothing", "task.label_smoothing", migration.get("label_smoothing", float, 0.0))
+    if migration.get("reference_free", bool, False):
+        migration.set("reference_free", "task.reference_free", True)
+    migration.record("reference_free", "ignored", "it is off")
+    for name in ("rpo_alpha", "cpo_alpha"):
+        if migration.has(name):
+            migration.set(name, "task.nll_weight", migration.get(name, float, 0.0))
 
 
 def _reports(migration: FileMigration) -> None:

@@ -10,6 +10,7 @@ from itertools import islice
 
 from shardtrain.config import stages
 from shardtrain.config.changes import check_accepted
+from shardtrain.config.frozen_models import check_frozen_models
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
 from shardtrain.config.rules.checkpoint_rules import check_checkpoint, check_storage, checkpoint_notes
@@ -50,7 +51,6 @@ from shardtrain.config.rules.task_rules import OF_TEXT, check_task, check_text_t
 from shardtrain.config.rules.transformers_rules import check_transformers, transformers_notes
 from shardtrain.config.rules.values import check_choices, check_forms, check_ranges, check_steps
 from shardtrain.config.schema import Config
-from shardtrain.config.teacher import check_distillation
 from shardtrain.facts.quantization import CONVERTERS
 from shardtrain.utils.errors import Problem
 
@@ -76,7 +76,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_templates,
     check_validation,
     check_task,
-    check_distillation,
+    check_frozen_models,
     check_tensor_parallel,
     check_sequence,
     check_layers,

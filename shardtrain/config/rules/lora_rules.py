@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardtrain.config import derived
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.model_rules import model_shape
-from shardtrain.config.rules.task_rules import NEW_HEAD, WITH_REFERENCE
+from shardtrain.config.rules.task_rules import NEW_HEAD
 from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
 
@@ -37,7 +37,6 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
     if not lora.enable:
         return
     yield from frozen_weights(loaded)
-    yield from frozen_reference(loaded)
     yield from adapted_modules(loaded)
     yield from dropout(loaded)
     yield from expert_stacks(loaded)
@@ -77,30 +76,6 @@ def frozen_weights(loaded: Loaded) -> Iterator[Problem]:
             "checkpoint.initial_load_model_only",
             rule="would load the optimizer state of weights that are frozen",
             fix="remove it",
-        )
-
-
-def frozen_reference(loaded: Loaded) -> Iterator[Problem]:
-    """Tasks with a reference model use the frozen weights, without adapters and quantization, as
-    reference.
-    """
-    lora = loaded.config.lora
-    task = loaded.config.task
-    if task.name not in WITH_REFERENCE:
-        return
-    if lora.initial_load_path is not None:
-        yield problem(
-            loaded,
-            "lora.initial_load_path",
-            rule=f'loads adapters, which the frozen reference of task.name="{task.name}" would not have',
-            fix="merge them first (shardtrain merge)",
-        )
-    if lora.base_dtype != "training":
-        yield problem(
-            loaded,
-            "lora.base_dtype",
-            rule=f'rounds the weights, and the frozen reference of task.name="{task.name}" is not rounded',
-            fix='use "training"',
         )
 
 

@@ -47,12 +47,15 @@ OF_DOCUMENTS = (
 )
 _OPTIONS = {
     CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
-    PREFERENCE: ("beta", "chosen_field", "rejected_field"),
+    PREFERENCE: (
+        *("beta", "chosen_field", "rejected_field", "loss_type", "label_smoothing", "reference_free"),
+        *("reference_path", "nll_weight"),
+    ),
     ORPO: ("beta", "chosen_field", "rejected_field"),
-    SIMPO: ("beta", "gamma", "chosen_field", "rejected_field"),
+    SIMPO: ("beta", "gamma", "chosen_field", "rejected_field", "nll_weight"),
     REWARD_MODEL: ("chosen_field", "rejected_field"),
     DISTILLATION: ("teacher_path", "kd_ratio", "temperature", "divergence", "jsd_beta"),
-    KTO: ("beta", "label_field", "desirable_weight", "undesirable_weight", "group_size"),
+    KTO: ("beta", "label_field", "desirable_weight", "undesirable_weight", "group_size", "reference_path"),
 }
 
 
@@ -208,6 +211,9 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
         fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
     if not 0 <= task.gamma < math.inf:
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
+    if not 0 <= task.nll_weight < math.inf:
+        yield problem(loaded, "task.nll_weight", "must be 0 or above", "use 1.0")
+    yield from _check_pair_loss(loaded)
 
     # Names of the three columns.
     for option, column in fields.items():
@@ -220,6 +226,35 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
             list(fields)[-1],
             rule=f"names the column of another of {', '.join(others)} and {last}",
             fix="name three columns",
+        )
+
+
+def _check_pair_loss(loaded: Loaded) -> Iterator[Problem]:
+    """Options of the loss and of the reference do not contradict each other."""
+    task = loaded.config.task
+    option = "task.label_smoothing"
+    if not 0 <= task.label_smoothing < 0.5:
+        yield problem(loaded, option, "must be at least 0 and below 0.5", "use 0.1")
+    elif task.loss_type not in ("sigmoid", "robust") and is_changed(loaded, option):
+        yield problem(
+            loaded,
+            option,
+            rule=f'has no effect with task.loss_type = "{task.loss_type}"',
+            fix='remove it, or use "sigmoid" or "robust"',
+        )
+    elif task.loss_type == "robust" and not task.label_smoothing:
+        yield problem(
+            loaded,
+            option,
+            rule='must be above 0 with task.loss_type = "robust", which is "sigmoid" otherwise',
+            fix="use 0.1",
+        )
+    if task.reference_free and task.reference_path:
+        yield problem(
+            loaded,
+            "task.reference_path",
+            rule="has no effect with task.reference_free = true",
+            fix="remove one of them",
         )
 
 

@@ -35,6 +35,24 @@ class Task:
     simpo: scale of the rewards (2 to 10 in the paper). With orpo: weight of the odds ratio relative
     to the loss of the answers (shardtrain).
     """
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"] = "sigmoid"
+    """With preference, the loss of a pair, with TRL's names: DPO (sigmoid), SLiC's hinge, IPO, robust DPO, or
+    DPO with mean log-probabilities instead of sums (sigmoid_norm) (shardtrain).
+    """
+    label_smoothing: float = 0.0
+    """With preference and loss_type sigmoid (conservative DPO) or robust: the share of pairs, below 0.5,
+    whose answers are assumed to be exchanged (shardtrain).
+    """
+    reference_free: bool = False
+    """With preference, use log-probabilities of 0 in place of a reference model (shardtrain)."""
+    reference_path: str = ""
+    """With preference and kto, a Hugging Face folder with the reference model, which has the model's
+    architecture and sizes; empty: the initial weights of the run (shardtrain).
+    """
+    nll_weight: float = 0.0
+    """With preference and simpo, weight of an additional loss: the mean negative log-probability of the tokens
+    of the chosen answer, as in CPO and RPO (shardtrain).
+    """
     gamma: float = 0.5
     """With simpo, the margin by which the chosen answer's reward should exceed the other's (shardtrain)."""
     desirable_weight: float = 1.0

@@ -224,7 +224,7 @@ def _uncounted(config: Config) -> list[str]:
         )
     if config.optimizer.name.endswith(".py"):
         notes.append("the optimizer is a file: its state is counted as AdamW's")
-    if config.task.name in ("distillation", "preference"):
+    if config.task.name in ("distillation", "preference", "kto"):
         notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
     if recompute.cpu_offload:
         notes.append("activation_checkpoint.cpu_offload: offloaded activations are counted as device memory")

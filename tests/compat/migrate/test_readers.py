@@ -609,3 +609,23 @@ def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
         assert "PagedAdamW8bit" in text
         migration = taken(tmp_path, "bits.yaml", text)
     assert of(migration, "optimizer.name") == ["AdamW8bit"]
+
+
+def test_losses_and_packing_of_trl_are_followed(tmp_path):
+    arguments = {"output_dir": "out", "per_device_train_batch_size": 2}
+    dpo = {"beta": 0.2, "loss_type": ["robust"], "label_smoothing": 0.1, "reference_free": False, "rpo_alpha": 0.5}
+    migration = taken(tmp_path, "dpo.json", {**arguments, **dpo})
+    options = ("name", "beta", "loss_type", "label_smoothing", "nll_weight")
+    assert of(migration, *(f"task.{option}" for option in options)) == ["preference", 0.2, "robust", 0.1, 0.5]
+    assert not migration.unsupported
+    assert taken(tmp_path, "sppo.json", {**arguments, "beta": 0.2, "loss_type": "sppo_hard"}).unsupported
+
+    for packing, expected in (
+        ({"packing": True}, "concat"),
+        ({"packing": True, "packing_strategy": "wrapped"}, "concat"),
+        ({"packing": True, "packing_strategy": "bfd"}, "best_fit"),
+        ({"packing": False, "packing_strategy": "bfd"}, "padded"),
+    ):
+        migration = taken(tmp_path, "sft.json", {**arguments, **packing})
+        assert of(migration, "data.packing") == [expected]
+        assert not migration.unsupported

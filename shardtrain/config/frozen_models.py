@@ -1,5 +1,5 @@
-"""The teacher of ``task.name = "distillation"``: the configuration of its model, and its rules. No
-torch is imported.
+"""Frozen models in a folder of their own: the teacher of distillation, and the reference model of
+``task.reference_path``. Their configuration and their rules. No torch is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.rules.experts_rules import check_experts
 from shardtrain.config.rules.model_rules import check_sizes, check_tensor_parallel, model_shape
 from shardtrain.config.rules.pipeline_rules import check_context
-from shardtrain.config.rules.task_rules import DISTILLATION
+from shardtrain.config.rules.task_rules import DISTILLATION, WITH_REFERENCE
 from shardtrain.config.rules.transformers_rules import check_transformers
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, Lora, Model
@@ -27,40 +27,43 @@ from shardtrain.config.schema.task_options import Task
 from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import Problem
 
-OPTION = "task.teacher_path"
+TEACHER = "task.teacher_path"
+REFERENCE = "task.reference_path"
+_NAMES = {TEACHER: "teacher", REFERENCE: "reference model"}
 _TOKENIZER = "tokenizer.json"
 _OTHER_TOKENIZERS = ("tokenizer.model",)
 _MAX_BYTES = 2**28
 
 
-def teacher_config(config: Config) -> Config | Problem:
-    """Return the run's configuration with the teacher's model, on the student's mesh and without adapters.
+def frozen_config(config: Config, option: str) -> Config | Problem:
+    """Return the run's configuration with the model in the folder of an option, on the same mesh and without
+    adapters.
 
-    Return a Problem if the teacher's folder cannot be used.
+    Return a Problem if the folder cannot be used.
     """
-    path = config.task.teacher_path
+    path = _folder(config, option)
     if not path:
         return Problem(
-            OPTION,
+            option,
             path,
-            rule="must name the teacher's Hugging Face folder",
+            rule=f"must name the Hugging Face folder of the {_NAMES[option]}",
             fix='set the path, such as "./assets/hf/..."',
         )
     if not (Path(path) / "config.json").is_file():
         return Problem(
-            OPTION,
+            option,
             path,
             rule="has no config.json",
             fix="name a Hugging Face folder; shardtrain export writes one, shardtrain data download fetches one",
         )
-    # Describe the teacher's folder like the model of a run that names only this folder.
+    # Describe the folder like the model of a run that names only this folder.
     without_student = dataclasses.replace(config, model=Model(hf_assets_path=path), task=Task(), lora=Lora())
-    folder = with_folder(without_student, {"model.hf_assets_path": OPTION})
+    folder = with_folder(without_student, {"model.hf_assets_path": option})
     if isinstance(folder, Problem):
-        return dataclasses.replace(folder, option=OPTION, value=path)
+        return dataclasses.replace(folder, option=option, value=path)
 
-    # The teacher uses the student's mesh, without options of training.
-    # A teacher without experts cannot divide them.
+    # The frozen model uses the mesh of the run, without options of training.
+    # A model without experts cannot divide them.
     num_experts = (model_shape(Loaded(folder.config)) or {}).get("num_experts")
     degree = config.parallelism.expert_parallel_degree if num_experts else 1
     parallelism = dataclasses.replace(
@@ -79,18 +82,28 @@ def teacher_config(config: Config) -> Config | Problem:
     )
 
 
-def check_distillation(loaded: Loaded) -> Iterator[Problem]:
-    """Yield problems of the divergence, and of the teacher: its folder, its sizes and its vocabulary."""
-    if loaded.config.task.name != DISTILLATION:
+def _folder(config: Config, option: str) -> str:
+    return config.task.teacher_path if option == TEACHER else config.task.reference_path
+
+
+def check_frozen_models(loaded: Loaded) -> Iterator[Problem]:
+    """Yield problems of the divergence, and of a teacher or reference model: its folder, its sizes and its
+    vocabulary.
+    """
+    task = loaded.config.task
+    option = REFERENCE
+    if task.name == DISTILLATION:
+        yield from divergence_options(loaded)
+        option = TEACHER
+    elif task.name not in WITH_REFERENCE or not task.reference_path:
         return
-    yield from divergence_options(loaded)
-    config = teacher_config(loaded.config)
+    config = frozen_config(loaded.config, option)
     if isinstance(config, Problem):
-        yield dataclasses.replace(config, where=loaded.where(OPTION))
+        yield dataclasses.replace(config, where=loaded.where(option))
         return
-    teacher = Loaded(config)
-    yield from teacher_mesh(loaded, teacher)
-    yield from teacher_vocabulary(loaded, teacher)
+    frozen = Loaded(config)
+    yield from check_sizes_and_mesh(loaded, frozen, option)
+    yield from check_vocabulary(loaded, frozen, option)
 
 
 def divergence_options(loaded: Loaded) -> Iterator[Problem]:
@@ -123,48 +136,47 @@ def divergence_options(loaded: Loaded) -> Iterator[Problem]:
         )
 
 
-def teacher_mesh(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
-    """The mesh divides the teacher's sizes. Problems of the sizes themselves name the teacher's folder."""
-    # The user can change the mesh, but not the sizes in the teacher's folder.
+def check_sizes_and_mesh(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Problem]:
+    """The mesh divides the sizes of a frozen model. Problems of the sizes themselves name its folder."""
+    # The user can change the mesh, but not the sizes in the folder.
     for check in (check_sizes, check_tensor_parallel, check_experts, check_context, check_transformers):
-        for found in check(teacher):
+        for found in check(frozen):
             if found.option.startswith("parallelism."):
                 yield Problem(
                     found.option,
                     found.value,
-                    rule=f"{found.rule}, the teacher of {OPTION}",
+                    rule=f"{found.rule}, the {_NAMES[option]} of {option}",
                     fix=found.fix,
                     where=loaded.where(found.option),
                 )
             else:
-                path = loaded.config.task.teacher_path
                 yield Problem(
-                    OPTION,
-                    path,
+                    option,
+                    _folder(loaded.config, option),
                     rule=f"{found.option}: {found.rule}",
                     fix=found.fix,
-                    where=loaded.where(OPTION),
+                    where=loaded.where(option),
                 )
 
 
-def teacher_vocabulary(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
-    """Teacher and student have the same tokens with the same ids.
+def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Problem]:
+    """A frozen model and the trained one have the same tokens with the same ids.
 
     The numbers of rows may differ, because the last rows may be unused. With logits that are split
     over ranks they must be equal.
     """
     c = loaded.config
-    path = c.task.teacher_path
-    where = loaded.where(OPTION)
+    path = _folder(c, option)
+    where = loaded.where(option)
     rows = _num_rows(loaded)
-    teacher_rows = _num_rows(teacher)
+    frozen_rows = _num_rows(frozen)
     has_split_logits = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
-    if has_split_logits and rows and teacher_rows and rows != teacher_rows:
+    if has_split_logits and rows and frozen_rows and rows != frozen_rows:
         yield Problem(
-            OPTION,
+            option,
             path,
             rule=(
-                f"has {teacher_rows} rows of its vocabulary and the model {rows}, which ranks would split differently"
+                f"has {frozen_rows} rows of its vocabulary and the model {rows}, which ranks would split differently"
             ),
             fix="set parallelism.disable_loss_parallel = true",
             where=where,
@@ -173,10 +185,10 @@ def teacher_vocabulary(loaded: Loaded, teacher: Loaded) -> Iterator[Problem]:
     difference = _difference(tokenizer, path)
     if difference:
         yield Problem(
-            OPTION,
+            option,
             path,
             rule=f"has another vocabulary than {tokenizer}: {difference}",
-            fix="use a teacher with the model's own tokenizer",
+            fix=f"use a {_NAMES[option]} with the model's own tokenizer",
             where=where,
         )
 
