@@ -23,11 +23,16 @@ from shardtrain.config.rules.experts_rules import check_experts_of_world
 from shardtrain.config.rules.float8_rules import needs_mx_products, needs_products
 from shardtrain.config.rules.model_rules import model_shape, nearest_multiples
 from shardtrain.config.rules.pipeline_rules import check_microbatches, known_rows
-from shardtrain.config.rules.safety_rules import ALSO_ELSEWHERE, ALWAYS_BELOW, BELOW_DUMP_FOLDER
+from shardtrain.config.rules.safety_rules import (
+    ALSO_ELSEWHERE,
+    BELOW_DUMP_FOLDER,
+    FILES_OF_A_RUN,
+    FOLDERS_OF_LIBRARIES,
+)
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
 from shardtrain.config.stages import num_stages
-from shardtrain.utils import checked_json
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import Problem
 
 MAX_RANKS = 65_536
@@ -38,6 +43,7 @@ BEATS_PER_HANG_TIMEOUT = 10.0
 """Number of heartbeats that a node sends within the hang timeout."""
 NODES_PER_SECOND = 700.0
 """Number of node heartbeats per second that a store can receive."""
+_MOST_TOKENIZER_BYTES = 2**28
 # 256 bytes, BOS and EOS.
 BYTE_TOKENIZER_IDS = 258
 
@@ -62,7 +68,7 @@ def machine_notes(
         *check_pinned(loaded, device),
         *_paths(loaded),
         *_folders(loaded),
-        *_linked_folders(loaded),
+        *_entries_of_run_folder(loaded),
         *_tokenizer(loaded),
         *_packages(loaded),
     ]
@@ -327,35 +333,56 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
                 fix=f"write {os.path.expanduser(folder)}",
             )
             continue
+        parts = Path(folder).parts
+        left = [os.path.join(*parts[:place]) for place, name in enumerate(parts) if place and name == ".."]
+        absent = next((path for path in left if not os.path.isdir(path)), None)
+        if absent:
+            yield problem(loaded, option, f"leads through {absent}/.., but {absent} is not a folder", "remove both")
+            continue
         rule = _why_not_writable(Path(folder).absolute())
         if rule:
             yield problem(loaded, option, rule, "choose another folder")
 
 
-def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
-    """Yield problems for symlinks inside the run folder: a run would write into the folders they point to."""
+def _entries_of_run_folder(loaded: Loaded) -> Iterator[Problem]:
+    """Yield a problem for each entry of the run folder that prevents a run from writing there.
+
+    These are symlinks, whose target would be written, files with the name of a folder, and folders with the name of a
+    file.
+    """
     run_folder = Path(loaded.config.job.dump_folder).absolute()
     checkpoint = loaded.config.checkpoint
     saves = checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder
-    # Collect the folders that this run would write to, and the option of each.
-    written = [("job.dump_folder", run_folder / name) for name in ALWAYS_BELOW]
-    for option in BELOW_DUMP_FOLDER:
+    # Collect the folders that this run would write to. Each has an option, and True if the run is sure to write there.
+    written = {}
+    for option, enabled_by in BELOW_DUMP_FOLDER.items():
         path = run_folder / (loaded.value(option) or "")
         if option.endswith("_file"):
             path = path.parent
         if saves or option != "checkpoint.folder":
-            written.append((option, path))
+            written[path] = option, bool(loaded.value(enabled_by))
+    written.setdefault(run_folder / "logs", ("job.dump_folder", True))
+    for name, enabled_by in FOLDERS_OF_LIBRARIES.items():
+        written[run_folder / name] = "job.dump_folder", bool(loaded.value(enabled_by))
 
     # Links above the run folder are allowed, because the user chose that path.
-    for option, path in written:
+    for path, (option, is_certain) in written.items():
         for folder in (path, *path.parents):
-            is_inside = folder != run_folder and folder.is_relative_to(run_folder)
-            if is_inside and os.path.islink(folder):
+            if folder == run_folder or not folder.is_relative_to(run_folder):
+                continue
+            if os.path.islink(folder):
                 rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
                 elsewhere = "use another folder"
                 if option in ALSO_ELSEWHERE:
                     elsewhere = f"set {option} to {folder.resolve()}"
                 yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
+            elif is_certain and os.path.exists(folder) and not os.path.isdir(folder):
+                rule = f"leads through {folder}, which is not a folder"
+                yield problem(loaded, option, rule, "rename the file, or use another folder")
+    for name in filter(None, (*FILES_OF_A_RUN, loaded.config.job.save_config_file)):
+        if os.path.isdir(run_folder / name):
+            rule = f"contains a folder {name}, but a run writes a file with this name"
+            yield problem(loaded, "job.dump_folder", rule, "rename the folder, or use another job.dump_folder")
 
 
 def _why_not_writable(path: Path) -> str:
@@ -471,7 +498,7 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
 def _count_ids(file: Path) -> int | None:
     """Return the largest id of a tokenizer.json plus one, or None if it cannot be read."""
     try:
-        content: Any = checked_json.parse(file.read_text(encoding="utf-8"))
+        content: Any = checked_json.parse(bounded_reads.whole(file, _MOST_TOKENIZER_BYTES))
         # WordPiece and BPE map pieces to ids. Unigram lists its pieces in the order of the ids.
         vocab = content["model"]["vocab"]
         ids = list(range(len(vocab)))

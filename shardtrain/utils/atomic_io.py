@@ -34,7 +34,19 @@ _guarded: tuple[str, ...] = ()
 def guard(*folders: str | os.PathLike[str]) -> None:
     """Set the folders that this process's run writes. Below them this module follows no symlinks."""
     global _guarded
-    _guarded = tuple(os.path.abspath(one) for one in folders)
+    _guarded = tuple(_absolute(one) for one in folders)
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path without ``..``. Like the system, go up from the target of a symlink, not from its name.
+
+    ``os.path.abspath("link/../run")`` would be a different folder than the one that ``open`` uses.
+    """
+    parts = Path(path).parts
+    if ".." not in parts:
+        return os.path.abspath(path)
+    end = len(parts) - parts[::-1].index("..")
+    return os.path.join(os.path.realpath(os.path.join(*parts[:end])), *parts[end:])
 
 
 @contextlib.contextmanager
@@ -44,7 +56,7 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
     Raises:
         OSError: the folder cannot be opened, or a part of its path below a guarded folder is a symlink.
     """
-    wanted = os.path.abspath(path)
+    wanted = _absolute(path)
     at = next((root for root in _guarded if wanted == root or wanted.startswith(root + os.sep)), wanted)
     names = wanted[len(at) :].split(os.sep)[1:]
     if create:
@@ -97,7 +109,7 @@ def open_file(
     Raises:
         OSError: the file cannot be opened, is a device, or is a link again after each removal. The error has the path.
     """
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(_absolute(path))
     with _naming(path), folder(parent, create_folder) as at:
         _keep_devices(name, at)
         if fresh:
@@ -174,7 +186,7 @@ def write(
         mode: Mode of the new file; the umask applies.
         create_folder: Create missing parent folders.
     """
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(_absolute(path))
     with _naming(path), folder(parent, create_folder) as at:
         with _replacing(name, at, mode) as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -192,7 +204,7 @@ def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
     The new file is in a separate private folder. On systems with ``/proc`` the yielded path uses the descriptor of
     this folder. Missing parent folders are created. Raises OSError.
     """
-    parent, name = os.path.split(os.path.abspath(path))
+    parent, name = os.path.split(_absolute(path))
     part = f".{name}.{secrets.token_hex(4)}"
     with _naming(path), folder(parent, create=True) as at:
         _keep_devices(name, at)
@@ -217,7 +229,7 @@ def sweep(folder: Path) -> None:
                         os.unlink(entry.path)
 
 
-def without_waiting(path: str, flags: int) -> int:
+def without_waiting(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file without blocking; an ``opener`` for ``open``. Raises OSError for a pipe or a device.
 
     Opening a planted pipe normally would wait for its writer forever.
@@ -225,5 +237,5 @@ def without_waiting(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is not a regular file", path)
+        raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
     return descriptor

@@ -20,6 +20,7 @@ import shardtrain
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.config import Loaded
 from shardtrain.config.machine_rules import machine_notes
+from shardtrain.config.rules.safety_rules import FILES_OF_A_RUN
 from shardtrain.config.schema import Config
 from shardtrain.launch import local
 from shardtrain.train import trainer
@@ -161,6 +162,7 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     assert code == 0, output
     names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
     names = [name for name in names if not name.parts[1:2] or not name.parts[1].startswith("step-")]
+    assert {str(name) for name in names if len(name.parts) == 1} == {*FILES_OF_A_RUN, "config.toml"} - {"samples.jsonl"}
     assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {str(name) for name in names}
     (tmp_path / "precious").mkdir()
     for number, name in enumerate([*names, Path(".exit.json.reserved")]):
@@ -209,6 +211,58 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
         no_saves = replace(config, checkpoint=replace(config.checkpoint, load_only=True))
         assert not link_problems(no_saves)
     assert not list(elsewhere.iterdir())
+
+
+ENABLED_BY = {
+    "tb": ("metrics", "enable_tensorboard"),
+    "profile_traces": ("profiling", "enable_profiling"),
+    "profile_traces/deeper": ("profiling", "enable_profiling"),
+    "memory_snapshot": ("profiling", "enable_memory_snapshot"),
+    "wandb": ("metrics", "enable_wandb"),
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_file_with_the_name_of_a_folder_is_refused_at_start(folder: str, tmp_path: Path) -> None:
+    """Only if the run writes to the folder. Otherwise a file named wandb does no harm."""
+
+    def problems(config: Config) -> list[Problem]:
+        return [problem for problem in machine_notes(Loaded(config)) if "not a folder" in problem.rule]
+
+    config = config_of(tmp_path / "run")
+    config = replace(config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper"))
+    path = tmp_path / "run" / folder
+    path.parent.mkdir(parents=True)
+    path.touch()
+    if folder in ENABLED_BY:
+        section, option = ENABLED_BY[folder]
+        assert not problems(replace(config, **{section: replace(getattr(config, section), **{option: False})}))
+        config = replace(config, **{section: replace(getattr(config, section), **{option: True})})
+    (found,) = problems(config)
+    assert (found.option, found.rule) == (FOLDERS[folder], f"leads through {path}, which is not a folder")
+
+
+def test_folder_with_the_name_of_a_file_is_refused_at_start(tmp_path: Path) -> None:
+    """Otherwise the run ends with status 0 and without its metrics."""
+    for name in (*FILES_OF_A_RUN, "config.toml"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    rules = [problem.rule for problem in machine_notes(Loaded(config_of(tmp_path / "run")))]
+    names = (*FILES_OF_A_RUN, "config.toml")
+    assert rules == [f"contains a folder {name}, but a run writes a file with this name" for name in names]
+
+
+@pytest.mark.parametrize(("path", "absent"), [
+    ("absent/../run", "absent"), ("file/../run", "file"), ("../here/absent/../run", "../here/absent"),
+    ("run", None), ("../run", None), ("a/../run", None), ("a/../../run", None),
+])  # fmt: skip
+def test_run_folder_with_dots_after_an_absent_folder_is_refused(
+    path: str, absent: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here/a").mkdir(parents=True)
+    (tmp_path / "here/file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    rules = [problem.rule for problem in machine_notes(Loaded(config_of(Path(path))))]
+    assert rules == ([f"leads through {absent}/.., but {absent} is not a folder"] if absent else [])
 
 
 def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) -> None:

@@ -157,3 +157,23 @@ def test_mode_respects_the_umask(run: Path) -> None:
     finally:
         os.umask(before)
     assert {stat.S_IMODE((run / name).stat().st_mode) for name in ("appended", "replaced")} == {0o640}
+
+
+@pytest.mark.parametrize("write", [append, fresh, replace, library])
+@pytest.mark.parametrize("path", ["link/../run", "link/.././run", "elsewhere/inner/../run", "link/x/../../run"])
+def test_dots_after_a_link_lead_to_the_folder_that_the_system_uses(
+    path: str, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``os.path.abspath`` would lead to ``run`` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere/inner/x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("elsewhere/inner")
+    (tmp_path / "run").mkdir()
+    atomic_io.guard(path)
+    try:
+        atomic_io.make_folder(path)
+        write(Path(path, "file"))
+    finally:
+        atomic_io.guard()
+    assert Path(path, "file").read_text() in ("new", "")
+    assert (tmp_path / "elsewhere/run/file").exists() and not list((tmp_path / "run").iterdir())

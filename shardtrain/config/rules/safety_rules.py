@@ -5,26 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePath
 
+from shardtrain.config import json_schema
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
 from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.rules.values import problem
+from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.utils.errors import COMMAND_LINE, Problem
 from shardtrain.utils.redact import redact, redact_all
 
-BELOW_DUMP_FOLDER = (
-    "checkpoint.folder",
-    "comm.save_traces_folder",
-    "job.save_config_file",
-    "metrics.save_log_file",
-    "metrics.save_tb_folder",
-    "profiling.save_memory_snapshot_folder",
-    "profiling.save_traces_folder",
-)
-"""Options with paths that a run writes to. They must be below ``job.dump_folder``, which may be any folder."""
+BELOW_DUMP_FOLDER = {
+    "checkpoint.folder": "checkpoint.enable",
+    "comm.save_traces_folder": "comm.trace_buf_size",
+    "job.save_config_file": "job.save_config_file",
+    "metrics.save_log_file": "metrics.save_log_file",
+    "metrics.save_tb_folder": "metrics.enable_tensorboard",
+    "profiling.save_memory_snapshot_folder": "profiling.enable_memory_snapshot",
+    "profiling.save_traces_folder": "profiling.enable_profiling",
+}
+"""Options with paths that a run writes to, and the option that enables each. The paths must be below
+``job.dump_folder``, which may be any folder."""
 
-ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
-"""Folders below ``job.dump_folder`` that no option sets: output of ranks, and files of metrics libraries."""
+FOLDERS_OF_LIBRARIES = {
+    "mlruns": "metrics.enable_mlflow",
+    "trackio": "metrics.enable_trackio",
+    "wandb": "metrics.enable_wandb",
+}
+"""Folders below ``job.dump_folder`` in which metrics libraries write, and the option that enables each."""
+
+FILES_OF_A_RUN = (
+    "exit.json",
+    "goodput.jsonl",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "validation.jsonl",
+    RESOLVED_CONFIG,
+    json_schema.FILE,
+)
+"""Files in ``job.dump_folder`` that no option names."""
 
 ALSO_ELSEWHERE = ("checkpoint.folder",)
 """Options that may also be absolute paths, because checkpoints are often on a separate filesystem."""
