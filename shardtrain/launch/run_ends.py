@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from shardtrain.utils.errors import NotSaved, Preempted
 
-REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM")
-"""Signals that request a save and the end of the run. A second SIGINT ends it immediately."""
+REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGXCPU", "SIGPWR")
+"""Signals that request a save and the end of the run. A second SIGINT ends it immediately.
+
+Batch systems send SIGXCPU before a limit of CPU time, and containers SIGPWR when they are stopped."""
+IGNORED = ("SIGPIPE", "SIGXFSZ")
+"""Signals that Python ignores: the call that caused one raises an OSError."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ TABLE = {
     },
     # The exit status is that of a shell. The next start in the folder reports that this run was killed.
     "SIGKILL": dict.fromkeys(_REQUESTED, RunEnd(128 + 9, writes_exit_json=False)),
+    "SIGSYS": dict.fromkeys(_REQUESTED, RunEnd(128 + 31, writes_exit_json=False)),
+    **dict.fromkeys(IGNORED, dict.fromkeys(_REQUESTED, DONE)),
     "SIGSTOP, then SIGCONT": dict.fromkeys(_REQUESTED, DONE),
 }
 """Ends of a run with checkpoints, by the signal to the started process and the phase in which it arrives.

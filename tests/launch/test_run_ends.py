@@ -70,7 +70,8 @@ local_batch_size = 1
 """
 PHASES = list(TABLE["SIGTERM"])
 ARGUMENTS, PREFLIGHT, STARTING, *_, AFTER = PHASES
-TWICE, _, PAUSE = list(TABLE)[-3:]
+TWICE, PAUSE = "SIGINT twice", "SIGSTOP, then SIGCONT"
+KILLED = ("SIGKILL", "SIGSYS")
 HELD_IN = {"first step": "warm-up", "training": "step", "validation": "evaluation", "saving": "save"}
 """Phases of the table that ``patch`` holds under another name."""
 
@@ -140,7 +141,8 @@ def send(pid: int, name: str) -> None:
 CELLS = [(name, phase, ranks) for name in TABLE for phase in PHASES for ranks in (1, 2)]
 FIRST = [
     ("SIGTERM", ARGUMENTS, 1), ("SIGALRM", PREFLIGHT, 1), ("SIGTERM", PREFLIGHT, 2), ("SIGQUIT", STARTING, 2),
-    (TWICE, AFTER, 1), (TWICE, "training", 2), ("SIGKILL", "training", 1), (PAUSE, PREFLIGHT, 2),
+    (TWICE, AFTER, 1), (TWICE, "training", 2), ("SIGKILL", "training", 1), (PAUSE, PREFLIGHT, 2), ("SIGXCPU", AFTER, 1),
+    ("SIGXFSZ", "training", 1),
 ]  # fmt: skip
 
 
@@ -164,7 +166,7 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
         start_of_line = expected.line.partition(" after step")[0].partition("{kept}")[0].format(reason=reason)
         assert err.count(f"stopped[{expected.code}]: {start_of_line}") == 1, err
     assert "Traceback" not in err
-    if name == "SIGKILL" and phase not in (ARGUMENTS, PREFLIGHT):
+    if name in KILLED and phase not in (ARGUMENTS, PREFLIGHT):
         local.prepare(run_folder, note_killed=True)
         assert "was killed" in capfd.readouterr().err
 
@@ -334,9 +336,10 @@ def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
 def table() -> str:
     """Return the table as Markdown."""
     rows = [f"| Signal | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
-    for name in ("SIGTERM", *list(TABLE)[-3:]):
+    names = {"SIGTERM": REQUESTS, TWICE: [TWICE], "SIGKILL": ["SIGKILL"], PAUSE: [PAUSE], "SIGPIPE": run_ends.IGNORED}
+    for name, alike in names.items():
         cells = [f"{cell.code}" if cell.writes_exit_json else f"{cell.code}, no file" for cell in TABLE[name].values()]
-        rows.append(f"| {', '.join(REQUESTS) if name == 'SIGTERM' else name} | {' | '.join(cells)} |")
+        rows.append(f"| {', '.join(alike)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
