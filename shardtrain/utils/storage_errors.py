@@ -62,6 +62,8 @@ _CAUSES = {
 CAUSES = {getattr(errno, name): cause for name, cause in _CAUSES.items() if hasattr(errno, name)}
 _UNKNOWN = Cause("", "check the storage")
 _OF_OBJECT_STORE = Cause("", "fix checkpoint.folder or the rights of this host there")
+_FEW_INODES = 32
+"""Number of free inodes up to which they count as exhausted. The failed write may have removed its own files since."""
 _OF_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
@@ -84,8 +86,8 @@ def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str 
     cause = CAUSES.get(error.errno, _UNKNOWN)
     if "://" in str(path):
         cause = _OF_OBJECT_STORE
-    if error.errno == errno.ENOSPC and (total := _exhausted_inodes(path or error.filename)):
-        cause = Cause(f"0 of {total} inodes are free although there is free space", "delete files, small ones too")
+    if error.errno == errno.ENOSPC and (inodes := _exhausted_inodes(path or error.filename)):
+        cause = Cause(f"{inodes} inodes are free although there is free space", "delete files, small ones too")
     meaning = f", {cause.meaning}" if cause.meaning else ""
     alternative = f", or {otherwise}" if otherwise else ""
     return f"{error.strerror or error} (errno {error.errno}){meaning}; {cause.fix}{alternative}"
@@ -121,13 +123,13 @@ def naming(path: object) -> Iterator[None]:
         raise
 
 
-def _exhausted_inodes(path: str | os.PathLike[str] | None) -> int:
-    """Return the number of inodes of the filesystem of ``path`` if all are used but space is free; else 0."""
+def _exhausted_inodes(path: str | os.PathLike[str] | None) -> str:
+    """Return ``FREE of TOTAL`` inodes of the filesystem of ``path`` if few are free but space is free; else ""."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         place = Path(os.path.abspath(os.fsdecode(path or "")))
         while not place.exists():
             place = place.parent
         facts = os.statvfs(place)
-        if facts.f_bavail > 0 and facts.f_files > 0 and facts.f_favail == 0:
-            return facts.f_files
-    return 0
+        if facts.f_bavail > 0 and facts.f_files > 0 and facts.f_favail <= _FEW_INODES:
+            return f"{facts.f_favail} of {facts.f_files}"
+    return ""

@@ -85,7 +85,8 @@ def test_error_names_the_file_the_cause_and_the_fix(
     ("free_blocks", "free_inodes", "message"),
     [
         (100, 0, "0 of 5000 inodes are free although there is free space; delete files"),
-        (100, 7, "(errno 28); free space"),
+        (100, 7, "7 of 5000 inodes are free although there is free space; delete files"),
+        (100, 33, "(errno 28); free space"),
         (0, 0, "(errno 28); free space"),
     ],
 )
@@ -107,7 +108,7 @@ def test_inodes_are_those_of_the_drafts_filesystem(call: str, tmp_path: Path, mo
         raise OSError(errno.ENOSPC, "No space left on device", name)
 
     full = SimpleNamespace(f_bavail=100, f_files=5000, f_favail=0)
-    roomy = SimpleNamespace(f_bavail=100, f_files=5000, f_favail=7)
+    roomy = SimpleNamespace(f_bavail=100, f_files=5000, f_favail=700)
     monkeypatch.setattr(os, "statvfs", lambda path: full if Path(path) == tmp_path else roomy)
     monkeypatch.setattr(os, call, fails)
     with pytest.raises(OSError) as caught:
