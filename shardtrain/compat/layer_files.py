@@ -22,6 +22,7 @@ from shardtrain.hf.weights import HubWeights
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.variables import is_whole_number
 
 LATEST = "latest"
 FILE = re.compile(r"layer_(\d{1,5})-model_(\d{1,4})-model_states\.pt")
@@ -64,7 +65,7 @@ class Family:
         """
         if name.startswith(self.layers):
             number, _, rest = name.removeprefix(self.layers).partition(".")
-            if number.isdecimal() and int(number) < num_layers:
+            if is_whole_number(number) and int(number) < num_layers:
                 return int(number) + 1, rest
         for file, prefix in ((0, self.embed), (num_layers + 1, self.norm), (num_layers + 2, self.head)):
             if name.startswith(prefix):

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
 from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.schema import Config
+from shardtrain.utils import bounded_reads, own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 Class = Literal["ignore", "warn", "data", "error"]
@@ -215,7 +215,7 @@ def file_hashes(config: Config) -> dict[str, str]:
     hashes = {}
     for option, path in named_files(config):
         if path.endswith(".py") and class_of(option) == "error":
-            hashes[option] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            hashes[option] = hashlib.sha256(bounded_reads.whole(path, own_file.MAX_BYTES)).hexdigest()
     return hashes
 
 

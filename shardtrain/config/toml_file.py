@@ -14,6 +14,7 @@ from shardtrain.config.coerce import parse_toml
 from shardtrain.config.option_arguments import CONFIG_FILE
 from shardtrain.config.options import nearest
 from shardtrain.facts.file_kinds import dataset_of
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import Problem
 
 MAX_FILE_BYTES = 2**20
@@ -29,10 +30,8 @@ DEEP_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}{_KEY}(?:\.{_KEY}){{16}}", re
 
 def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str]:
     """Return the tables and the text of a TOML file. If it is invalid, add a problem and return ({}, "")."""
-    # Limit the read, because the file may be a device or an endless pipe.
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
+        content = bounded_reads.start(file, MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             problems.append(
                 Problem(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardtrain.config.rules.launch_rules import HOST
 from shardtrain.config.schema.launch_options import Launch
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -105,7 +106,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: the file cannot be read, or a line has another format.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = bounded_reads.whole(path, 2**24).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             Problem(

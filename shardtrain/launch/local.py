@@ -29,7 +29,7 @@ from shardtrain.launch import environment, exit_report, failure, run_ends, signa
 from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
-from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors, temporary
+from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors, temporary, variables
 from shardtrain.utils.errors import ConfigError, Preempted, ShardtrainError
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     torchrun, srun) the rank prints its failure and writes ``exit.json`` itself, unless it only lost a peer,
     which then reports itself. ``world_size`` is the number of ranks of the entire run.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = variables.number(os.environ, "RANK", "0")
     run_folder = Path(loaded.config.job.dump_folder)
 
     def end_now(reason: str) -> None:
@@ -196,7 +196,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause=True)
         exit_report.end(report.exit_code)
 
-    parent = int(os.environ.get(exit_report.PARENT, "0"))
+    parent = variables.number(os.environ, exit_report.PARENT, "0")
     if "TORCHELASTIC_RUN_ID" in os.environ and not exit_report.is_left_to_parent():
         signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
     grace_seconds = loaded.config.checkpoint.grace_seconds
@@ -492,7 +492,7 @@ def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
     The agent does not touch the folder if another run is alive in it.
     """
     if exit_report.AGENT in os.environ:
-        report = failure.describe(error, int(os.environ["RANK"]))
+        report = failure.describe(error, variables.number(os.environ, "RANK", ""))
         if has_live_run(loaded):
             report = dataclasses.replace(report, leaves_folder_alone=True)
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -521,14 +521,14 @@ def become_rank() -> bool:
     parent = os.environ.get(exit_report.PARENT)
     agent = os.environ.get(exit_report.AGENT)
     if parent:
-        detach(int(parent))
+        detach(variables.number(os.environ, exit_report.PARENT, ""))
     elif agent:
         # An agent handles every request to stop. If the agent no longer exists, it was killed,
         # and its node is lost.
-        _die_with(int(agent))
+        _die_with(variables.number(os.environ, exit_report.AGENT, ""))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_ranks = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     return bool(parent)
 

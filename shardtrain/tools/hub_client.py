@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from shardtrain import __version__
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
 from shardtrain.utils.hub_errors import describe_error, without_secrets
 
@@ -281,7 +281,7 @@ def expected_hash(facts: RepoSibling) -> tuple[str, str] | None:
 
 def hash_of_file(path: Path, kind: str) -> str:
     """Return the hash of a file in hex, and flush the file to disk. ``kind`` is "sha256" or "git"."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
         head = b"blob %d\0" % os.fstat(file.fileno()).st_size
         digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(head, usedforsecurity=False)
         while block := file.read(2**20):

@@ -17,7 +17,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
+
+MAX_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
 def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
-    return ast.parse(Path(path).read_bytes())  # with bytes, it accepts the same encodings as Python
+    return ast.parse(bounded_reads.whole(path, MAX_BYTES))  # with bytes, it accepts the same encodings as Python
 
 
 def read(path: Path, option: str, value: str) -> ast.Module:

@@ -8,15 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config.rules import transformers_rules
+from shardtrain import config
+from shardtrain.cli import main
+from shardtrain.compat.migrate import document
+from shardtrain.config.rules import schedule_file, transformers_rules
+from shardtrain.config.schema import Config, Parallelism
 from shardtrain.hf import initial_weights, listing
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import HubWeights
 from shardtrain.hub_formats import config_json
+from shardtrain.launch import hostfile
 from shardtrain.launch.goodput import events
 from shardtrain.lora import peft
+from shardtrain.metrics.sinks import metrics_jsonl
 from shardtrain.tools.convert import card
-from shardtrain.utils import bounded_reads
+from shardtrain.tools.generate import prompts
+from shardtrain.tools.plan import calibrate, hardware
+from shardtrain.utils import bounded_reads, own_file
 from shardtrain.utils.errors import ShardtrainError
 
 
@@ -48,6 +56,12 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("adapter_model.safetensors", peft._open),
     ("goodput.jsonl", events.read),
     ("model.safetensors", listing_of),
+    ("run.toml", lambda folder: config.load(folder / "run.toml", [])),
+    ("run.yaml", lambda folder: document.read_text(folder / "run.yaml")),
+    ("hosts", lambda folder: hostfile.read_hostfile(folder / "hosts")),
+    ("model.py", lambda folder: own_file.parse(folder / "model.py")),
+    ("device.toml", lambda folder: hardware._read(folder / "device.toml", "--device")),
+    ("report.json", lambda folder: calibrate.learn_report(folder / "report.json", hardware.find("h100"))),
 ]
 SAMPLED = {initial_weights.of_folder, listing_of}
 """Readers that read only parts of a file."""
@@ -66,8 +80,51 @@ def test_special_or_huge_file_is_refused(
         result = str(reader(tmp_path))
     except (ShardtrainError, OSError) as error:
         result = str(error)
-    reasons = ("regular file", "larger than", "more than", "not a file", "neither", "truncated", "damaged", "no file")
+    reasons = (
+        "regular file",
+        "larger than",
+        "at most",
+        "more than",
+        "not a file",
+        "neither",
+        "truncated",
+        "damaged",
+        "no file",
+    )
     assert any(reason in result for reason in reasons), result
+
+
+def schedule_problems(path: Path) -> str:
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(path))
+    return "; ".join(map(str, schedule_file.check_schedule_file(config.Loaded(Config(parallelism=parallelism)), 2, 2)))
+
+
+@pytest.mark.parametrize("reader", [
+    lambda path: prompts.read_rows(path, "prompt", "prediction"), metrics_jsonl.read_records, schedule_problems,
+])  # fmt: skip
+def test_pipe_instead_of_rows_is_refused(reader: Callable[[Path], object], tmp_path: Path) -> None:
+    pipe(tmp_path / "rows")
+    try:
+        result = str(reader(tmp_path / "rows"))
+    except (ShardtrainError, OSError) as error:
+        result = str(error)
+    assert "regular file" in result or not result
+
+
+@pytest.mark.parametrize("words", [
+    "config check", "config show", "config migrate", "train", "plan", "launch ssh --dry-run", "init new.toml",
+    "data show", "verify", "test", "doctor",
+])  # fmt: skip
+def test_pipe_instead_of_a_configuration_is_refused(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.toml", "run.yaml", "run.json"):
+        pipe(tmp_path / name)
+        verb = words.split()
+        options = [option for option in verb if option.startswith("--")]
+        assert main([*(word for word in verb if word not in options), name, *options]) == 2
+        assert "regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [device, pipe, giant])

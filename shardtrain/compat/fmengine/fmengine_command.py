@@ -10,8 +10,9 @@ from pathlib import Path
 
 from shardtrain.checkpoint import choice, manifest
 from shardtrain.hf.folder_config import is_hub_folder
-from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.utils.arguments import StrictArgumentParser, output_name, output_path
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
+from shardtrain.utils.variables import is_whole_number
 
 _LOCAL_ONLY = "must be a local folder, because nothing is downloaded"
 
@@ -26,7 +27,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     parser.add_argument(
         "folder", type=Path, metavar="FMENGINE", help="folder that contains latest, or a global_stepN folder"
     )
-    parser.add_argument("output", type=Path, metavar="DIR", help="new checkpoint folder")
+    parser.add_argument("output", type=output_path, metavar="DIR", help="new checkpoint folder")
     base = "Hugging Face folder of the model (default: config.json and tokenizer next to latest)"
     parser.add_argument("--base-model", type=Path, help=base)
     parser.add_argument("--step", default="latest", help="global_stepN (default: the step that latest names)")
@@ -58,7 +59,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     )
     where = "a step-N folder, a run's folder, a Hugging Face folder or an FMEngine folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
-    parser.add_argument("output", type=Path, metavar="FMENGINE", help="new folder")
+    parser.add_argument("output", type=output_path, metavar="FMENGINE", help="new folder")
     parser.add_argument("--step", type=choice.step_name, help=choice.HELP)
     parser.add_argument("--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer files to copy (default: the run's)")
@@ -184,7 +185,7 @@ def from_hf(words: Sequence[str]) -> int:
     parser.add_argument(
         "--model_name_or_path", required=True, metavar="HF_DIR", help="folder with config.json and safetensors"
     )
-    parser.add_argument("--output_dir", required=True, metavar="DIR", help="new folder")
+    parser.add_argument("--output_dir", type=output_name, required=True, metavar="DIR", help="new folder")
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
     options = parser.read(words)
     folder = options.model_name_or_path
@@ -253,7 +254,7 @@ def _steps_of_run(folder: Path) -> dict[str, Path]:
     try:
         for path in folder.iterdir():
             number = path.name.removeprefix("step-")
-            if number != path.name and number.isdecimal() and (path / manifest.MANIFEST).is_file():
+            if number != path.name and is_whole_number(number) and (path / manifest.MANIFEST).is_file():
                 checkpoints.append((int(number), path))
     except OSError:
         return {}

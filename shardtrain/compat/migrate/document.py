@@ -47,8 +47,7 @@ def read_text(path: Path) -> str:
         ConfigError: it cannot be read, is larger than ``MAX_BYTES``, or is not UTF-8.
     """
     try:
-        with path.open("rb") as opened:
-            content = opened.read(MAX_BYTES + 1)
+        content = bounded_reads.start(path, MAX_BYTES + 1)
     except OSError as error:
         raise bounded_reads.unreadable("the file", path, error, "use a configuration file") from None
     if len(content) > MAX_BYTES:

@@ -10,8 +10,9 @@ from shardtrain import config
 from shardtrain.compat.migrate.foreign_files import Migration, migrate, unnamed
 from shardtrain.config import json_schema
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.arguments import help_if_asked, output_path
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.variables import is_whole_number
 
 USAGE = """\
 usage: shardtrain config migrate FILE... [-o NEW.toml] [--nproc N] [-- FLAG ...]
@@ -51,7 +52,7 @@ def main(words: Sequence[str]) -> int:
         if name in ("-o", "--output", "--nproc"):
             text = value if equals else (words.pop(0) if words else "")
             if name == "--nproc":
-                if not (text.isdecimal() and 0 < int(text) < 10**7):
+                if not (is_whole_number(text) and 0 < int(text) < 10**7):
                     raise ConfigError(
                         Problem(
                             name,
@@ -73,7 +74,7 @@ def main(words: Sequence[str]) -> int:
                     )
                 )
             else:
-                output = Path(text)
+                output = output_path(text)
         elif word.startswith("-"):
             raise ConfigError(
                 Problem(

@@ -11,7 +11,7 @@ from shardtrain.compat.migrate.document import facts_of_folder
 from shardtrain.compat.migrate.migration_report import JOINED, FileMigration, Rule, To
 from shardtrain.config.task_file import read_task_file
 from shardtrain.facts.ports import RENDEZVOUS_PORT
-from shardtrain.utils import own_file
+from shardtrain.utils import atomic_io, own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "pytorch_universal_trainer"
@@ -483,7 +483,7 @@ def _rows(file: Path) -> int:
     try:
         if file.stat().st_size > MAX_COUNTED_BYTES:
             return 0
-        with file.open("rb") as opened:
+        with open(file, "rb", opener=atomic_io.without_waiting) as opened:
             lines = 0
             last = b"\n"
             while block := opened.read(2**20):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.values import problem
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import Problem
 
 Action = tuple[int, str, int]
@@ -35,7 +36,7 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
     p = loaded.config.parallelism
     path = Path(p.pipeline_parallel_schedule_csv).expanduser()
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8", opener=atomic_io.without_waiting) as file:
             rows = []
             for row in csv.reader(file):
                 cells = [cell.strip() for cell in row]

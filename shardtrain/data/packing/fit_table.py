@@ -104,7 +104,7 @@ class FitTable:
         entry = self._blocks[block]
         num_rows = int(self.rows_up_to[block + 1] - self.rows_up_to[block])
         if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = atomic_io.without_waiting(self._path, os.O_RDONLY)
         # Read by position, because forked processes share the descriptor. The number of entries follows
         # from the block, and the size of each (2 or 4 bytes) from that.
         content = os.pread(self._descriptor, int(entry["bytes"]), int(entry["offset"]))

@@ -220,7 +220,7 @@ class _OpenFiles:
             os.close(self._descriptors.popitem(last=False)[1])
         if self._look is not None:
             self._look(stored)
-        descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = atomic_io.without_waiting(self._folder / name, os.O_RDONLY)
         self._descriptors[name] = descriptor
         return descriptor
 

@@ -23,7 +23,7 @@ from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.sources import Request
 from shardtrain.facts.file_kinds import COMPRESSIONS
-from shardtrain.utils import bounded_reads
+from shardtrain.utils import atomic_io, bounded_reads
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
 MANY_FILES = 10_000
@@ -75,7 +75,7 @@ class File:
             DataError: the file cannot be opened.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = atomic_io.without_waiting(self.path, os.O_RDONLY)
         except FileNotFoundError:
             raise self._gone() from None
         except OSError as error:

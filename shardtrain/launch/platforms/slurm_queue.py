@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.launch.platforms.slurm import ask
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem
 
 SUBMIT = ("sbatch", "--parsable")
@@ -274,7 +275,7 @@ def logs(number: str) -> int:
     for path in there:
         if len(named) > 1:
             print(f"==> {path} <==")
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with open(path, encoding="utf-8", errors="replace", opener=atomic_io.without_waiting) as lines:
             sys.stdout.writelines(lines)
     return 0
 

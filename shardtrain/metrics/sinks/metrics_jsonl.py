@@ -110,7 +110,8 @@ class JsonlFiles:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file in order. Skip invalid and corrupted lines."""
-    return _parse(path.read_bytes())[0]
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+        return _parse(file.read())[0]
 
 
 def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:

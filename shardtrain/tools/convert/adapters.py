@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.tools.convert.checkpoint_path import KEEP_HELP
-from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.utils.arguments import StrictArgumentParser, output_path
 from shardtrain.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
     parser.add_argument("--step", type=step_name, help=HELP)
-    parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument(
         "--base", type=Path, help="checkpoint or Hugging Face folder of the base weights (default: from the run)"
     )

@@ -15,7 +15,7 @@ from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint_path import KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.tools.hub_client import refuse_token
-from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.utils.arguments import StrictArgumentParser, output_path
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def import_main(words: Sequence[str]) -> int:
         "shardtrain import HF_FOLDER --to outputs/model",
     )
     parser.add_argument("folder", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors files")
-    parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument(
         "--dtype", choices=COMPUTE_DTYPES, default="", help="dtype of the weights (default: from the file)"
     )
@@ -93,7 +93,7 @@ def export_main(words: Sequence[str]) -> int:
     where = "a run's folder, a step-N folder, or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--step", type=step_name, help=HELP)
-    parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
+    parser.add_argument("--to", type=output_path, metavar="HF_DIR", help="a new folder")
     dtype_help = "dtype of all weights (default: the dtype of each weight in the initial model)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
     rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="maximum size of a file, in 10^9 bytes")

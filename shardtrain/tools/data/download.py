@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardtrain.tools.hub_client import Hub, expected_hash, hash_of_file, refuse_token
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.utils.arguments import StrictArgumentParser, output_name
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.units import format_bytes
@@ -217,7 +217,7 @@ def _parser() -> StrictArgumentParser:
     kinds = ", ".join(ASSETS)
     parser.add_argument("--assets", nargs="+", default=["tokenizer"], choices=tuple(ASSETS), help=f"kinds: {kinds}")
     parser.add_argument("--all", action="store_true", help="download all kinds of assets")
-    parser.add_argument("--local_dir", metavar="DIR", help="the files go to DIR/NAME (assets/hf)")
+    parser.add_argument("--local_dir", type=output_name, metavar="DIR", help="the files go to DIR/NAME (assets/hf)")
     parser.add_argument("--tokenizer_path", metavar="FOLDER", help="folder of the tokenizer in the repository (a name "
                         "from torchtitan of 2024); the files then go to DIR/FOLDER (assets/tokenizer)")  # fmt: skip
     parser.add_argument("--revision", default="main", help="branch, tag or commit (main)")

@@ -35,9 +35,11 @@ from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, work_units
 from shardtrain.tools.data.work_progress import WorkProgress
-from shardtrain.utils import atomic_io, checked_json
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
+from shardtrain.utils.arguments import output_name
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
+from shardtrain.utils.variables import is_whole_number
 
 USAGE = """usage: shardtrain data prepare [CONFIG.toml] --output FOLDER [--processes N] [--shard_tokens N]
                                [--section.key VALUE ...]
@@ -59,6 +61,7 @@ _BLOCKS_AT_ONCE = 16
 SAVE_SECONDS = 10.0
 """Time between two saves of the progress."""
 _PROGRESS = "progress.json"
+_MOST_STATE_BYTES = 2**28
 _LOCK = "lock"
 
 
@@ -85,7 +88,7 @@ def main(words: list[str]) -> int:
     found = take(
         words,
         {
-            "--output": VerbOption(example="FOLDER", once=True),
+            "--output": VerbOption(output_name, "FOLDER", once=True),
             "--processes": VerbOption(number_of(), "4", once=True),
             "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
         },
@@ -349,7 +352,7 @@ class _Work:
             self._write_state(fresh)
             return fresh
         try:
-            state: dict[str, Any] = checked_json.parse(path.read_bytes())
+            state: dict[str, Any] = checked_json.parse(bounded_reads.whole(path, _MOST_STATE_BYTES))
             _same_facts(self.job, state["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
@@ -370,7 +373,7 @@ class _Work:
         """Keep the finished units of an earlier command, and remove its unfinished ones."""
         for path in self.folder.glob("unit-*"):
             number = path.name[5:13]
-            if path.suffix == ".tmp" or not number.isdecimal() or int(number) < self.merged:
+            if path.suffix == ".tmp" or not is_whole_number(number) or int(number) < self.merged:
                 path.unlink(missing_ok=True)
             elif path.suffix == ".json" and int(number) < len(self._units):
                 unit = self._units[int(number)]

@@ -21,7 +21,7 @@ from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
 from shardtrain.data.tokenizers.tiktoken_model import PATTERN
 from shardtrain.facts.file_kinds import COMPRESSIONS, dataset_of
 from shardtrain.utils import atomic_io, libraries, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
+from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked, output_name
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PROGRAM = "shardtrain data tokenizer train"
@@ -175,7 +175,9 @@ def _parser() -> StrictArgumentParser:
     parser.add_argument(
         "--vocab_size", type=int, required=True, metavar="N", help="number of ids, including special tokens"
     )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="output folder of tokenizer.json")
+    parser.add_argument(
+        "--output", type=output_name, required=True, metavar="FOLDER", help="output folder of tokenizer.json"
+    )
     parser.add_argument("--dataset", metavar="NAME", help="format of the files (default: by their ending)")
     parser.add_argument("--text_field", default="text", metavar="COLUMN", help='column of the text ("text")')
     parser.add_argument(

@@ -24,7 +24,7 @@ from shardtrain.data.packing.token_buffer import Mask
 from shardtrain.data.prepared.shard_index import DTYPES, dtype_for
 from shardtrain.data.prepared.shard_writer import ShardWriter, beyond_vocabulary, storing
 from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
-from shardtrain.utils import atomic_io, checked_json
+from shardtrain.utils import atomic_io, bounded_reads, checked_json
 
 UNIT_BYTES = 4 * 2**20
 """Approximate input of a unit of a table. It takes a second or two."""
@@ -145,7 +145,7 @@ def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
     None if it is not finished or one of its files is damaged.
     """
     try:
-        done = checked_json.parse((folder / unit_name(unit, "json")).read_bytes())
+        done = checked_json.parse(bounded_reads.whole(folder / unit_name(unit, "json"), 2**28))
         for ending, sha256 in done["files"].items():
             if _sha256(folder / unit_name(unit, ending)) != sha256:
                 return None

@@ -14,7 +14,7 @@ from shardtrain.config.schema import Config
 from shardtrain.facts.optimizers import PYTORCH_ADAMS
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
-from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
+from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked, output_path
 from shardtrain.utils.errors import ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def to_dcp(words: Sequence[str]) -> int:
     )
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder")
     parser.add_argument("--step", type=step_name, help=HELP)
-    parser.add_argument("output", type=Path, metavar="DCP", help="a new folder")
+    parser.add_argument("output", type=output_path, metavar="DCP", help="a new folder")
     parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="naming of tensors (default: %(default)s)")
     parser.add_argument("--model-only", action="store_true", help="skip the optimizer's state")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")

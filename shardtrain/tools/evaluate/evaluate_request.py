@@ -16,7 +16,7 @@ from shardtrain import config as configs
 from shardtrain.config.options import options as all_options
 from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.tools.generate.generate_request import ModelOptions
-from shardtrain.utils.arguments import StrictArgumentParser, option
+from shardtrain.utils.arguments import StrictArgumentParser, option, output_path
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Measure a model: its loss on each dataset of --data, or on the run's own [validation] dataset, and tasks of
@@ -64,7 +64,9 @@ class EvaluateOptions(RowOptions, SetOptions):
     include_path: Path | None = option(None, "folder of your own task files; their code is run", rare=True)
     num_fewshot: int | None = option(None, "examples before each question of a task (the task's own)")
     limit: int | None = option(None, "questions per task (all)", rare=True)
-    output: Path | None = option(None, "JSON file for the results, in addition to stdout; must not exist")
+    output: Path | None = option(
+        None, "JSON file for the results, in addition to stdout; must not exist", type=output_path
+    )
     nproc: int = option(1, "number of processes; each layer is split over them (1)")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.facts.devices import DEVICE_TYPES
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
-from shardtrain.utils.arguments import StrictArgumentParser, option
+from shardtrain.utils.arguments import StrictArgumentParser, option, output_path
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. For one prompt, tokens are printed when
@@ -42,7 +42,7 @@ class PromptOptions(ModelOptions):
     adapter: Path | None = option(None, "PEFT folder whose adapters are added to the model", rare=True)
     prompt: str | None = option(None, "a text to continue")
     input: Path | None = option(None, "JSONL file of prompts")
-    output: Path | None = option(None, "JSONL file to write, which must not exist")
+    output: Path | None = option(None, "JSONL file to write, which must not exist", type=output_path)
     field: str = option("prompt", "field of the prompt (prompt); a.b is field b of the object a", rare=True)
     prediction_field: str = option("prediction", "name of the added field (prediction)", rare=True)
     add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)

@@ -48,7 +48,8 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
             names the file and line.
     """
     try:
-        content = path.read_bytes()
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            content = file.read()
     except OSError as error:
         raise bounded_reads.unreadable("--input", path, error, "name a file") from error
     rows = []

@@ -13,6 +13,8 @@ from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import CommandLine, VerbOption, split, take
 from shardtrain.tools.held_out_eval.held_out_eval_request import HeldOutOptions, sets_of
+from shardtrain.utils import variables
+from shardtrain.utils.arguments import output_name
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -75,7 +77,7 @@ def _as_rank(asked: HeldOutOptions) -> NoReturn:
     from shardtrain.launch import environment, local
 
     has_parent = local.become_rank()
-    size = int(os.environ["WORLD_SIZE"])
+    size = variables.number(os.environ, "WORLD_SIZE", "")
     from shardtrain.tools.held_out_eval import held_out_eval_rank
 
     if has_parent:
@@ -100,7 +102,7 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
     options = {
         "--step": VerbOption(step_name, "best"),
         "--checkpoint": VerbOption(),
-        "--output": VerbOption(example="FOLDER"),
+        "--output": VerbOption(output_name, "FOLDER"),
     }
     taken = take(words, options, usage=HELP)
     own = taken.own

@@ -15,7 +15,7 @@ from shardtrain.tools.plan import planning, timing
 from shardtrain.tools.plan.hardware import Device, Link
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.run_files import RunFolder
-from shardtrain.utils import checked_json
+from shardtrain.utils import bounded_reads, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 FEWEST_STEPS = 5
@@ -130,7 +130,7 @@ def learn_report(path: Path, device: Device) -> Measured:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise wrong(f"has more than {_MOST_BYTES} bytes, so it is not a report")
-        report = checked_json.parse(path.read_bytes())
+        report = checked_json.parse(bounded_reads.whole(path, _MOST_BYTES))
         rates = report["rates"]
         name = str(report["device"])
         flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}

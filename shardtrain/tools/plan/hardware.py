@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.coerce import parse_toml
+from shardtrain.config.toml_file import MAX_FILE_BYTES
 from shardtrain.facts import devices
+from shardtrain.utils import bounded_reads
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
 
@@ -181,7 +183,7 @@ def _tables(value: Any) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, option: str) -> dict[str, Any]:
     try:
-        return parse_toml(path.read_text(encoding="utf-8-sig"))
+        return parse_toml(bounded_reads.whole(path, MAX_FILE_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             Problem(

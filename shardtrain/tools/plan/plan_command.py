@@ -18,8 +18,10 @@ from shardtrain.config import command_line
 from shardtrain.config.command_line import VerbOption
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils.arguments import output_name
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import parse_count
+from shardtrain.utils.variables import is_whole_number
 
 HELP = """\
 usage: shardtrain plan [CONFIG.toml] [--gpus N | --nodes N] [--device NAME|FILE.toml] [--section.key VALUE ...]
@@ -53,7 +55,7 @@ ASSUMED_STALL_SECONDS = 5.0
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:  # planning.MOST_DEVICES, which would import torch
+    if not is_whole_number(text) or not 0 < int(text) <= 1_000_000:  # planning.MOST_DEVICES, which would import torch
         raise ValueError("must be a whole number from 1 to 1000000")
     return int(text)
 
@@ -79,8 +81,8 @@ OPTIONS = {
     "--price": VerbOption(_amount(float), "2"),
     "--device": VerbOption(example="h100"),
     "--calibrate": VerbOption(example="outputs, the folder of a run"),
-    "--output": VerbOption(example="best.toml"),
-    "-o": VerbOption(example="best.toml"),
+    "--output": VerbOption(output_name, "best.toml"),
+    "-o": VerbOption(output_name, "best.toml"),
 }
 FLAGS = ("--search", "--json", "--largest", "--float8")
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardtrain.record import FORMAT, NUM_PROJECTIONS, PRECISIONS
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import DataError
+from shardtrain.utils.variables import is_whole_number
 
 MAX_LINE_BYTES = 1 << 28
 """Maximum bytes of one step of one rank, enough for 600,000 parameter tensors."""
@@ -120,7 +121,7 @@ def read(folder: Path) -> Recording:
 
 def _rank_of(path: Path) -> int:
     number = path.stem.removeprefix("rank-")
-    if not number.isdecimal():
+    if not is_whole_number(number):
         raise DataError(f"{path} is not a file of a recording; remove it, or record into a new folder")
     return int(number)
 

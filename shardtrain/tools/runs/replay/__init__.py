@@ -20,7 +20,8 @@ from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.launch import environment, local
 from shardtrain.tools.runs.replay.replay_plan import ReplayPlan, config_of, plan
 from shardtrain.tools.runs.run_files import RunFolder
-from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils import variables
+from shardtrain.utils.arguments import help_if_asked, output_name
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -102,7 +103,7 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
     if environment.is_rank(os.environ):
         if local.become_rank():
             local.leave(local.run_rank(loaded, rank))
-        local.leave(local.run_rank(loaded, rank, int(os.environ["WORLD_SIZE"])))
+        local.leave(local.run_rank(loaded, rank, variables.number(os.environ, "WORLD_SIZE", "")))
 
     # Start as many ranks as the run had, if this machine supports them.
     accelerators = environment.count_accelerators(loaded.config.training.device)
@@ -120,7 +121,9 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
 
 
 def _read(words: Sequence[str]) -> _Request:
-    taken = take(words, {"--nproc": VerbOption(number_of("processes"), "2"), "--output": VerbOption(example="FOLDER")})
+    taken = take(
+        words, {"--nproc": VerbOption(number_of("processes"), "2"), "--output": VerbOption(output_name, "FOLDER")}
+    )
     places, overrides = taken.places(2)
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
     first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)

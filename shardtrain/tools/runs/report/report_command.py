@@ -8,7 +8,7 @@ from pathlib import Path
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.report import page
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import StrictArgumentParser
+from shardtrain.utils.arguments import StrictArgumentParser, output_name
 from shardtrain.utils.errors import ConfigError, Problem
 
 _MOST_RUNS = 50
@@ -23,7 +23,9 @@ def main(words: Sequence[str]) -> int:
         example="shardtrain report outputs outputs-2 -o report.html",
     )
     parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="job.dump_folder of a run")
-    parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
+    parser.add_argument(
+        "-o", "--output", type=output_name, default="report.html", metavar="FILE", help="default: report.html"
+    )
     asked = parser.read(words)
     if not 1 <= len(asked.runs) <= _MOST_RUNS:
         given = len(asked.runs) or None
