@@ -42,7 +42,7 @@ from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.report import page
 from shardtrain.tools.verify.verify_report import MeshResult as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
-from shardtrain.utils import atomic_io, log, python_child, storage_errors
+from shardtrain.utils import atomic_io, log, python_child, storage_errors, variables
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.python_api import accepts_fields, python_function
 
@@ -132,8 +132,8 @@ class Trainer:
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
         # as torchrun has set them; a notebook has none of both, and is the only rank
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        _, size = variables.rank_and_size(os.environ)
+        local_size = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
         try:
             with self._environment.noted():
                 preflight.require(self._loaded, preflight.this_machine(self._loaded, None, size, local_size))

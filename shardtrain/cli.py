@@ -26,10 +26,19 @@ from shardtrain import __version__
 from shardtrain.config import config_command, help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.facts.file_kinds import FOREIGN_CONFIGS
-from shardtrain.utils import garbage_collection, library_environment, limits, process, python_child, storage_errors
+from shardtrain.utils import (
+    garbage_collection,
+    library_environment,
+    limits,
+    process,
+    python_child,
+    storage_errors,
+    variables,
+)
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError, print_error
 from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.variables import is_whole_number
 from shardtrain.utils.verbs import Command, CommandVerb, import_part
 
 if TYPE_CHECKING:
@@ -52,6 +61,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
     try:
         # flush here, where a full disk or a closed pipe becomes one line
         with limits.memory_errors():
+            variables.drop_invalid(os.environ)
             try:
                 code = action(words)
             except HelpPrinted:
@@ -172,12 +182,13 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     overrides = arguments.overrides
     if environment.is_rank(os.environ) and not arguments.nnodes:
         world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "")
-        return migrate.open_file(path, overrides, int(world) if world.isdecimal() else None, verb=verb)[0], arguments
+        world_size = int(world) if is_whole_number(world) else None
+        return migrate.open_file(path, overrides, world_size, verb=verb)[0], arguments
     asked = environment.asked_processes(arguments.nproc, os.environ)
     nodes = arguments.nnodes or ""
     machine = migrate.ThisMachine(
         nproc=asked.count if asked else None,
-        nodes=int(nodes) if nodes.isdecimal() else None,
+        nodes=int(nodes) if is_whole_number(nodes) else None,
         devices=environment.count_accelerators(),
     )
     loaded, from_file = migrate.open_file(path, overrides, machine=machine, verb=verb)
@@ -192,7 +203,7 @@ def _load_flags(arguments: CommandLine) -> Loaded:
 
     migrate = import_part("shardtrain.compat.migrate")
     world = os.environ.get("WORLD_SIZE", "")
-    if world.isdecimal():
+    if is_whole_number(world):
         return migrate.load_flags(arguments.overrides, int(world))
     loaded = migrate.load_flags(arguments.overrides, arguments.nproc)
     choice = environment.choose_processes_here(loaded.config, arguments.nproc)
@@ -264,8 +275,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
 
     if local.become_rank():
         local.leave(local.run_rank(loaded, _trainer()))
-    world_size = int(os.environ["WORLD_SIZE"])
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world_size = variables.number(os.environ, "WORLD_SIZE", "")
+    local_ranks = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
     # If all ranks of a large run read the same files, the storage would be overloaded.
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:

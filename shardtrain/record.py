@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, variables
 from shardtrain.utils.errors import ConfigError, Problem
 
 FORMAT = 1
@@ -265,7 +265,7 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
 def _rank_and_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return variables.rank_and_size(os.environ)
 
 
 def _finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.storage import Place
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
+from shardtrain.utils.variables import is_whole_number
 
 LATEST = "latest"
 BEST = "best"
@@ -37,7 +38,7 @@ class ChosenCheckpoint:
 
 def is_step_name(text: str) -> bool:
     """True for "latest", "best" and a number."""
-    return text in (LATEST, BEST) or text.isdecimal()
+    return text in (LATEST, BEST) or is_whole_number(text)
 
 
 def step_name(step: str | int) -> str:

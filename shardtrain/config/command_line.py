@@ -15,6 +15,7 @@ from typing import Any
 from shardtrain.config.options import sections
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import COMMAND_LINE, ConfigError, Problem
+from shardtrain.utils.variables import is_whole_number
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def number_of(what: str = "", least: int = 1) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         digits = text.replace("_", "")
-        if not (digits.isascii() and digits.isdecimal() and len(digits) < 19) or int(digits) < least:
+        if not is_whole_number(digits) or int(digits) < least:
             of = f" of {what}" if what else ""
             raise ValueError(f"must be a whole number{of}{f' above {least - 1}' if least else ''}")
         return int(digits)

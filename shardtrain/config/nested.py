@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin
 from shardtrain.config.coerce import Unfit, coerce, from_texts, parse_toml
 from shardtrain.config.options import Option, nearest, options, options_of
 from shardtrain.config.settings import Kind, Setting, Value
+from shardtrain.utils.variables import is_whole_number
 
 Path = tuple[str, ...]
 Entries = dict[str, dict[str, Any]]
@@ -153,7 +154,7 @@ def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
         return
 
     # Entries of a list are numbered without gaps.
-    if is_list and (not place.entry.isdecimal() or int(place.entry) > len(entries)):
+    if is_list and (not is_whole_number(place.entry) or int(place.entry) > len(entries)):
         raise Unfit("is not the number of an entry", f"use 0 to {len(entries)}")
     if place.entry == "":
         raise Unfit("has an entry without a name", "name it")

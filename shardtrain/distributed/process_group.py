@@ -18,7 +18,7 @@ from shardtrain.distributed.rendezvous.attempt_store import store_at_address, st
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.facts.devices import ACCELERATOR_TYPES
 from shardtrain.ops import accelerator, host_collectives
-from shardtrain.utils import library_environment
+from shardtrain.utils import library_environment, variables
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import STORE
 
@@ -92,9 +92,8 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     Raises:
         PeerError: a process that does not know the run's secret has written to the store.
     """
-    rank = int(os.environ.get("RANK", "0"))
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, size = variables.rank_and_size(os.environ)
+    local_rank = variables.number(os.environ, "LOCAL_RANK", "0")
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)

@@ -20,10 +20,11 @@ from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
 from shardtrain.facts.devices import ACCELERATOR_TYPES
 from shardtrain.launch.goodput import ledger
-from shardtrain.utils import library_environment
+from shardtrain.utils import library_environment, variables
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.private_network import NETWORK
 from shardtrain.utils.process import STORE, meeting_folder
+from shardtrain.utils.variables import is_whole_number
 
 LOCAL_ADDRESS = "127.0.0.1"
 PORTS_FROM_JOB_ID = 10_000
@@ -67,7 +68,7 @@ def is_slurm_rank(environment: Mapping[str, str]) -> bool:
     """
     if environment.get("SHARDTRAIN_NNODES") or is_slurm_node(environment):
         return False
-    return "SLURM_PROCID" in environment and _number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1) > 1
+    return "SLURM_PROCID" in environment and variables.number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1) > 1
 
 
 def is_slurm_node(environment: Mapping[str, str]) -> bool:
@@ -81,7 +82,8 @@ def is_slurm_node(environment: Mapping[str, str]) -> bool:
     nodes = environment.get("SLURM_STEP_NUM_NODES")
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    return "SLURM_PROCID" in environment and nodes == tasks not in (None, "1") and gpus.isdecimal() and int(gpus) > 1
+    has_gpus = is_whole_number(gpus) and int(gpus) > 1
+    return "SLURM_PROCID" in environment and nodes == tasks not in (None, "1") and has_gpus
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
@@ -122,7 +124,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 def slurm_port(environment: Mapping[str, str]) -> int:
     """Return the rendezvous port of a job's tasks."""
-    return 20_000 + _number(environment, "SLURM_JOB_ID", "0") % PORTS_FROM_JOB_ID
+    return 20_000 + variables.number(environment, "SLURM_JOB_ID", "0") % PORTS_FROM_JOB_ID
 
 
 def _require_rank(environment: Mapping[str, str]) -> None:
@@ -130,10 +132,10 @@ def _require_rank(environment: Mapping[str, str]) -> None:
 
     They may be left over from another launcher or set manually. Raises ConfigError.
     """
-    rank = _number(environment, "RANK", "")
-    size = _number(environment, "WORLD_SIZE", "", least=1)
-    _number(environment, "LOCAL_RANK", "")
-    _number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
+    rank = variables.number(environment, "RANK", "")
+    size = variables.number(environment, "WORLD_SIZE", "", least=1)
+    variables.number(environment, "LOCAL_RANK", "")
+    variables.number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
     if rank >= size:
         raise ConfigError(
             Problem(
@@ -145,7 +147,7 @@ def _require_rank(environment: Mapping[str, str]) -> None:
             )
         )
     if size > 1 and not meeting_folder(environment):
-        port = _number(environment, "MASTER_PORT", "", least=1)
+        port = variables.number(environment, "MASTER_PORT", "", least=1)
         if port > 65_535 or not environment.get("MASTER_ADDR"):
             name = "MASTER_PORT" if port > 65_535 else "MASTER_ADDR"
             raise ConfigError(
@@ -157,34 +159,6 @@ def _require_rank(environment: Mapping[str, str]) -> None:
                     where="environment",
                 )
             )
-
-
-def _number(environment: Mapping[str, str], name: str, default: str, least: int = 0) -> int:
-    text = environment.get(name) or default
-    if not text:
-        raise ConfigError(
-            Problem(
-                name,
-                None,
-                rule="is not set, although other variables of a launcher are",
-                fix=(
-                    "unset the variables of the other launcher (env | grep -E "
-                    "'RANK|WORLD|TORCHELASTIC'), or set all of them"
-                ),
-                where="environment",
-            )
-        )
-    if not text.isdecimal() or int(text) < least:
-        raise ConfigError(
-            Problem(
-                name,
-                text,
-                rule=f"must be an integer of at least {least}",
-                fix="correct it, or unset it",
-                where="environment",
-            )
-        )
-    return int(text)
 
 
 def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
@@ -209,7 +183,7 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
             )
         )
     text = environment.get("RANK") or "0"
-    if not text.isdecimal() or int(text) >= world_size:
+    if not is_whole_number(text) or int(text) >= world_size:
         raise ConfigError(
             Problem(
                 "RANK",
@@ -375,7 +349,7 @@ def unseen_devices(environment: Mapping[str, str]) -> ProcessCount | None:
             text = environment.get(name, "")
         # Either a number of devices, or a list of their indices.
         count = len([index for index in text.split(",") if index])
-        if name == "SLURM_GPUS_ON_NODE" and text.isdecimal():
+        if name == "SLURM_GPUS_ON_NODE" and is_whole_number(text):
             count = int(text)
         if count:
             return ProcessCount(count, f"{name}={text}, but no device is visible")
@@ -472,7 +446,7 @@ def set_process_defaults(
         environment.setdefault(name, value)
     # A verb may have imported torch before it knew the number of ranks.
     threads = environment["OMP_NUM_THREADS"]
-    if environment is os.environ and "torch" in sys.modules and threads.isdecimal() and int(threads):
+    if environment is os.environ and "torch" in sys.modules and is_whole_number(threads) and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     own = [name for _, name in socket.if_nameindex()]
@@ -488,10 +462,7 @@ def set_process_defaults(
 
 
 def _at_least_one(name: str, value: int | str, where: str) -> int:
-    try:
-        count = int(value)
-    except ValueError:
-        count = 0
+    count = int(value) if isinstance(value, int) or is_whole_number(value) else 0
     if count < 1:
         raise ConfigError(
             Problem(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain.launch import environment, local
-from shardtrain.utils import temporary
+from shardtrain.utils import temporary, variables
 from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _as_rank(verb: Verb) -> NoReturn:
         action()
 
     loaded = _launched(folder)
-    code = local.run_rank(loaded, run, int(os.environ["WORLD_SIZE"]))
+    code = local.run_rank(loaded, run, variables.number(os.environ, "WORLD_SIZE", ""))
     _close(folder, code)
     local.leave(code)
 

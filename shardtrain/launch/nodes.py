@@ -21,6 +21,7 @@ from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.launch import environment
 from shardtrain.launch.environment import ProcessCount
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.variables import is_whole_number
 
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
@@ -265,7 +266,7 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
     """
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
-    if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
+    if name == "SHARDTRAIN_NNODES" and is_whole_number(tasks) and is_whole_number(hosts) and int(tasks) > int(hosts):
         raise ConfigError(
             Problem(
                 name,
@@ -327,7 +328,7 @@ def _number(
     for name in variables:
         text = names.get(name)
         if text:
-            if not text.isdecimal() or int(text) < least:
+            if not is_whole_number(text) or int(text) < least:
                 raise ConfigError(
                     Problem(
                         name,

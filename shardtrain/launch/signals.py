@@ -25,6 +25,7 @@ from typing import Any
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
 from shardtrain.launch.stop_request import GRACEFUL, ONE_REQUEST_SECONDS, StopRequest
+from shardtrain.utils.variables import is_whole_number
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -166,7 +167,7 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
     (1700000000.0, None, None)
     """
     text = environment.get("SLURM_JOB_END_TIME", "")
-    if text.isdecimal() and int(text) > 0:
+    if is_whole_number(text) and int(text) > 0:
         return float(text)
     return None
 

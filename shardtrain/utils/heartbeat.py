@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import threading
@@ -12,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.utils import variables
 from shardtrain.utils.units import format_bytes, format_seconds
 
 SECONDS = 5.0
@@ -196,14 +196,7 @@ def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
 def asked_seconds() -> float:
     """Return the seconds between two lines from ``SHARDTRAIN_HEARTBEAT_SECONDS``. 0 disables them."""
     text = os.environ.get("SHARDTRAIN_HEARTBEAT_SECONDS", "").strip()
-    try:
-        seconds = float(text or SECONDS)
-    except ValueError:
-        seconds = math.nan
-    if math.isfinite(seconds) and seconds >= 0:
-        return seconds
-    print(f"SHARDTRAIN_HEARTBEAT_SECONDS={text!r} is not a number of seconds; using {SECONDS:g}", file=sys.stderr)
-    return SECONDS
+    return float(text) if variables.is_seconds(text) else SECONDS
 
 
 def _disk_bytes() -> tuple[int, int]:

@@ -20,6 +20,7 @@ from typing import TextIO
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact, visible
+from shardtrain.utils.variables import is_whole_number
 
 logger = logging.getLogger("shardtrain")
 
@@ -160,7 +161,7 @@ def console_ranks() -> set[int]:
     """
     text = os.environ.get("LOG_RANK", "").strip() or "0"
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() for part in parts):
+    if not parts or not all(is_whole_number(part) for part in parts):
         raise ConfigError(
             Problem(
                 "LOG_RANK",

@@ -28,16 +28,12 @@ def test_long_operation_is_reported_and_short_one_is_silent(capsys: pytest.Captu
     assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
 
 
-@pytest.mark.parametrize(
-    ("value", "printed"), [("0", ""), ("soon", "'soon' is not a number of seconds; using 5"), ("", "")]
-)
-def test_environment_variable_can_disable_the_heartbeat(
-    value: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("value", ["0", "soon", "nan", "1e300", ""])
+def test_environment_variable_can_disable_the_heartbeat(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", value)
     with heartbeat("export"):
         threads = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
-    assert bool(threads) == (value != "0") and printed in capsys.readouterr().err
+    assert bool(threads) == (value != "0")
 
 
 def test_environment_variable_sets_the_interval(

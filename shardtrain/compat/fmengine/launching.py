@@ -15,6 +15,7 @@ from shardtrain.compat.migrate.fmengine import FLAG
 from shardtrain.config.command_line import VerbOption, take
 from shardtrain.utils import atomic_io, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.variables import is_whole_number
 
 HOSTFILE = "/job/hostfile"
 """Default hostfile of DeepSpeed."""
@@ -65,7 +66,7 @@ def deepspeed(words: list[str]) -> int:
     options, flags = _split(list(words))
     for name in ("num_gpus", "num_nodes", "master_port"):
         text = options.get(name, "1")
-        if not (text.isdecimal() and 0 < int(text) < 10**6):
+        if not (is_whole_number(text) and 0 < int(text) < 10**6):
             raise ConfigError(
                 Problem(
                     f"--{name}",

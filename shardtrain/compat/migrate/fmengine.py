@@ -12,6 +12,7 @@ from shardtrain.compat.migrate import deepspeed
 from shardtrain.compat.migrate.document import ForeignDocument, facts_of_folder, read
 from shardtrain.compat.migrate.migration_report import JOINED, FileMigration, Idle, Rule, To, apply
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.variables import is_whole_number
 
 SYSTEM = "FMEngine"
 _LAUNCHER = Idle("`shardtrain train` and `shardtrain launch` set it")
@@ -89,7 +90,7 @@ class FlagLine:
     def _number(self, key: str) -> int | None:
         """Return a flag as an integer of at most seven digits, or None."""
         text = self.flags.get(key, "")
-        return int(text) if text.isdecimal() and 0 < len(text) < 8 else None
+        return int(text) if is_whole_number(text) and len(text) < 8 else None
 
     def documents(self, given: Sequence[ForeignDocument]) -> list[ForeignDocument]:
         """Read the DeepSpeed file that the command line names. Return [] if ``given`` already contains it."""

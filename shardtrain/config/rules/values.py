@@ -10,6 +10,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
 from shardtrain.config.settings import Value
 from shardtrain.utils.errors import Problem
+from shardtrain.utils.variables import is_whole_number
 
 
 def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
@@ -261,7 +262,7 @@ def check_forms(loaded: Loaded) -> Iterator[Problem]:
     """Yield values with a wrong format, and a number of kept checkpoints that is unsafe."""
     option = "activation_checkpoint.selective_ac_option"
     value = loaded.value(option)
-    is_layer_count = value.isdecimal() and int(value) >= 1
+    is_layer_count = is_whole_number(value) and int(value) >= 1
     if value != "op" and not is_layer_count:
         yield problem(
             loaded,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from shardtrain.utils.variables import is_whole_number
+
 
 def threads() -> int:
     """Return the threads for a batch: 1 if TOKENIZERS_PARALLELISM is false, else RAYON_NUM_THREADS or the
@@ -11,7 +13,7 @@ def threads() -> int:
     if os.environ.get("TOKENIZERS_PARALLELISM", "").strip().lower() in ("0", "false", "no", "n", "off", "f"):
         return 1
     wanted = os.environ.get("RAYON_NUM_THREADS", "").strip()
-    if wanted.isdecimal() and int(wanted) > 0:
+    if is_whole_number(wanted) and int(wanted) > 0:
         return int(wanted)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.distributed.rendezvous.signed_store import ForgedError, signed
+from shardtrain.utils import variables
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.listening import rendezvous_listener
 from shardtrain.utils.process import STORE
@@ -108,7 +109,7 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
         dist.DistError: the store cannot be served or reached.
     """
     address = environment["MASTER_ADDR"]
-    port = int(environment["MASTER_PORT"])
+    port = variables.number(environment, "MASTER_PORT", "")
     serves = environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = _listener(address, port, timeout) if serves else None
     store = dist.TCPStore(
@@ -159,7 +160,7 @@ def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | N
     if place:
         return FolderStore(place)
     address = environment["MASTER_ADDR"]
-    port = int(environment["MASTER_PORT"])
+    port = variables.number(environment, "MASTER_PORT", "")
     return signed(dist.TCPStore(address, port, is_master=False, timeout=timeout), environment, "")
 
 

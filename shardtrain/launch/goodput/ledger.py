@@ -19,6 +19,7 @@ from shardtrain.utils import process_identity, storage_errors
 from shardtrain.utils.activity import Phase, Phases
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
+from shardtrain.utils.variables import is_whole_number
 
 JOB = "SHARDTRAIN_JOB"
 """Environment variable set by the launcher: ID and start time of the job."""
@@ -77,7 +78,7 @@ class Ledger:
             started,
             step,
             world_size,
-            int(restarts) if restarts.isdecimal() else 0,
+            int(restarts) if is_whole_number(restarts) else 0,
         )
         earlier = self._earlier(folder)
         # A new run in the same folder starts a new account.
@@ -244,7 +245,7 @@ def process_started(now: float, otherwise: float, pid: int | str = "self") -> fl
             if 0 <= age < 1e9:
                 began = now - age
     handed_over = os.environ.get(HANDED_OVER, "")
-    if handed_over.isdecimal():
+    if is_whole_number(handed_over):
         return max(began, min(float(handed_over), now))
     return began
 

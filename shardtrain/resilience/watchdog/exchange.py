@@ -26,7 +26,7 @@ from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.resilience.watchdog import rank_heartbeat
 from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
-from shardtrain.utils import process_identity
+from shardtrain.utils import process_identity, variables
 from shardtrain.utils.errors import StorageError
 
 STALE_BEATS = 2.5
@@ -75,7 +75,7 @@ class HeartbeatExchange:
 
         Without one, this rank writes to the store itself.
         """
-        if isinstance(self._store, FolderStore) or int(environment.get("LOCAL_WORLD_SIZE", "1")) < 2:
+        if isinstance(self._store, FolderStore) or variables.number(environment, "LOCAL_WORLD_SIZE", "1") < 2:
             return
         # Two hosts may have the same name, but their boot IDs differ.
         node = f"folder/{socket.gethostname()}/{process_identity.boot_id()}"

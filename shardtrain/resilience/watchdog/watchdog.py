@@ -34,7 +34,7 @@ from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
 from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
-from shardtrain.utils import activity, atomic_io, process_identity
+from shardtrain.utils import activity, atomic_io, process_identity, variables
 from shardtrain.utils.activity import Phases
 from shardtrain.utils.log import logger
 
@@ -114,7 +114,7 @@ class Watchdog:
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
         # The store receives one message per node and interval, and supports a limited number per second.
-        num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        num_nodes = math.ceil(world_size / variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._meets_in_folder = isinstance(store, FolderStore)
         self._others = HeartbeatExchange(store, rank, world_size, self._beat)

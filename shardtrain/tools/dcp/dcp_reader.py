@@ -19,6 +19,7 @@ from shardtrain.config.schema import Model
 from shardtrain.tools.dcp.naming import TORCHTITAN, Naming, listed, recognise
 from shardtrain.tools.dcp.stored import DcpFolder
 from shardtrain.utils.errors import CheckpointError, ConfigError
+from shardtrain.utils.variables import is_whole_number
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """State tensors of Adam and AdamW for each parameter."""
@@ -250,4 +251,4 @@ def _count(there: Folder, name: str) -> int | None:
 def _step_of_name(folder: Path) -> int:
     """Return the step in a name such as "step-1000", or 0."""
     text = folder.name.removesuffix(".pt").removeprefix("step-")
-    return int(text) if text.isdecimal() and len(text) < 12 else 0
+    return int(text) if is_whole_number(text) and len(text) < 12 else 0

@@ -18,10 +18,11 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import VerbOption, split, take
 from shardtrain.launch import signals
 from shardtrain.tools.doctor.doctor_report import document, exit_code, text_of, to_json
-from shardtrain.utils import temporary
+from shardtrain.utils import temporary, variables
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.variables import is_whole_number
 
 USAGE = """\
 usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--for_ranks N] [--json] [--strict] [--limit_seconds S]
@@ -135,9 +136,7 @@ def _seconds(text: str) -> float:
 
 
 def _num_ranks(text: str) -> int:
-    value = 0
-    if text.isascii() and text.isdigit():
-        value = int(text)
+    value = int(text) if is_whole_number(text) else 0
     if not 1 <= value <= MOST_RANKS:
         raise ValueError(f"must be 1 to {MOST_RANKS} ranks")
     return value
@@ -192,7 +191,7 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
     # Set by shardtrain's own launcher. This rank ends with its parent process.
     parent = os.environ.get("SHARDTRAIN_PARENT")
     if parent:
-        local.detach(int(parent))
+        local.detach(variables.number(os.environ, "SHARDTRAIN_PARENT", ""))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
     os.environ.setdefault(*_OWN_WORDS)
@@ -225,8 +224,8 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
     from shardtrain.tools.doctor.context import RankContext
 
     started = time.monotonic()
-    place = int(os.environ.get("RANK", "0"))
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    place = variables.number(os.environ, "RANK", "0")
+    size = variables.number(os.environ, "WORLD_SIZE", "1")
     device = pick_device_type(request.loaded.config.training.device)
     with store_channel.open_store(place, size, request.limit_seconds) as store:
         line = store_channel.StoreChannel(store, place, size, request.limit_seconds)
@@ -234,7 +233,7 @@ def _run(request: DoctorOptions) -> dict[str, Any]:
             loaded=request.loaded,
             rank=place,
             size=size,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_rank=variables.number(os.environ, "LOCAL_RANK", "0"),
             local_size=_local_size(),
             device=device,
             limit_seconds=request.limit_seconds,
@@ -278,7 +277,7 @@ def _local_size() -> int:
     Slurm's "8(x2),4" means two hosts with eight ranks and one host with four.
     """
     if os.environ.get("LOCAL_WORLD_SIZE"):
-        return int(os.environ["LOCAL_WORLD_SIZE"])
+        return variables.number(os.environ, "LOCAL_WORLD_SIZE", "")
     if "SLURM_PROCID" not in os.environ:
         return 1
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

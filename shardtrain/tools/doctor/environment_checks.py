@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, has_infiniband
+from shardtrain.utils.variables import is_whole_number
 
 AREA = "environment"
 
@@ -169,7 +170,7 @@ def _unseen(facts: Facts) -> Judged | None:
 def _threads(facts: Facts) -> Judged | None:
     """Judge the number of threads that all ranks of a host start together."""
     value = facts["variables"].get("OMP_NUM_THREADS", "")
-    if not value.isdecimal():
+    if not is_whole_number(value):
         return None
     cores = facts["cores"]
     num_ranks = facts["local_size"]

@@ -21,6 +21,7 @@ from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.tools.doctor.result import first_few
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
+from shardtrain.utils.variables import is_whole_number
 
 LOOK_SECONDS = 0.25
 """Interval at which a waiting rank looks whether another rank has given up."""
@@ -43,7 +44,7 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
     timeout = timedelta(seconds=limit_seconds)
     address = os.environ.get("MASTER_ADDR", "")
     port = os.environ.get("MASTER_PORT", "")
-    has_address = address and port.isdecimal()
+    has_address = address and is_whole_number(port)
     if not has_address and not meeting_folder(os.environ):
         raise ConfigError(
             Problem(

@@ -25,6 +25,7 @@ from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.prompts import GenerationPrompts, PromptRow, check_output, write_rows
 from shardtrain.tools.generate.trained_model import OpenedModel, open_model
 from shardtrain.train.build import use_fastest_kernels
+from shardtrain.utils import variables
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.redact import visible
@@ -77,7 +78,7 @@ def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
 @contextlib.contextmanager
 def join(device: str) -> Iterator[World]:
     """Join the process group that the launcher describes. A single process needs no process group."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if variables.rank_and_size(os.environ)[1] > 1:
         with process_group.join(Comm(), device) as world:
             yield world
         return

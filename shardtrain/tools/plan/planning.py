@@ -20,6 +20,7 @@ from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.rank_memory import RankMemory
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.tools.plan.timing import StepTime
+from shardtrain.utils import variables
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB, format_bytes, format_count
 
@@ -286,7 +287,10 @@ def kernels_of(device: Device, config: Config, world_size: int) -> rank_memory.K
         return "cuda"
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         return "cpu"
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, environment.usable_cores() // world_size))
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    threads = max(1, environment.usable_cores() // world_size)
+    if variables.is_thread_counts(chosen):
+        threads = int(chosen.partition(",")[0])
     measured = kernel_speed.remembered(threads)
     if measured is not None and measured.uses("rms_norm"):
         return "cpu by rows"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shardtrain.layout import Layout
 from shardtrain.tools.verify.verify_rank import MAX_NORM, RankRecord, is_clipped
+from shardtrain.utils.variables import is_whole_number
 
 ROUNDING = 8
 """Tolerance divided by the effect of shaken weights.
@@ -140,7 +141,7 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
             return 0, layout.first.index(top)
         if top == layout.layers:
             number = rest.partition(".")[0]
-            return 1, int(number) if number.isdecimal() else 0
+            return 1, int(number) if is_whole_number(number) else 0
         # A module that the layout does not name comes between the layers and the last modules.
         if top not in layout.last:
             return 2, -1

@@ -18,6 +18,7 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded, presets
 from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.variables import is_whole_number
 
 OPTIONS = {
     "dp_replicate": "data_parallel_replicate_degree",
@@ -124,7 +125,7 @@ def read(text: str) -> dict[str, int]:
             raise _mesh_error(text, f'has an unknown axis "{axis}"', _axis_fix(text, part, axis))
         if axis in degrees:
             raise _mesh_error(text, f"names {axis} twice", "name it once")
-        if not degree.isdecimal() or int(degree) < 1:
+        if not is_whole_number(degree) or int(degree) < 1:
             raise _mesh_error(text, f'has an invalid degree "{degree}" of {axis}', f"write it like {axis}=2")
         degrees[axis] = int(degree)
 

@@ -15,6 +15,7 @@ from shardtrain.launch import environment
 from shardtrain.utils import limits
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
+from shardtrain.utils.variables import is_whole_number
 
 _TIMEOUT_SECONDS = 20
 
@@ -141,6 +142,6 @@ def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     gpus = []
     for line in result.stdout.splitlines():
         name, _, mib = line.rpartition(",")
-        if mib.strip().isdecimal():
+        if is_whole_number(mib.strip()):
             gpus.append((name.strip(), int(mib) * 2**20))
     return max(gpus, key=lambda gpu: gpu[1], default=("each GPU", 0))

@@ -17,6 +17,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
 from shardtrain.utils.sparkline import bars_for, sparkline
 from shardtrain.utils.units import format_bytes
+from shardtrain.utils.variables import is_whole_number
 
 _MOST_RANKS = 16
 _FILE = re.compile(r"^rank(\d+)_trace\.json(\.gz)?$")
@@ -90,7 +91,7 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
     folders = {
         int(one.name.removeprefix("iteration_")): one
         for one in (path / str(name)).glob("iteration_*")
-        if one.name.removeprefix("iteration_").isdecimal()
+        if is_whole_number(one.name.removeprefix("iteration_"))
     }
     found: dict[int, dict[int, Path]] = {}
     for number, folder in folders.items():
