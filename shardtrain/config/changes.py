@@ -73,6 +73,8 @@ OPTIONS: dict[str, Class] = {
     "training.global_batch_size": "error",
     "training.seq_len": "data",
     "training.max_norm": "error",
+    "training.label_smoothing": "error",
+    "training.z_loss_weight": "error",
     "training.steps": "warn",
     "training.epochs": "warn",
     "training.enable_cpu_offload": "ignore",

@@ -21,7 +21,7 @@ from shardtrain.distributed import (
 )
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
-from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
+from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner, loss_terms
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.layout import Layout
@@ -96,10 +96,13 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
         vocabulary = SplitVocabulary(mesh, vocab_size)
-    chunk_loss = None
-    if config.compile.enable and vocabulary is None:
-        chunk_loss = compile.compiled_chunk_loss(config)
-    parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts)
+    chunk_loss = training_chunk_loss = None
+    if vocabulary is None:
+        chunk_loss = training_chunk_loss = compile.chunk_loss(config)
+        terms = loss_terms(config)
+        if not terms.is_cross_entropy:
+            training_chunk_loss = compile.chunk_loss(config, terms)
+    parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts, training_chunk_loss)
     if is_pipelined:
         return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size)
     return PlainRunner(parts)

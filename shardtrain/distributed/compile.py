@@ -21,6 +21,7 @@ from shardtrain.config.schema.task_options import Task
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches, style_of
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
+from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.machine_key import machine_key
 from shardtrain.utils import user_cache
 from shardtrain.utils.log import logger
@@ -268,8 +269,12 @@ def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> 
     return parts
 
 
-def compiled_chunk_loss(config: Config) -> ChunkFunction | None:
-    """Return the loss of one chunk of tokens as a compiled function, or None if the loss is not compiled."""
-    if not config.compile.enable or "loss" not in config.compile.components:
+def chunk_loss(config: Config, terms: LossTerms = CROSS_ENTROPY) -> ChunkFunction | None:
+    """Return the loss of one chunk of tokens, compiled if configured. None for the default function."""
+    is_compiled = config.compile.enable and "loss" in config.compile.components
+    if terms.is_cross_entropy and not is_compiled:
         return None
-    return torch.compile(chunk_loss_without_scatter, backend=config.compile.backend)  # type: ignore[no-any-return]
+    function = chunk_loss_without_scatter if terms.is_cross_entropy else terms.chunk_loss
+    if not is_compiled:
+        return function
+    return torch.compile(function, backend=config.compile.backend)  # type: ignore[no-any-return]

@@ -275,7 +275,7 @@ class PipelineRunner(Runner):
     def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
         if self.token_metrics:
             self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
-        return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, self._vocabulary, self._chunk_loss)
+        return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, self._vocabulary, *self._loss_function())
 
     def _build_schedule(self) -> Any:
         p = self._config.parallelism

@@ -33,6 +33,7 @@ from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
 from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, cross_entropy_sum
+from shardtrain.ops.loss_terms import CROSS_ENTROPY, LossTerms
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import to_empty
 from shardtrain.utils.errors import ConfigError, Problem
@@ -50,6 +51,13 @@ class ModelParts:
     """The split of the logits' columns over tensor-parallel ranks. None if they are not split."""
     has_experts: bool = False
     """True if the full model has experts, on this rank or on others."""
+    training_chunk_loss: ChunkFunction | None = None
+    """Like ``chunk_loss``, with the terms that only training adds."""
+
+
+def loss_terms(config: Config) -> LossTerms:
+    """Return the terms that training adds to the cross-entropy."""
+    return LossTerms(config.training.label_smoothing, config.training.z_loss_weight)
 
 
 class Runner(ABC):
@@ -67,6 +75,8 @@ class Runner(ABC):
         self._mesh = parts.mesh
         self._config = parts.config
         self._chunk_loss = parts.chunk_loss
+        self._training_chunk_loss = parts.training_chunk_loss
+        self._terms = loss_terms(parts.config)
         self._vocabulary = parts.vocabulary
         self._has_experts = parts.has_experts
         self._split_states: SplitStates | None = None
@@ -116,6 +126,15 @@ class Runner(ABC):
             _, targets_Bt, _ = self._cut(batch)
             count += int((targets_Bt != IGNORE).sum())
         return count
+
+    def _loss_function(self) -> tuple[ChunkFunction | None, LossTerms]:
+        """Return the loss of a chunk, and its terms for a split vocabulary.
+
+        Only training has label smoothing and z-loss. A validation loss is the cross-entropy.
+        """
+        if torch.is_grad_enabled():
+            return self._training_chunk_loss, self._terms
+        return self._chunk_loss, CROSS_ENTROPY
 
     def _cut(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
@@ -279,7 +298,7 @@ class PlainRunner(Runner):
         if num_tokens not in self._loss_at_head:
             self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
         if self._loss_at_head[num_tokens]:
-            chunk = self._chunk_loss
+            chunk, _ = self._loss_function()
             if self.token_metrics:
                 chunk = self.token_metrics.measuring(chunk)
             with loss_at_head.in_place_of_logits(model, targets_Bt, weight, chunk):
@@ -296,4 +315,4 @@ class PlainRunner(Runner):
             raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
         if self.token_metrics:
             self.token_metrics.add(out, targets_Bt, self._vocabulary)
-        return cross_entropy_sum(out, targets_Bt, weight, self._vocabulary, self._chunk_loss)
+        return cross_entropy_sum(out, targets_Bt, weight, self._vocabulary, *self._loss_function())

@@ -209,7 +209,7 @@ def test_names_never_change_and_numbers_match_eager_mode() -> None:
     ],
 )
 def test_loss_is_compiled_if_configured(options: dict[str, Any], passed: bool) -> None:
-    chunk = compile.compiled_chunk_loss(_config(**options))
+    chunk = compile.chunk_loss(_config(**options))
     assert (chunk is not None) is passed
     if chunk is not None:
         torch.manual_seed(0)

@@ -88,7 +88,7 @@ KEYS: Mapping[str, Rule] = {
     "optim": JOINED,
     "adafactor": Cannot("optimizer.name supports AdamW, Adam, AdamW8bit and Muon"),
     "optim_args": Cannot("use the options of [optimizer]"),
-    "label_smoothing_factor": Cannot("label smoothing is not supported"),
+    "label_smoothing_factor": To("training.label_smoothing", float),
     "neftune_noise_alpha": Cannot("noise on embeddings is not supported"),
     "torch_compile": To("compile.enable", bool),
     "torch_compile_backend": To("compile.backend", str),

@@ -90,6 +90,14 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     if c.task.name == LANGUAGE_MODEL:
         yield from _check_language_model(loaded)
         return
+    for option in ("training.label_smoothing", "training.z_loss_weight"):
+        if loaded.value(option):
+            yield problem(
+                loaded,
+                option,
+                rule=f'has no effect on the loss of task.name = "{c.task.name}"',
+                fix="remove it",
+            )
     yield from _check_mesh(loaded, facts.degrees)
     if c.task.name != DISTILLATION and c.data.sources:
         yield Problem(

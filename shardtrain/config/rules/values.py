@@ -115,6 +115,7 @@ AT_LEAST_0 = (
     "launch.max_restarts",
     "optimizer.lr",
     "optimizer.weight_decay",
+    "training.z_loss_weight",
 )
 MINUS_1_OR_AT_LEAST_1 = (
     "training.global_batch_size",
@@ -132,7 +133,7 @@ ABOVE_0 = (
 )
 # An infinite max_norm measures the norm of the gradients and never clips.
 MAY_BE_INFINITE = ("training.max_norm",)
-FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum")
+FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum", "training.label_smoothing")
 FROM_0_TO_1 = (
     "training.nonfinite_max_skip_fraction",
     "lr_scheduler.decay_ratio",

@@ -185,6 +185,14 @@ class Training(Numbers):
     """Tokens per sequence."""
     max_norm: float = 1.0
     """Maximum global norm of the gradients, which are scaled down to it."""
+    label_smoothing: float = 0.0
+    """Share of each target that is distributed over the vocabulary, with task.name = "language_model". Only the
+    loss of training has it, not that of validation (shardtrain).
+    """
+    z_loss_weight: float = 0.0
+    """Weight of the squared log-sum-exp of the logits in the training loss of language_model, which keeps logits
+    small (PaLM uses 1e-4) (shardtrain).
+    """
     steps: int = 10000
     """Optimizer steps of the run."""
     epochs: int | None = None
