@@ -50,12 +50,13 @@ def run(
     folder: Path,
     backend: str = "",
     limit_seconds: float = TIMEOUT_SECONDS,
+    may_fork: bool = False,
 ) -> list[Any]:
     """Run ``function(rank, num_ranks, *arguments)`` in each process, and return the results in the
     order of ranks.
 
     Results must be JSON values. With ``backend``, the processes have a process group with a file store in
-    ``folder``, so no port is opened.
+    ``folder``, so no port is opened. With ``may_fork``, they may start processes themselves, as loader workers.
 
     Raises:
         RankFailed: a process raised an exception, died, or did not answer in time. The others are stopped.
@@ -71,7 +72,7 @@ def run(
     processes = []
     for rank, (_, sender) in enumerate(pipes):
         child_arguments = (rank, num_ranks, group, sender, function, arguments)
-        processes.append(context.Process(target=_child, args=child_arguments, daemon=True))
+        processes.append(context.Process(target=_child, args=child_arguments, daemon=not may_fork))
     try:
         for process in processes:
             process.start()

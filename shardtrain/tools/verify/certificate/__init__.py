@@ -25,9 +25,16 @@ from shardtrain.tools.verify import meshes as mesh_plans
 from shardtrain.tools.verify.certificate import certificate_table, comparison, small_run, trial_runs
 from shardtrain.tools.verify.certificate.certificate_table import DimensionResult
 from shardtrain.tools.verify.certificate.comparison import VariantResult
-from shardtrain.tools.verify.certificate.dimensions import ALL_STEPS, DIMENSIONS, MESH, Variant, VariantRequest
+from shardtrain.tools.verify.certificate.dimensions import (
+    ALL_STEPS,
+    DIMENSIONS,
+    MESH,
+    VALIDATION,
+    Variant,
+    VariantRequest,
+)
 from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
-from shardtrain.tools.verify.certificate.small_run import SmallRun
+from shardtrain.tools.verify.certificate.small_run import ROWS, SmallRun
 from shardtrain.tools.verify.certificate.trial import REFERENCE, SHAKEN, Trial, TrialErrors
 from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.utils.errors import ConfigError, Problem
@@ -111,7 +118,10 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
 
 def _run_variants(run: SmallRun, variants: dict[str, list[Variant]]) -> dict[str, list[VariantResult]]:
     """Run all variants and the reference, and judge them."""
-    trials = [Trial(REFERENCE, run.loaded, 1, ALL_STEPS)]
+    reference = run.loaded
+    if VALIDATION in variants:
+        reference, _ = run.validating(REFERENCE, ROWS)
+    trials = [Trial(REFERENCE, reference, 1, ALL_STEPS)]
     for of_dimension in variants.values():
         for variant in of_dimension:
             trials += variant.trials

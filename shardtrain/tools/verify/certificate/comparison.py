@@ -36,11 +36,14 @@ class WorstDifference:
     tolerance: float
 
     def __str__(self) -> str:
-        """One phrase: ``gradient of layers.0.attn.wq.weight in step 2: 3.1e-07 (1e-05 is rounding)``."""
+        """One phrase: ``gradient of embed.weight in step 2: 3.1e-07 (1e-05 is rounding)``."""
         of = f" of {self.tensor}" if self.tensor else ""
         if self.error is None:
             return f"{self.kind}{of} in step {self.step} is missing or not finite"
-        return f"{self.kind}{of} in step {self.step}: {self.error:.1e} ({self.tolerance:.0e} is rounding)"
+        if not self.error:
+            return "none: bitwise equal"
+        rounding = f"{self.tolerance:.0e} is rounding" if self.tolerance else "must be bitwise equal"
+        return f"{self.kind}{of} in step {self.step}: {self.error:.1e} ({rounding})"
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,22 @@ not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from shardtrain.config import Loaded
+from shardtrain.config import Loaded, derived
+from shardtrain.config.schema.data_options import DataLoaderOptions
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.tools.verify.certificate.small_run import ROWS, STEPS, SmallRun
 from shardtrain.tools.verify.certificate.trial import Trial
 from shardtrain.tools.verify.meshes import changed, own_axes
 from shardtrain.utils.errors import ConfigError
 
 MESH = "mesh"
+VALIDATION = "validation"
 ALL_STEPS = range(1, STEPS + 1)
+Sections = Mapping[str, Mapping[str, Any]]
 SAVING = {"enable": True, "interval": 1}
 STOP_AFTER = 2
 """Step after which a run is stopped and resumed."""
@@ -146,6 +151,103 @@ def _mesh_changes(request: VariantRequest) -> list[tuple[str, str]]:
     return [("dp_shard=2", "tp=2"), ("tp=2", "")]
 
 
+def workers_variants(request: VariantRequest) -> Iterator[Variant]:
+    """Processes that prepare batches. They must not change which rows a step has."""
+    numbers = (2,) if request.is_quick else (1, 3)
+    for number in numbers:
+        name = f"workers-{number}"
+        options = DataLoaderOptions(num_workers=number, prefetch_factor=2)
+        batch = {"dataloader": options, "local_batch_size": request.run.rows_per_pass}
+        loaded = request.run.varied(name, {"training": batch})
+        yield Variant(f"{number} workers", [Trial(name, loaded, 1, ALL_STEPS)])
+
+
+def packing_reason(run: SmallRun) -> str:
+    """Documents are only independent if attention between them is masked."""
+    config = run.config
+    if config.task.name not in OF_NEXT_TOKENS:
+        return f"task.name={config.task.name} does not pack rows"
+    formats = {source.format or config.data.format for source in config.data.sources.values()} or {config.data.format}
+    is_masked = derived.packing_kind(config.data, formats) != "concat" or formats != {"text"}
+    if config.data.document_mask == "off" or (config.data.document_mask == "auto" and not is_masked):
+        return "documents of a sequence attend to each other (data.document_mask)"
+    return ""
+
+
+def packing_variants(request: VariantRequest) -> Iterator[Variant]:
+    """Every document in a sequence of its own, with positions from 0."""
+    loaded = request.run.varied("separate", {})
+    yield Variant("separate documents", [Trial("separate", loaded, 1, ALL_STEPS, separates_documents=True)])
+
+
+def recompute_variants(request: VariantRequest) -> Iterator[Variant]:
+    """Recomputation of activations in backward."""
+    choices = {
+        "full": {"mode": "full"},
+        "every 2nd layer": {"mode": "selective", "selective_ac_option": "2"},
+        "by operation": {"mode": "selective", "selective_ac_option": "op"},
+    }
+    for number, (label, options) in enumerate(choices.items()):
+        if request.is_quick and number:
+            return
+        yield _one_process_variant(request, f"recompute-{number}", label, {"activation_checkpoint": options})
+
+
+def offload_variants(request: VariantRequest) -> Iterator[Variant]:
+    """Activations or parameters in host memory."""
+    activations = {"activation_checkpoint": {"mode": "full", "cpu_offload": True}}
+    yield _one_process_variant(request, "offload-activations", "activations", activations)
+    if not request.is_quick:
+        parameters = {"training": {"enable_cpu_offload": True}}
+        yield _one_process_variant(request, "offload-parameters", "parameters", parameters)
+
+
+def compile_reason(run: SmallRun) -> str:
+    """Compiling takes most of a minute, so it is checked for runs that compile."""
+    compiles = run.user.config.compile.enable
+    if compiles:
+        return ""
+    value = "false" if compiles is False else "unset"
+    return f"compile.enable is {value}; set it to true to check compiled code"
+
+
+def compile_variants(request: VariantRequest) -> Iterator[Variant]:
+    """The model and the loss compiled, with the configured components and backend."""
+    user = request.run.user.config.compile
+    options = {"enable": True, "components": user.components, "backend": user.backend}
+    yield _one_process_variant(request, "compile", f"backend {user.backend}", {"compile": options})
+
+
+def validation_reason(run: SmallRun) -> str:
+    """Only runs that validate have a validation loss."""
+    return "" if run.user.config.validation.enable else "validation.enable=false"
+
+
+def validation_variants(request: VariantRequest) -> Iterator[Variant]:
+    """The validation loss and metrics with other batch sizes and on two ranks."""
+    sizes = [("", 5), ("dp_shard=2", 4)]
+    if not request.is_quick:
+        sizes += [("", 1), ("dp_replicate=2", 3)]
+    for mesh, size in sizes:
+        name = f"validation-{mesh}-{size}"
+        label = f"{mesh or 'one process'}, batches of {size}"
+        try:
+            loaded, num_ranks = request.run.validating(name, size, mesh)
+        except ConfigError as error:
+            yield Variant(label, impossible=one_line(error))
+            continue
+        yield Variant(label, [Trial(name, loaded, num_ranks, ALL_STEPS)])
+
+
+def _one_process_variant(request: VariantRequest, name: str, label: str, sections: Sections) -> Variant:
+    """Return a variant on one process with other options."""
+    try:
+        loaded = request.run.varied(name, sections)
+    except ConfigError as error:
+        return Variant(label, impossible=one_line(error))
+    return Variant(label, [Trial(name, loaded, 1, ALL_STEPS)])
+
+
 def mesh_reason(run: SmallRun) -> str:
     """Only next-token losses have synthetic batches."""
     name = run.user.config.task.name
@@ -163,5 +265,11 @@ DIMENSIONS = (
     Dimension(MESH, mesh_reason, no_variants),
     Dimension("task", always_applies, task_variants),
     Dimension("accumulation", always_applies, accumulation_variants),
+    Dimension("packing", packing_reason, packing_variants),
+    Dimension("workers", always_applies, workers_variants),
     Dimension("resume", always_applies, resume_variants),
+    Dimension("recompute", always_applies, recompute_variants),
+    Dimension("offload", always_applies, offload_variants),
+    Dimension("compile", compile_reason, compile_variants),
+    Dimension(VALIDATION, validation_reason, validation_variants),
 )

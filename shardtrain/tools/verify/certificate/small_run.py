@@ -94,6 +94,29 @@ class SmallRun:
         batch = {"local_batch_size": local, "global_batch_size": ROWS}
         return self.checked(name, changed(plan.loaded, {"training": batch}, set(), "")), plan
 
+    def validating(self, name: str, local_batch_size: int, mesh: str = "") -> tuple[Loaded, int]:
+        """Return the configuration that validates after the last step, and its number of ranks.
+
+        Raises:
+            ConfigError: the mesh is not supported.
+        """
+        loaded, num_ranks = self.loaded, 1
+        if mesh:
+            loaded, plan = self.on_mesh(name, mesh)
+            num_ranks = plan.num_ranks
+        user = self.with_stand_ins.config.validation
+        options = {
+            **_defaults(user),
+            "local_batch_size": local_batch_size,
+            "seq_len": self.config.training.seq_len,
+            "freq": STEPS,
+            "per_epoch": 0,
+            "steps": -1,
+            "patience": 0,
+            "dataloader": DataLoaderOptions(),
+        }
+        return self.checked(name, changed(loaded, {"validation": options}, set(), "")), num_ranks
+
     def checked(self, name: str, loaded: Loaded) -> Loaded:
         """Set the output folder, and raise ConfigError if the configuration breaks a rule."""
         job = {"dump_folder": str(self.folder / "runs" / name)}

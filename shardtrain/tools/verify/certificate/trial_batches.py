@@ -1,13 +1,15 @@
-"""Changes of the batches of a trial: uneven targets, and documents in separate sequences."""
+"""Changes of the data of a trial: uneven targets, documents in separate sequences, and an end of validation data."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardtrain.data.batch import Batch
+from shardtrain.data.loader import DataLoader
 from shardtrain.ops.targets import IGNORE
 
 _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
@@ -27,6 +29,17 @@ def keep_some_targets(batch: Batch) -> Batch:
         draws_T[(targets_BT[row] != IGNORE).int().argmax()] = 0.0
         targets_BT[row, draws_T >= _KEPT[sample % len(_KEPT)]] = IGNORE
     return replace(batch, targets_BT=targets_BT)
+
+
+def end_after(loader: DataLoader, rows: int) -> None:
+    """End a stream of validation data after some rows."""
+    if loader.end is not None:
+        rows = min(rows, loader.end)
+    loader.end = rows
+    # A loader of documents reads the end from its pipeline, and one of rows from itself.
+    opened: Any = loader._opened
+    if is_dataclass(opened) and hasattr(opened, "end"):
+        loader._opened = replace(opened, end=rows)  # type: ignore[type-var]
 
 
 def separate_documents(batch: Batch, pad_id: int) -> Batch:

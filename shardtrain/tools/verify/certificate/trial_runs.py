@@ -66,6 +66,7 @@ def _run_until_failure(num_ranks: int, trials: Sequence[Trial], folder: Path) ->
             folder=group,
             backend="gloo",
             limit_seconds=SECONDS_PER_TRIAL * len(trials),
+            may_fork=True,
         )
     except forked_workers.RankFailed as error:
         failed = error

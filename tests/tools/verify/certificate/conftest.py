@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def check(tmp_path: Path) -> Check:
 
     def result_of(dimension: str, *options: str, meshes: tuple[str, ...] = (), quick: bool = True) -> DimensionResult:
         loaded = config.load(None, [*DOCUMENTS, *options])
-        run = small_run.prepare(loaded, meshes, tmp_path, verify.small_copy)
+        run = small_run.prepare(loaded, meshes, Path(tempfile.mkdtemp(dir=tmp_path)), verify.small_copy)
         request = VerifyOptions(dimensions=(dimension,), meshes=meshes, quick=quick)
         results = certificate.check_all(run, request, trainer, ENGINE)
         return next(result for result in results if result.name == dimension)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 
-from shardtrain.data.loader import DataLoader
-from shardtrain.distributed import fsdp, runner
+from shardtrain.data.batch import Batch
+from shardtrain.data.loader import DataLoader, MicroBatches
+from shardtrain.distributed import activation_checkpoint, fsdp, runner
+from shardtrain.distributed import compile as compiling
+from shardtrain.train import validation
 from shardtrain.train.step_sums import StepSums
 
-DIMENSIONS = ("mesh", "task", "accumulation", "resume")
+DOCUMENTS = Path(__file__).parents[3] / "fixtures" / "search" / "documents.jsonl"
+DIMENSIONS = ("mesh", "task", "accumulation", "workers", "resume", "recompute", "offload")
 
 
 @pytest.mark.parametrize("dimension", DIMENSIONS)
@@ -85,3 +92,104 @@ def test_a_resume_that_forgets_the_optimizer(check, monkeypatch):
 def test_a_requested_mesh_that_is_impossible_is_not_checked(check):
     result = check("task", meshes=("tp=3",))
     assert result.verdict == "not checked" and not result.holds
+
+
+def test_a_batch_order_that_depends_on_workers(check, monkeypatch):
+    read = MicroBatches.__getitem__
+
+    def next_of_worker(self, number):
+        worker = torch.utils.data.get_worker_info()
+        return read(self, number + (worker.id if worker else 0))
+
+    monkeypatch.setattr(MicroBatches, "__getitem__", next_of_worker)
+    result = check("workers")
+    assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
+
+
+PACKED = ("--data.packing", "first_fit")
+
+
+def test_separate_documents_have_the_loss_of_packed_ones(check):
+    result = check("packing", *PACKED)
+    assert result.verdict == "holds" and result.worst.error < 1e-6
+
+
+def test_positions_that_depend_on_the_documents_before(check, monkeypatch):
+    make = MicroBatches.make
+
+    def stretched(self, position):
+        batch, cursors = make(self, position)
+        positions_BT = batch.positions_BT * (1 + batch.documents_BT)
+        return dataclasses.replace(batch, positions_BT=positions_BT), cursors
+
+    monkeypatch.setattr(MicroBatches, "make", stretched)
+    assert check("packing", *PACKED).verdict == "differs"
+
+
+def test_attention_between_documents(check, monkeypatch):
+    to = Batch.to
+    monkeypatch.setattr(Batch, "to", lambda self, *a, **b: to(dataclasses.replace(self, documents_BT=None), *a, **b))
+    result = check("packing", *PACKED)
+    assert result.verdict == "differs" and "gradient of" in result.comparisons[0].first, result
+
+
+def test_documents_that_are_not_masked_are_not_compared(check):
+    assert "attend to each other" in check("packing").reason
+
+
+def perturbed(module, factor):
+    """Let each layer return a slightly larger output."""
+    for layer in module.layers.values():
+        layer.register_forward_hook(lambda _, __, output: output * factor)
+
+
+def test_a_recomputation_with_another_result(check, monkeypatch):
+    apply = activation_checkpoint.apply
+
+    def wrong(module, layout, mesh, config):
+        apply(module, layout, mesh, config)
+        perturbed(module, 1.001)
+
+    monkeypatch.setattr(activation_checkpoint, "apply", wrong)
+    for dimension in ("recompute", "offload"):
+        result = check(dimension)
+        assert result.verdict == "differs" and "in step 1" in result.comparisons[0].first, result
+
+
+@pytest.mark.nightly("compiling takes 20 seconds")
+def test_compiled_code_with_another_result(check, monkeypatch):
+    assert check("compile", "--compile.enable", "true").verdict == "holds"
+    apply = compiling.apply
+
+    def wrong(module, layout, mesh, config):
+        apply(module, layout, mesh, config)
+        perturbed(module, 1.001)
+
+    monkeypatch.setattr(compiling, "apply", wrong)
+    assert check("compile", "--compile.enable", "true").verdict == "differs"
+
+
+VALIDATION = (
+    *("--validation.enable", "true", "--validation.dataset", "jsonl"),
+    *("--validation.dataset_path", str(DOCUMENTS)),
+)
+
+
+def test_validation_does_not_depend_on_ranks_and_batch_size(check):
+    assert check("validation", *VALIDATION).verdict == "holds"
+    assert check("validation").reason == "validation.enable=false"
+
+
+def test_a_validation_mean_of_means(check, monkeypatch):
+    evaluate = runner.PlainRunner.evaluate
+    monkeypatch.setattr(
+        runner.PlainRunner, "evaluate", lambda self, batch: evaluate(self, batch) / max(1, batch.num_targets)
+    )
+    result = check("validation", *VALIDATION)
+    assert result.verdict == "differs" and "validation of loss in step 3" in result.comparisons[0].first, result
+
+
+def test_validation_rows_that_only_one_rank_counts(check, monkeypatch):
+    monkeypatch.setattr(validation, "BATCH_AXES", ())
+    result = check("validation", *VALIDATION)
+    assert result.comparisons[0].verdict == "same" and result.comparisons[1].verdict == "differs", result
