@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,11 +55,18 @@ def _text(node: ast.expr) -> str:
     return ""
 
 
+@functools.cache
+def messages() -> list[tuple[str, str, str]]:
+    """Return the messages of the package that have a text."""
+    return [message for message in _messages() if message[2]]
+
+
 def _messages() -> Iterator[tuple[str, str, str]]:
     """Yield the kind ("error" or "rule"), place and text of every error and every ``Problem`` rule in the package."""
     for path in sorted(PACKAGE.rglob("*.py")):
+        name_of_file = path.relative_to(PACKAGE)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            place = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            place = f"{name_of_file}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "rule":
                 yield "rule", place, _text(node.value)
             if isinstance(node, ast.Call):
@@ -72,11 +80,8 @@ def _messages() -> Iterator[tuple[str, str, str]]:
                     yield "error", place, _text(node.args[0])
 
 
-MESSAGES = [message for message in _messages() if message[2]]
-
-
 def test_all_long_rules_of_the_package_come_after_their_fix() -> None:
-    rules = [text for kind, _, text in MESSAGES if kind == "rule"]
+    rules = [text for kind, _, text in messages() if kind == "rule"]
     assert len(rules) > 500
     for rule in filter(SENTENCES.search, rules):
         assert str(Problem("option", 1, rule, "FIX")).startswith("option=1: FIX; reason: it ")
@@ -87,7 +92,7 @@ def test_long_errors_of_the_package_use_fix_first() -> None:
 
     The fix is the last part, so it has no colon ("fact; reason: fix").
     """
-    errors = [(place, text) for kind, place, text in MESSAGES if kind == "error"]
+    errors = [(place, text) for kind, place, text in messages() if kind == "error"]
     assert len(errors) > 300
     long = [f"{place}: {text}" for place, text in errors if re.search(r"[.;] .*[.;:] ", text)]
     assert long == []
