@@ -8,6 +8,8 @@ name the cause.
 - ``compare``, ``diagnose`` and ``judge`` evaluate the results.
 - ``verify_report`` prints them.
 - ``certificate`` varies everything else that must not change a number, and writes the proof to a file.
+- ``precision`` compares in the run's own precision, with ``rounding_noise``, ``module_rounding`` and
+  ``update_rounding``.
 - ``compare_recordings`` compares two recordings of any trainers, with ``recordings`` and ``recorded_differences``.
 
 Torch is imported only before ranks start.
@@ -21,6 +23,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +87,7 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.train import trainer
 
     with temporary_folder("verify") as folder:
-        task, probe_notes = probe(task, Path(folder))
+        task, probe_notes = _probe_in_float32(task, Path(folder))
         if not request.json:
             for note in probe_notes:
                 print(f"  {note}", flush=True)
@@ -96,6 +99,14 @@ def main(words: Sequence[str]) -> int:
     else:
         print(verify_report.table(rows))
     return status
+
+
+def _probe_in_float32(task: VerifyTask, folder: Path) -> tuple[VerifyTask, list[str]]:
+    """Test the model itself. Without its casts if meshes keep its precision, because casts are then compared."""
+    from shardtrain.tools.verify import casts
+
+    with casts.off() if task.own is not None else nullcontext():
+        return probe(task, folder)
 
 
 def model_name(config: Config) -> str:
@@ -193,7 +204,7 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
     small = None
     if loaded.config.model.name.endswith(".py") and not request.full:
         small = small_copy(plans, loaded)
-    task = shrink.prepare(plans, loaded, request.steps, request.full, small)
+    task = shrink.prepare(plans, loaded, request.steps, request.full, small, request.precision)
     task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
 
     # Meshes of the default list may be impossible. Their row in the table then contains the reason.
@@ -298,7 +309,14 @@ def probe(
 
 
 def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]:
-    """Train on one process, then on each mesh. Return the result of each mesh."""
+    """Train on one process, then on each mesh. Return the result of each mesh.
+
+    In the run's own precision, the first row is that of one process.
+    """
+    if task.own is not None:
+        from shardtrain.tools.verify import precision
+
+        return precision.verify(task, trainer, folder)
     if not all(mesh_plan.problem for mesh_plan in task.plans):
         reference(task, trainer, folder)
     return [compare_plan(task, mesh_plan, trainer, folder) for mesh_plan in task.plans]

@@ -22,27 +22,31 @@ used: list[str] = []
 
 
 @contextmanager
-def off() -> Iterator[None]:
-    """While the context is active, keep float32 tensors in float32, in this process and its forks,
-    even under autocast.
+def off(wide: torch.dtype = torch.float32) -> Iterator[None]:
+    """While the context is active, replace casts to shorter dtypes than ``wide`` by casts to ``wide``, in this
+    process and its forks, even under autocast.
 
-    Tensors with an integer dtype are cast to float32 instead.
+    ``wide`` is float32, or float64 for a model in float64, whose casts to float32 are then disabled, too.
     """
+    short_dtypes = SHORT if wide == torch.float32 else (*SHORT, torch.float32)
     used.clear()
     original_to = Tensor.to
     original_type = Tensor.type
     original_bfloat16 = Tensor.bfloat16
     original_half = Tensor.half
+    original_float = Tensor.float
     original_autocast = torch.autocast.__init__
 
     @functools.wraps(original_to)
     def to(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
         def replace_short(value: Any) -> Any:
-            if isinstance(value, torch.dtype) and value in SHORT:
-                return _note_cast(self, value)
+            if isinstance(value, torch.dtype) and value in short_dtypes:
+                _note_cast(self, value)
+                return wide
             # ``to(other)`` takes dtype and device from another tensor.
-            if isinstance(value, Tensor) and value.dtype in SHORT:
-                return torch.empty((), dtype=_note_cast(self, value.dtype), device=value.device)
+            if isinstance(value, Tensor) and value.dtype in short_dtypes:
+                _note_cast(self, value.dtype)
+                return torch.empty((), dtype=wide, device=value.device)
             return value
 
         arguments = tuple(replace_short(value) for value in arguments)
@@ -70,12 +74,17 @@ def off() -> Iterator[None]:
     def half(self: Tensor, **_: Any) -> Tensor:
         return self.to(torch.float16)
 
+    def to_float32(self: Tensor, **_: Any) -> Tensor:
+        return self.to(torch.float32)
+
     # Replace all functions that cast, because PyTorch's bfloat16() and type() do not call Tensor.to.
     Tensor.to = to  # type: ignore[method-assign, assignment]
     Tensor.type = change_type  # type: ignore[method-assign, assignment]
     torch.autocast.__init__ = disabled_autocast  # type: ignore[method-assign]
     Tensor.bfloat16 = bfloat16  # type: ignore[method-assign, assignment]
     Tensor.half = half  # type: ignore[method-assign, assignment]
+    if wide != torch.float32:
+        Tensor.float = to_float32  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -83,15 +92,15 @@ def off() -> Iterator[None]:
         Tensor.type = original_type  # type: ignore[method-assign]
         Tensor.bfloat16 = original_bfloat16  # type: ignore[method-assign]
         Tensor.half = original_half  # type: ignore[method-assign]
+        Tensor.float = original_float  # type: ignore[method-assign]
         torch.autocast.__init__ = original_autocast  # type: ignore[method-assign]
 
 
-def _note_cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Record the dtype of a skipped cast of a floating-point tensor, and return the dtype to use instead."""
+def _note_cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Record the dtype of a skipped cast of a floating-point tensor."""
     name = str(dtype).removeprefix("torch.")
     if tensor.is_floating_point() and name not in used:
         used.append(name)
-    return torch.float32
 
 
 def notes() -> list[str]:

@@ -62,7 +62,7 @@ def judge(
     if differences.first is not None:
         if shaken is None:
             return None
-        first = _describe(differences.first, expected, records[0].losses, layout.layers)
+        first = describe(differences.first, expected, records[0].losses, layout.layers)
         step = differences.first.step
         # Even an error above the largest tolerance may be rounding, if shaken weights have an effect of that
         # size. Initial weights and buffers have no such measure, so use a number that every error exceeds.
@@ -132,7 +132,7 @@ _KIND_NAMES = {
 }
 
 
-def _describe(first: First, expected: Expected, losses: list[float], layers: str) -> str:
+def describe(first: First, expected: Expected, losses: list[float], layers: str) -> str:
     """Describe the first difference: step, tensor with its layer, and error."""
     is_initial = first.kind in ("own", "initial")
     when = "before step 1" if is_initial else f"step {first.step + 1}"

@@ -43,6 +43,12 @@ CAPS = {
 }
 """Maximum value of each size field in a small model."""
 MIN_TOKENS = 32
+OWN_TOKENS = 320
+"""Tokens of a sequence if the run's own precision is kept. bfloat16 does not represent all integers
+above 256, so only longer sequences reveal positions in bfloat16.
+"""
+LOSS_SCALE = 1024.0
+"""Loss scale of float16. Its gradients neither overflow nor underflow in a small model."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class VerifyTask:
         steps: Number of optimizer steps.
         unit_gain: True to draw each matrix with a standard deviation of 1/sqrt(columns), and no parameter as
             zero, so every part of a small model affects its loss.
+        own: Configuration of one process in the run's own precision. None if all meshes compute in float32.
     """
 
     plans: Sequence[MeshPlan]
@@ -63,10 +70,16 @@ class VerifyTask:
     notes: Sequence[str]
     steps: int
     unit_gain: bool
+    own: Config | None = None
 
 
 def prepare(
-    plans: Sequence[MeshPlan], loaded: Loaded, steps: int, full: bool, own: Mapping[str, Any] | None = None
+    plans: Sequence[MeshPlan],
+    loaded: Loaded,
+    steps: int,
+    full: bool,
+    own: Mapping[str, Any] | None = None,
+    precision: str = "float32",
 ) -> VerifyTask:
     """Choose sizes, batch and precision for all possible plans. A plan that becomes impossible gets
     a problem.
@@ -77,13 +90,20 @@ def prepare(
         steps: Number of optimizer steps.
         full: Keep the size of the model and its sequences.
         own: Result of ``own_sizes.smaller`` for a user's model file.
+        precision: "float32", or "own" for meshes in the precision of the configuration.
     """
     possible = [plan for plan in plans if not plan.problem]
     notes: list[str] = []
     sections: dict[str, dict[str, Any]] = {"parallelism": {}, "training": {}}
     if not full:
-        sections = _small(possible, loaded, notes, own)
-    _reduce_rounding(sections, loaded.config, notes, steps)
+        tokens = OWN_TOKENS if precision == "own" else MIN_TOKENS
+        sections = _small(possible, loaded, notes, own, tokens)
+    keeps_precision = precision == "own"
+    own_sections = _own_precision(loaded.config, notes) if keeps_precision else {}
+    _reduce_rounding(sections, loaded.config, notes, steps, keeps_precision)
+    mesh_sections = dict(sections)
+    for name, values in own_sections.items():
+        mesh_sections[name] = {**sections.get(name, {}), **values}
 
     # All meshes divide the same global batch, so one record of one process serves all comparisons.
     sequences = math.lcm(
@@ -94,20 +114,33 @@ def prepare(
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
     fitted_plans = []
     for plan in plans:
-        fitted_plans.append(plan if plan.problem else _fitted(plan, sections, sequences))
+        fitted_plans.append(plan if plan.problem else _fitted(plan, mesh_sections, sequences))
 
     # One process trains on the full batch without mesh, offload and recomputation.
     no_mesh: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
     no_mesh |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
     batch = {"local_batch_size": sequences, "global_batch_size": sequences, "enable_cpu_offload": False}
-    one_process = {
-        **sections,
-        "parallelism": {**sections["parallelism"], **no_mesh},
-        "training": {**sections["training"], **batch},
-        "activation_checkpoint": {"mode": "none", "cpu_offload": False},
-    }
-    reference = changed(loaded, one_process, set(), "").config
-    return VerifyTask(fitted_plans, reference, notes, steps, unit_gain=not full)
+    no_recomputation = {"mode": "none", "cpu_offload": False}
+
+    def one_process(sections: Mapping[str, dict[str, Any]], rows: int) -> Config:
+        return changed(
+            loaded,
+            {
+                **sections,
+                "parallelism": {**sections["parallelism"], **no_mesh},
+                "training": {**sections["training"], **batch, "local_batch_size": rows},
+                "activation_checkpoint": no_recomputation,
+            },
+            set(),
+            "",
+        ).config
+
+    reference = one_process(sections, sequences)
+    own_config = None
+    if keeps_precision:
+        # Several micro-batches, because their gradients must be added in the configured precision.
+        own_config = one_process(mesh_sections, max(1, sequences // 4))
+    return VerifyTask(fitted_plans, reference, notes, steps, not full, own_config)
 
 
 def _data_ranks(degrees: Mapping[str, int]) -> int:
@@ -145,7 +178,7 @@ def needed_layers(plans: Sequence[MeshPlan]) -> int:
 
 
 def _small(
-    plans: Sequence[MeshPlan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None
+    plans: Sequence[MeshPlan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None, tokens: int
 ) -> dict[str, dict[str, Any]]:
     """Return configuration sections for a small model with short sequences. Add the changes to ``notes``."""
     sizes = model_shape(loaded) or {}
@@ -171,9 +204,10 @@ def _small(
     if changes:
         notes.append("model: " + ", ".join(changes))
 
-    # The shortest sequence of at least MIN_TOKENS that tp and cp can split.
+    # The shortest sequence of at least ``tokens`` that tp and cp can split.
     parts = math.lcm(1, *(_sequence_parts(plan.degrees) for plan in plans))
-    seq_len = -(-MIN_TOKENS // parts) * parts
+    tokens = min(tokens, max(MIN_TOKENS, _longest_sequence({**sizes, **overrides})))
+    seq_len = -(-tokens // parts) * parts
     notes.append(
         "weights: the initialization of training is compared; steps start from other weights, at unit gain and not zero"
     )
@@ -218,6 +252,16 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Co
     return small
 
 
+def _longest_sequence(sizes: Mapping[str, Any]) -> int:
+    """Return the smallest limit of the sequence length among the sizes of a model, judged by their names."""
+    limits = [OWN_TOKENS]
+    for name, value in sizes.items():
+        is_limit = name.startswith("max_") or name in ("block_size", "num_positions", "n_ctx", "n_positions")
+        if is_limit and isinstance(value, int) and value > 0:
+            limits.append(value)
+    return min(limits)
+
+
 def _sequence_parts(degrees: Mapping[str, int]) -> int:
     """Return the number of parts into which a mesh splits a sequence."""
     # Each rank of cp has two parts, one from each end of the sequence.
@@ -231,9 +275,10 @@ def _reduce_rounding(
     config: Config,
     notes: list[str],
     steps: int,
+    keeps_precision: bool,
 ) -> None:
     """Disable options that hide differences or amplify rounding in ``sections``, and add the
-    changes to ``notes``.
+    changes to ``notes``. ``keeps_precision``: meshes compute in the run's own precision.
     """
     sections["training"] |= {
         "dtype": "float32",
@@ -258,9 +303,12 @@ def _reduce_rounding(
     clipped = "no clipping"
     if steps > 1:
         clipped = "gradients clipped only in the last step"
-    notes.append(f"float32; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
+    dtypes = "float32"
+    if keeps_precision:
+        dtypes = "one process in float32, meshes in the run's own precision"
+    notes.append(f"{dtypes}; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
     # Options that need compilation or change numbers, each with a note.
-    if compute_dtype(config) != "float32":
+    if compute_dtype(config) != "float32" and not keeps_precision:
         notes.append(f"precision: {compute_dtype(config)} -> float32")
     if config.optimizer.name != "AdamW":
         notes.append(f"optimizer: {config.optimizer.name} -> AdamW")
@@ -277,5 +325,44 @@ def _reduce_rounding(
     if config.parallelism.enable_async_tensor_parallel:
         sections["parallelism"] |= {"enable_async_tensor_parallel": False}
         notes.append("async tensor parallelism, which needs compile: off")
-    if config.model.converters:
+    if config.model.converters and not keeps_precision:
         notes.append(f"converters: {', '.join(config.model.converters)} off")
+
+
+def _own_precision(config: Config, notes: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the sections that keep the precision of the configuration. Add changes to ``notes``."""
+    training = config.training
+    sections: dict[str, dict[str, Any]] = {
+        "training": {
+            "dtype": training.dtype,
+            "mixed_precision_param": training.mixed_precision_param,
+            "mixed_precision_reduce": training.mixed_precision_reduce,
+        },
+        "model": {"converters": list(config.model.converters)},
+    }
+    notes.append(
+        f"precision: weights {training.dtype}, compute {compute_dtype(config)}, "
+        f"reduction {training.mixed_precision_reduce}"
+    )
+    if training.mixed_precision_param == "float16":
+        sections["training"]["initial_loss_scale"] = LOSS_SCALE
+        notes.append(f"loss scale: {training.initial_loss_scale:g} -> {LOSS_SCALE:g}")
+    if config.model.converters:
+        on_cpu = training.device in ("auto", "cpu")
+        suffix = ", emulated" if on_cpu else ""
+        notes.append(f"converters: {', '.join(config.model.converters)}{suffix}")
+        if on_cpu:
+            sections["quantize"] = _emulated(config)
+    return sections
+
+
+def _emulated(config: Config) -> dict[str, Any]:
+    """Return the quantize section with products that a CPU can compute."""
+    quantize = config.quantize
+    linear = dataclasses.replace(
+        quantize.linear,
+        float8=dataclasses.replace(quantize.linear.float8, emulate=True),
+        mx=dataclasses.replace(quantize.linear.mx, recipe_name="mxfp8_emulated"),
+    )
+    grouped = dataclasses.replace(quantize.grouped_mm.float8, emulate=True)
+    return {"linear": linear, "grouped_mm": dataclasses.replace(quantize.grouped_mm, float8=grouped)}

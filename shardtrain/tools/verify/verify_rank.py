@@ -36,6 +36,7 @@ from shardtrain.ops.tied import to_empty
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.batches import SyntheticStream
 from shardtrain.tools.verify.module_watch import ModuleWatch, local_copy
+from shardtrain.tools.verify.rounding_noise import RoundingNoise
 from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.utils.errors import ConfigError
 
@@ -126,11 +127,19 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
 
 
 def run_steps(
-    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: VerifyTask, folder: str, shaken: bool = False
+    rank: int,
+    num_ranks: int,
+    trainer: Trainer,
+    config: Config,
+    task: VerifyTask,
+    folder: str,
+    shaken: bool = False,
+    noise: RoundingNoise | None = None,
 ) -> None:
     """Train ``task.steps`` steps as one rank and write its record to ``folder``. Collective.
 
     With ``shaken``, move each weight to the next representable number above or below before the first step.
+    With ``noise``, perturb weights and activations by as much as rounding to a shorter dtype does.
 
     Raises:
         ConfigError: the mesh does not support the model.
@@ -140,7 +149,7 @@ def run_steps(
     dropout.switch_off()
     watch = ModuleWatch(keep=task.unit_gain)
     try:
-        _run_steps(rank, num_ranks, trainer, config, task, folder, watch, shaken)
+        _run_steps(rank, num_ranks, trainer, config, task, folder, watch, shaken, noise)
     except ConfigError:
         raise
     except Exception as error:
@@ -157,6 +166,7 @@ def _run_steps(
     folder: str,
     watch: ModuleWatch,
     shaken: bool,
+    noise: RoundingNoise | None,
 ) -> None:
     # Parallelize the model like the trainer does. Collect names and initial distributions first, because a
     # pipeline rank has only some of the layers afterwards.
@@ -179,8 +189,12 @@ def _run_steps(
     if task.unit_gain:
         for name, parameter in runner.parameters().items():
             init_weights.draw_(parameter, name, draws[name], config.debug.seed)
+    if task.own is not None and task.own.model.converters:
+        make_rows_uneven(runner.parameters())
     if shaken:
         shake(runner.parameters(), config.debug.seed)
+    if noise is not None:
+        noise.attach(runner)
 
     # Build the trainer's run with synthetic batches instead of a dataset.
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
@@ -194,12 +208,15 @@ def _run_steps(
         mesh.size(*BATCH_AXES),
     )
     num_params = sum(parameter.numel() for parameter in runner.parameters().values())
+    scaler = None
+    if config.training.mixed_precision_param == "float16":
+        scaler = optim.LossScaler(config.training.initial_loss_scale, config.training.loss_scale_growth_interval)
     run = trainer.Run(
         config=config,
         mesh=mesh,
         runner=runner,
         optimizer=optimizer,
-        scaler=None,
+        scaler=scaler,
         dataloader=stream,
         state=TrainState(),
         total_steps=task.steps,
@@ -221,6 +238,8 @@ def _run_steps(
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
         watch.end()
+        if noise is not None:
+            noise.store(runner)
         # Compute the mean loss over all target tokens of the step. All ranks participate in this all-reduce.
         # Each rank of a tp group has the same sum, so divide by the size of tp.
         total = outcome.loss_sum.detach().double().to(mesh.device).clone()
@@ -230,6 +249,17 @@ def _run_steps(
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
         recorder.keep(f"buffers/{recorder.step}", runner.buffers())
     recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config, watch)
+
+
+@torch.no_grad()
+def make_rows_uneven(parameters: Mapping[str, Tensor]) -> None:
+    """Multiply the first eighth of the rows of each matrix by 4, so shards need other scales in 8 bits."""
+    for parameter in parameters.values():
+        if parameter.ndim < 2:
+            continue
+        rows = local_slices(parameter)[0]
+        num_large = max(0, min(rows.stop, parameter.size(0) // 8) - rows.start)
+        local_tensor(parameter)[:num_large].mul_(4.0)
 
 
 @torch.no_grad()

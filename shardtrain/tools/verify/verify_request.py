@@ -12,7 +12,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
 usage: shardtrain verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...] [--schedule NAME ...] [--steps 3]
-                         [--full] [--json] [--allow-impossible] [--section.key VALUE ...]
+                         [--precision own] [--full] [--json] [--allow-impossible] [--section.key VALUE ...]
        shardtrain verify --certificate FILE [CONFIG.toml] [--quick] [--dimension NAME ...] [--mesh ...] [--json]
        shardtrain verify --check FILE [CONFIG.toml] [--json] [--section.key VALUE ...]
        shardtrain verify --real [CONFIG.toml | model.py] [--memory GIB] [--json] [--section.key VALUE ...]
@@ -25,6 +25,9 @@ and is not possible; the reason is printed.
   --mesh      axes: dp_replicate, dp_shard, tp, pp, cp, ep; without it, a list of meshes of up to 8 ranks
   --schedule  pipeline schedules to try on each mesh with pp
   --steps     optimizer steps to compare
+  --precision float32 (default), or own: the meshes, and one process, compute in the dtypes of the configuration, with
+              float8 and MX, and are compared with one process in float32. What rounding alone does to a tensor sets
+              its tolerance. Modules, updates and norms are also compared with float64 on their own inputs
   --full      the model, depth and sequence length of the configuration, not a small version of them
   --json      one JSON document
   --allow-impossible
@@ -57,6 +60,7 @@ class VerifyOptions:
     meshes: tuple[str, ...] = ()
     schedules: tuple[str, ...] = ()
     steps: int = 3
+    precision: str = "float32"
     full: bool = False
     json: bool = False
     allow_impossible: bool = False
@@ -94,7 +98,7 @@ def read(words: Sequence[str]) -> VerifyOptions:
         )
     if "--real" in own:
         for option in sorted(
-            {"--mesh", "--schedule", "--steps", "--full", "--allow-impossible"} & own.keys(),
+            {"--mesh", "--schedule", "--steps", "--precision", "--full", "--allow-impossible"} & own.keys(),
         ):
             raise ConfigError(
                 Problem(
@@ -121,6 +125,7 @@ def read(words: Sequence[str]) -> VerifyOptions:
         tuple(own.get("--mesh", ())),
         tuple(own.get("--schedule", ())),
         own.get("--steps", 3),
+        precision=own.get("--precision", "float32"),
         full="--full" in own,
         json="--json" in own,
         allow_impossible="--allow-impossible" in own,
@@ -143,7 +148,7 @@ def _require_certificate(own: Mapping[str, Any]) -> None:
         without_effect = own.keys() - {"--check", "--json"}
     elif "--certificate" in own:
         rule = "has no effect with --certificate, which has its own steps and sizes"
-        without_effect = own.keys() & {"--steps", "--full", "--real", "--memory", "--schedule"}
+        without_effect = own.keys() & {"--steps", "--full", "--precision", "--real", "--memory", "--schedule"}
     else:
         without_effect = own.keys() & {"--quick", "--dimension"}
     for option in sorted(without_effect):
@@ -163,6 +168,12 @@ def _comparison(own: Mapping[str, Any], rest: Sequence[str]) -> VerifyOptions:
     return VerifyOptions(compare=folders, rounding=own.get("--rounding"), json="--json" in own)
 
 
+def _precision(text: str) -> str:
+    if text not in ("float32", "own"):
+        raise ValueError("must be float32 or own")
+    return text
+
+
 def _gib(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
         raise ValueError("must be a number of GiB above 0")
@@ -173,6 +184,7 @@ OPTIONS = {
     "--mesh": VerbOption(example='"tp=2,pp=2"', is_list=True),
     "--schedule": VerbOption(example="1F1B", is_list=True),
     "--steps": VerbOption(number_of("steps"), "3"),
+    "--precision": VerbOption(_precision, "own"),
     "--memory": VerbOption(_gib, "8"),
     "--compare": VerbOption(example="recordings/a recordings/b", is_list=True),
     "--rounding": VerbOption(example="recordings/c"),

@@ -1,0 +1,174 @@
+"""Judge the records of a mesh in its own precision: tolerances from simulated rounding, the first difference, and its
+likely cause.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardtrain import models
+from shardtrain.config import Config
+from shardtrain.tools.verify import dropout, update_rounding
+from shardtrain.tools.verify.compare import USUAL, Errors, Expected, First, gradient_error, weight_error
+from shardtrain.tools.verify.diagnose import diagnose
+from shardtrain.tools.verify.evidence import Evidence
+from shardtrain.tools.verify.judge import describe
+from shardtrain.tools.verify.verify_rank import RankRecord, read_record
+from shardtrain.tools.verify.verify_report import BLIND
+
+FACTOR = 4.0
+"""Tolerance divided by the largest effect of simulated rounding."""
+NOISY_RUNS = 3
+BLIND_ABOVE = 0.5
+"""A gradient that rounding alone changes by more than this cannot be compared."""
+KINDS = ("loss", "gradient", "norm", "weights")
+
+
+def judge_precision(
+    _rank: int, _num: int, config: Config, degrees: dict[str, int], folder: str, ranks: str, num_ranks: int, steps: int
+) -> dict[str, Any]:
+    """Compare the records of a mesh with the float32 reference. Runs in a separate process.
+
+    Args:
+        config: Configuration of the mesh.
+        degrees: Ranks along each mesh axis.
+        folder: Folder of the reference and of the noisy runs.
+        ranks: Folder of the records of the mesh's ranks.
+        num_ranks: Number of ranks of the mesh.
+        steps: Number of recorded steps.
+
+    Returns:
+        Fields of ``verify_report.MeshResult``.
+    """
+    dropout.switch_off()
+    expected, noisy = _references(config, Path(folder))
+    records = [read_record(Path(ranks), rank) for rank in range(num_ranks)]
+    allowed = allowed_errors(expected, noisy, steps)
+    errors = errors_of(expected, records, steps)
+    fields = _summary(errors, allowed)
+
+    # The update is checked on its own numbers below, so weights do not need the wide tolerance of the reference.
+    wrong = []
+    for key, error in errors.items():
+        if error > allowed[key] and not key.startswith("weights/"):
+            wrong.append(key)
+    first_step = int(wrong[0].split("/")[1]) if wrong else steps
+    number = next(update_rounding.wrong_numbers(expected, records, config, steps), None)
+    if number is not None and number.step <= first_step:
+        return fields | {"first": number.first, "cause": number.cause}
+    if not wrong:
+        return fields
+
+    first = _first_of(wrong, errors)
+    layout = models.find(config.model.name).LAYOUT
+    place = describe(first, expected, records[0].losses, layout.layers)
+    place += f"; rounding explains {allowed[wrong[0]]:.2g}"
+    evidence = Evidence(config, degrees, expected, records, first, noisy[0], _of_step(allowed, first_step))
+    return fields | {"first": place, "cause": diagnose(evidence)}
+
+
+def tolerances_of(_rank: int, _num: int, config: Config, folder: str, steps: int) -> dict[str, float]:
+    """Return ``allowed_errors`` of the records in ``folder``. Runs in a separate process."""
+    expected, noisy = _references(config, Path(folder))
+    return allowed_errors(expected, noisy, steps)
+
+
+def _references(config: Config, folder: Path) -> tuple[Expected, list[RankRecord]]:
+    """Read the record of the float32 reference, and those of the noisy runs."""
+    layout = models.find(config.model.name).LAYOUT
+    expected = Expected(read_record(folder / "reference", 0), layout)
+    noisy = [read_record(folder / f"noisy-{number}", 0) for number in range(NOISY_RUNS)]
+    return expected, noisy
+
+
+def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) -> dict[str, float]:
+    """Return ``FACTOR`` times the largest error of the noisy runs, by key (see ``precision.tolerances``)."""
+    allowed: dict[str, float] = {}
+    for record in noisy:
+        for key, error in errors_of(expected, [record], steps).items():
+            least = getattr(USUAL, key.partition("/")[0])
+            allowed[key] = max(allowed.get(key, 0.0), least, FACTOR * error)
+        for step in range(steps):
+            # The norm changes by at most as much as the gradients do. By chance it may change far less.
+            key = f"norm/{step}"
+            allowed[key] = max(allowed[key], FACTOR * _distance_of_gradients(expected, record, step))
+    # A loss may also agree by chance, so all steps have the tolerance of the largest error.
+    of_loss = max(allowed[f"loss/{step}"] for step in range(steps))
+    for step in range(steps):
+        allowed[f"loss/{step}"] = of_loss
+    return allowed
+
+
+def _distance_of_gradients(expected: Expected, record: RankRecord, step: int) -> float:
+    """Return the norm of the differences of all gradients of one process, relative to the norm of all gradients."""
+    squares = 0.0
+    for name in expected.names:
+        key = f"gradient/{step}/{name}"
+        if key in record.parts and key in expected.record.parts:
+            difference = record.parts[key] - expected.record.parts[key]
+            squares += float(difference.double().square().sum())
+    total = expected.total(step) * expected.clipping(step)
+    return math.sqrt(squares) / max(total, 1e-30)
+
+
+def errors_of(expected: Expected, records: Sequence[RankRecord], steps: int) -> dict[str, float]:
+    """Return the error of each number, by key (see ``precision.tolerances``).
+
+    Keys are in the order of time and, within a step, of the forward pass.
+    """
+    errors: dict[str, float] = {}
+    theirs = expected.record
+    for step in range(steps):
+        for name in expected.names:
+            errors[f"gradient/{step}/{name}"] = gradient_error(expected, records, step, name)
+        losses = [abs(record.losses[step] - theirs.losses[step]) for record in records]
+        norms = [abs(record.norms[step] - theirs.norms[step]) for record in records]
+        errors[f"loss/{step}"] = _largest(losses)
+        errors[f"norm/{step}"] = _largest(norms) / max(theirs.norms[step], 1e-30)
+        for name in expected.names:
+            errors[f"weights/{step}/{name}"] = weight_error(expected, records, step, name)
+    return errors
+
+
+def _largest(values: Sequence[float]) -> float:
+    if any(math.isnan(value) for value in values):
+        return math.inf
+    return max(values)
+
+
+def _first_of(wrong: Sequence[str], errors: Mapping[str, float]) -> First:
+    """Return the first difference, with all tensors of its kind and step."""
+    kind, step = wrong[0].split("/")[:2]
+    prefix = f"{kind}/{step}/"
+    names = [key.removeprefix(prefix) for key in wrong if key.startswith(prefix)]
+    return First(kind, int(step), names, errors[wrong[0]], f"loss/{step}" in wrong)
+
+
+def _of_step(allowed: Mapping[str, float], step: int) -> Errors:
+    """Return the largest tolerance of each kind in a step."""
+    largest = dict.fromkeys(KINDS, 0.0)
+    for key, value in allowed.items():
+        kind, number = key.split("/")[:2]
+        if int(number) == step:
+            largest[kind] = max(largest[kind], value)
+    return Errors(**largest)
+
+
+def _summary(errors: Mapping[str, float], allowed: Mapping[str, float]) -> dict[str, Any]:
+    """Return the largest error of each kind, and how much of it rounding explains."""
+    largest = dict.fromkeys(KINDS, 0.0)
+    explained = dict.fromkeys(KINDS, 0.0)
+    for key, error in errors.items():
+        kind = key.partition("/")[0]
+        largest[kind] = max(largest[kind], error)
+        explained[kind] = max(explained[kind], allowed[key])
+    rounding = (
+        f"rounding alone explains differences from float32 of up to {explained['loss']:.1e} of the loss and "
+        f"{explained['gradient']:.1e} of a gradient; each tensor has its own tolerance"
+    )
+    if explained["gradient"] > BLIND_ABOVE * FACTOR:
+        rounding += f"; {BLIND} for some gradients"
+    return {"initial": 0, "first": "", "cause": "", **largest, "rounding": rounding}

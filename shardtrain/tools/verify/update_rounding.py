@@ -1,0 +1,288 @@
+"""Check what each rank recorded against its own numbers in float64: the updates, the gradient norm, and the dtypes in
+which gradients and weights really are.
+
+No reference run is needed, so these checks see errors that are far below the rounding of a forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardtrain.config import Config
+from shardtrain.optim.lr_scheduler import learning_rate
+from shardtrain.tools.verify.compare import Expected, assemble, same_bits
+from shardtrain.tools.verify.rounding_noise import ROUNDOFF, unit_roundoff
+from shardtrain.tools.verify.verify_rank import RankRecord, is_clipped
+
+LEAST_NUMEL = 64
+"""Smaller tensors may have a value of a shorter dtype in every element by chance."""
+NORM_MARGIN = 1e-5
+"""Allowed relative error of the gradient norm, for the recorded gradients."""
+SCALE_MARGIN = 0.05
+"""Relative error up to which a factor is the loss scale of float16."""
+ROUNDINGS = 2.0
+"""Roundings of a weight per update: PyTorch's AdamW rounds after weight decay and at the end, and stochastic rounding
+takes either neighbor.
+"""
+SIGMAS = 6.0
+"""Allowed common error along the weights, in standard deviations of their stochastic rounding."""
+
+
+@dataclass(frozen=True)
+class WrongNumber:
+    """A recorded number that rounding does not explain: its step, a description, and the likely cause."""
+
+    step: int
+    first: str
+    cause: str
+
+
+def wrong_numbers(
+    expected: Expected, records: Sequence[RankRecord], config: Config, steps: int
+) -> Iterator[WrongNumber]:
+    """Yield what is wrong in the records of a mesh, in the order of the steps."""
+    simulated = {record.rank: _AdamW(config, steps) for record in records}
+    for step in range(steps):
+        # Clipping multiplies gradients, so they are no longer numbers of a shorter dtype.
+        if not is_clipped(step, steps):
+            yield from _short_gradients(records, config, step)
+            yield from _wrong_norm(expected, records, config, step)
+        for record in records:
+            yield from simulated[record.rank].check(record, step)
+        yield from _short_weights(records, config, step)
+        yield from _copies_that_differ(records, step)
+
+
+def _short_dtype(values: Tensor) -> str:
+    """Return the shorter dtype that holds every element of a float32 tensor exactly, or ""."""
+    if values.dtype != torch.float32 or values.numel() < LEAST_NUMEL:
+        return ""
+    if not values.count_nonzero():
+        return ""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(values.to(dtype).float(), values):
+            return str(dtype).removeprefix("torch.")
+    return ""
+
+
+def _short_gradients(records: Sequence[RankRecord], config: Config, step: int) -> Iterator[WrongNumber]:
+    """Yield a gradient whose numbers all fit into a shorter dtype than the configured one."""
+    training = config.training
+    if training.mixed_precision_reduce != "float32" or training.dtype != "float32":
+        return
+    prefix = f"gradient/{step}/"
+    operation = "reduced over ranks" if len(records) > 1 else "added over micro-batches"
+    for record in records:
+        for key, values in record.parts.items():
+            if not key.startswith(prefix):
+                continue
+            dtype = _short_dtype(values)
+            if dtype:
+                first = f"step {step + 1}: gradient {key.removeprefix(prefix)}"
+                cause = f"each number of the gradient is a {dtype}: {operation} in {dtype} instead of float32"
+                yield WrongNumber(step, first, cause)
+                return
+
+
+def _short_weights(records: Sequence[RankRecord], config: Config, step: int) -> Iterator[WrongNumber]:
+    """Yield a master weight that lost the digits of float32."""
+    if config.training.dtype != "float32":
+        return
+    prefix = f"weights/{step}/"
+    for record in records:
+        for key, values in record.parts.items():
+            name = key.removeprefix(prefix)
+            is_trained = f"gradient/{step}/{name}" in record.parts
+            if not key.startswith(prefix) or not is_trained:
+                continue
+            dtype = _short_dtype(values)
+            if dtype:
+                cause = f"each number of the weight is a {dtype}: the float32 weight is rounded after its update"
+                yield WrongNumber(step, _after_update(name, step), cause)
+                return
+
+
+def _wrong_norm(expected: Expected, records: Sequence[RankRecord], config: Config, step: int) -> Iterator[WrongNumber]:
+    """Yield a gradient norm that is not the norm of the gradients."""
+    total = 0.0
+    for name in expected.names:
+        key = f"gradient/{step}/{name}"
+        if key not in expected.record.parts:
+            continue
+        full = assemble(records, key, expected.record.parts[key].shape)
+        if full is None:
+            return
+        total += float(full.double().square().sum())
+    exact = math.sqrt(total)
+    for record in records:
+        norm = record.norms[step]
+        error = abs(norm - exact) / max(exact, 1e-30)
+        if not error <= NORM_MARGIN:
+            first = f"step {step + 1}: the gradient norm of rank {record.rank} is {norm:.6g} instead of {exact:.6g}"
+            yield WrongNumber(step, first, _cause_of_norm(config, norm, exact))
+            return
+
+
+def _cause_of_norm(config: Config, norm: float, exact: float) -> str:
+    cause = "it is not the norm of the gradients of this mesh"
+    if abs(norm - exact) < ROUNDOFF["bfloat16"] * exact:
+        return f"{cause}: it is computed or added in a shorter dtype than float32"
+    if config.training.mixed_precision_param != "float16":
+        return cause
+    scale = config.training.initial_loss_scale
+    ratio = exact / max(norm, 1e-30)
+    if abs(ratio / scale - 1) < SCALE_MARGIN:
+        return f"gradients are scaled by {scale:g}, the loss scale of float16: they are not divided by it"
+    if abs(ratio * scale - 1) < SCALE_MARGIN:
+        return f"gradients are scaled by 1/{scale:g}, the loss scale of float16: they are divided by it twice"
+    return cause
+
+
+def _copies_that_differ(records: Sequence[RankRecord], step: int) -> Iterator[WrongNumber]:
+    """Yield a weight whose copies on several ranks are not bitwise equal after the update."""
+    prefix = f"weights/{step}/"
+    seen: dict[tuple[str, str], tuple[int, Tensor]] = {}
+    for record in records:
+        for key, values in record.parts.items():
+            if not key.startswith(prefix):
+                continue
+            place = (key, str(record.slices[key]))
+            rank, copy = seen.setdefault(place, (record.rank, values))
+            if not same_bits(copy, values):
+                cause = f"ranks {rank} and {record.rank} hold different copies: each rounds or updates its own"
+                yield WrongNumber(step, _after_update(key.removeprefix(prefix), step), cause)
+                return
+
+
+def _after_update(name: str, step: int) -> str:
+    return f"step {step + 1}: weight {name} after the update"
+
+
+@dataclass(frozen=True)
+class _Update:
+    """An exact update of one weight.
+
+    Attributes:
+        old: Weight before the update.
+        exact: Weight after it.
+        change: Part of the update that depends on the optimizer's states.
+        size: What ``change`` would be if the gradients of several steps did not cancel.
+    """
+
+    old: Tensor
+    exact: Tensor
+    change: Tensor
+    size: Tensor
+
+
+@dataclass
+class _Moments:
+    """AdamW's states of one weight, and the mean of absolute gradients."""
+
+    mean: Tensor
+    mean_square: Tensor
+    mean_size: Tensor
+
+
+@dataclass
+class _AdamW:
+    """AdamW in float64 on the gradients of one rank. Each update starts from the weights that the rank had."""
+
+    config: Config
+    steps: int
+    moments: dict[str, _Moments] = field(default_factory=dict)
+
+    def check(self, record: RankRecord, step: int) -> Iterator[WrongNumber]:
+        """Yield the weights of a rank that AdamW would not have after this step."""
+        wrong: list[WrongNumber] = []
+        worst = 0.0
+        along_weights = 0.0
+        variance = 0.0
+        prefix = f"gradient/{step}/"
+        before = "initial" if step == 0 else f"weights/{step - 1}"
+        for key in [key for key in record.parts if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            new = record.parts[f"weights/{step}/{name}"]
+            gradient = record.parts[key].double()
+            if new.shape != gradient.shape or not new.numel():
+                continue
+            old = record.parts[f"{before}/{name}"].double()
+            update = self._update(name, old, gradient, step)
+            excess = self._excess(update, new, step)
+            worst = max(worst, excess)
+            if not excess <= 1.0:
+                cause = self._cause(update, new.double(), excess)
+                wrong.append(WrongNumber(step, _after_update(name, step), cause))
+            error = new.double() - update.exact
+            along_weights += float((error * update.exact).sum())
+            deviation = unit_roundoff(new.dtype) * update.exact.square()
+            variance += float(deviation.square().sum())
+
+        # Rounding to nearest in bfloat16 loses small updates by design, but stochastic rounding must not.
+        is_rounding = worst < 2.0
+        is_biased = abs(along_weights) > SIGMAS * math.sqrt(variance)
+        if self.config.optimizer.bf16_stochastic_round and is_rounding and is_biased:
+            lost = f"{self._rate(step):g} x {self.config.optimizer.weight_decay:g}"
+            cause = f"all weights are off by a multiple of themselves: weight decay of lr {lost} is lost"
+            yield WrongNumber(step, f"step {step + 1}: all weights after the update", cause)
+        yield from wrong
+
+    def _rate(self, step: int) -> float:
+        return learning_rate(self.config.optimizer, self.config.lr_scheduler, self.steps, step)
+
+    def _update(self, name: str, old: Tensor, gradient: Tensor, step: int) -> _Update:
+        options = self.config.optimizer
+        if name not in self.moments:
+            zeros = (torch.zeros_like(gradient) for _ in range(3))
+            self.moments[name] = _Moments(*zeros)
+        moments = self.moments[name]
+        moments.mean.lerp_(gradient, 1 - options.beta1)
+        moments.mean_size.lerp_(gradient.abs(), 1 - options.beta1)
+        moments.mean_square.lerp_(gradient.square(), 1 - options.beta2)
+
+        lr = self._rate(step)
+        root = (moments.mean_square / (1 - options.beta2 ** (step + 1))).sqrt()
+        factor = lr / (1 - options.beta1 ** (step + 1)) / (root + options.eps)
+        change = -factor * moments.mean
+        exact = old * (1 - lr * options.weight_decay) + change
+        return _Update(old, exact, change, factor * moments.mean_size)
+
+    def _excess(self, update: _Update, new: Tensor, step: int) -> float:
+        """Return the largest error of an element, divided by what rounding of weight and states explains."""
+        options = self.config.optimizer
+        state_dtype = options.state_dtype
+        if state_dtype == "default":
+            state_dtype = self.config.training.dtype
+        # Each step rounds the states again. Float32 operations lose a few digits.
+        of_states = 4.0 * (step + 1) * max(ROUNDOFF[state_dtype], 2.0**-20)
+        of_weight = ROUNDINGS * unit_roundoff(new.dtype)
+        new = new.double()
+        largest = torch.maximum(update.exact.abs(), new.abs())
+        allowed = of_weight * largest + of_states * update.size
+        allowed += 4 * ROUNDOFF["float32"] * update.old.abs()
+        error = (new - update.exact).abs()
+        return float((error / (1.01 * allowed + 1e-12)).max())
+
+    def _cause(self, update: _Update, new: Tensor, excess: float) -> str:
+        """Compare the update with those of likely mistakes."""
+        without_change = update.exact - update.change
+        decay = update.old - without_change
+        bf16 = torch.empty_like(update.exact, dtype=torch.bfloat16).copy_(update.exact)
+        mistakes: Mapping[str, Tensor] = {
+            "not updated": update.old,
+            "weight decay is left out": update.exact + decay,
+            "only weight decay is applied": without_change,
+            "the new weight is rounded to bfloat16 on the way": bf16.double(),
+        }
+        error = float((new - update.exact).norm())
+        for cause, candidate in mistakes.items():
+            if float((new - candidate).norm()) < 0.1 * error:
+                return cause
+        if error < 2 * ROUNDOFF["bfloat16"] * float(update.change.norm()):
+            return "the update is computed or its states are kept in a shorter dtype than configured"
+        return f"the update is not that of AdamW for this gradient: {excess:.2g} times the rounding of the weight"
