@@ -50,6 +50,7 @@ CUTS = {
     "FSDP gathers": "a larger micro-batch, fsdp_reshard_after_forward = never, or replicas of shards in a node",
     "gradient reduction": "more tokens per step (training.global_batch_size), or reduction in bfloat16",
     "pipeline bubble and sends": "more micro-batches (training.local_batch_size), or an interleaved schedule",
+    "sums on the host": "a larger training.global_batch_size, so that there are fewer steps",
     "casts": "a larger training.local_batch_size, or weights in bfloat16 (training.dtype)",
     "optimizer": "more shards (data_parallel_shard_degree), or parallelism.shard_optimizer_states",
 }

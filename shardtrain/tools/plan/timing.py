@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from shardtrain.ops import host_collectives
 from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job_sizes import PlannedJob
@@ -45,6 +46,8 @@ THREADS_EXPONENT = 0.9
 """n threads of a CPU are n to this power as fast as one."""
 HOST_BYTES_PER_SECOND = 33e9
 """Bandwidth between a device and host memory, and of an optimizer on the host."""
+HOST_MESSAGE_SECONDS = 30e-6
+"""Time of one small message of gloo over TCP between hosts of a cluster."""
 BUBBLE = "pipeline bubble and sends"
 
 
@@ -219,6 +222,10 @@ def _once_a_step(
     worst = max({0, job.pp - 1}, key=num_elements)
     stages = _stages_of_rank(job, worst)
     seconds: dict[str, float] = {}
+
+    # Each step starts with a sum of a few numbers over the hosts, whose messages follow one another.
+    if job.world_size > 1:
+        seconds["sums on the host"] = host_collectives.hops(job.world_size) * HOST_MESSAGE_SECONDS
 
     # Gradients are reduced during the backward pass of the last micro-batch, which is two thirds of
     # its computation.

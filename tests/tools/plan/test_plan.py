@@ -128,6 +128,15 @@ def test_recomputing_costs_time_and_saves_memory():
     assert none.time.seconds < op.time.seconds < full.time.seconds
 
 
+def test_sums_on_the_host_grow_with_the_logarithm_of_the_ranks():
+    costs = {}
+    for gpus in (1, 1024, 16_384):
+        plan = shardtrain.plan("llama3_8b", gpus=gpus)
+        costs[gpus] = plan.time.costs.get("sums on the host", 0.0)
+    # 10 and 14 messages of 30 microseconds
+    assert list(costs.values()) == pytest.approx([0.0, 300e-6, 420e-6])
+
+
 def test_tensor_parallelism_within_a_node_costs_less_than_across_nodes():
     device = hardware.find("h100")
     loaded = config.load("llama3_8b", ["--parallelism.tensor_parallel_degree", "8"]).config
