@@ -23,8 +23,9 @@ from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.options import options
 from shardtrain.config.schema import Config
 from shardtrain.utils import atomic_io, bounded_reads, checked_json, storage_errors
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
+OPTION = "job.certificate"
 FORMAT = "shardtrain.certificate/1"
 MAX_BYTES = 4 * 2**20
 MAX_HASHED_BYTES = 64 * 2**20
@@ -49,6 +50,7 @@ _FREE = {
     "training.epochs",
 }
 """Options that may change: numbers of ranks, and the length of a run."""
+_BATCH = ("training.global_batch_size", "training.local_batch_size")
 _PATHS = (
     "model.hf_assets_path",
     "model.tokenizer_path",
@@ -208,13 +210,26 @@ def check(path: str, loaded: Loaded, option: str) -> CertificateState:
     return CertificateState(path, sha256, document["holds"], document["date"], found)
 
 
-def problem_of(path: str, option: str) -> str:
-    """Return the message about a certificate that cannot be read, or ""."""
+def problem_of(loaded: Loaded) -> Problem | None:
+    """Return the problem of a ``job.certificate`` that cannot be read. One that does not apply is no problem."""
+    path = loaded.config.job.certificate
+    if path is None:
+        return None
     try:
-        read(path, option)
-    except ShardtrainError as error:
-        return str(error)
-    return ""
+        read(path, OPTION)
+    except ConfigError as error:
+        (problem,) = error.problems
+        assert isinstance(problem, Problem)
+        return dataclasses.replace(problem, where=loaded.where(OPTION))
+    except StorageError as error:
+        return Problem(OPTION, path, f"cannot be read ({error})", "try again later", loaded.where(OPTION))
+    return None
+
+
+def of_run(loaded: Loaded) -> CertificateState | None:
+    """Return the state of ``job.certificate``, or None if the option is not set. Raises what ``read`` raises."""
+    path = loaded.config.job.certificate
+    return None if path is None else check(path, loaded, OPTION)
 
 
 def _not_a_certificate(option: str, path: str, rule: str) -> ConfigError:
@@ -232,9 +247,13 @@ def _has_structure(document: Mapping[str, Any]) -> bool:
 
 def _changes(document: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each difference between a certificate and the current facts."""
-    for name in sorted({*document["configuration"], *now["configuration"]}):
-        old = document["configuration"].get(name)
+    before = document["configuration"]
+    for name in sorted({*before, *now["configuration"]}):
+        old = before.get(name)
         new = now["configuration"].get(name)
+        # Without a global batch size, rows per step follow from the ranks, and a resumed run keeps their number.
+        if name in _BATCH and before.get(_BATCH[0]) == -1 != now["configuration"][_BATCH[0]]:
+            continue
         if old != new:
             yield f"{name}: {show_value(old)} -> {show_value(new)}"
     for axis in now["axes"]:

@@ -18,7 +18,6 @@ from shardtrain.config import derived
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
-from shardtrain.config.rules.own_files_rules import named_files
 from shardtrain.config.schema import Config
 from shardtrain.utils import bounded_reads, own_file
 from shardtrain.utils.errors import ConfigError, Problem
@@ -214,6 +213,9 @@ FILES = "files"
 
 def file_hashes(config: Config) -> dict[str, str]:
     """Return the SHA-256 of each configured Python file of a model, task, optimizer or schedule."""
+    # Imported here, because the rules import this module.
+    from shardtrain.config.rules.own_files_rules import named_files
+
     hashes = {}
     for option, path in named_files(config):
         if path.endswith(".py") and class_of(option) == "error":

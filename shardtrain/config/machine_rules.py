@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config import certificate
 from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.derived import compute_dtype, other_degrees
 from shardtrain.config.load import Loaded
@@ -67,11 +68,19 @@ def machine_notes(
         *_compiler(loaded, device),
         *check_pinned(loaded, device),
         *_paths(loaded),
+        *_certificate(loaded),
         *_folders(loaded),
         *_entries_of_run_folder(loaded),
         *_tokenizer(loaded),
         *_packages(loaded),
     ]
+
+
+def _certificate(loaded: Loaded) -> Iterator[Problem]:
+    """Yield the problem of a certificate that cannot be read."""
+    problem = certificate.problem_of(loaded)
+    if problem is not None:
+        yield problem
 
 
 def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:

@@ -62,6 +62,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "owes_validation": run.owes_validation,
         **compatibility.record(run),
     }
+    if run.certificate is not None:
+        facts["certificate"] = run.certificate
     if run.lora:
         facts[FACT] = run.lora
     if run.scaler:

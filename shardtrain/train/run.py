@@ -56,6 +56,9 @@ class Run:
     """Changes of options that the user accepted in earlier resumes, as checkpoints record them; see
     ``compatibility.py``."""
 
+    certificate: dict[str, Any] | None = None
+    """Path, SHA-256 and state of ``job.certificate`` at the start of the run, as checkpoints record them."""
+
     owes_validation: bool = False
     """A request to stop cancelled the validation after this step."""
 

@@ -14,7 +14,7 @@ import torch
 
 from shardtrain import __version__
 from shardtrain import config as configs
-from shardtrain.config import Loaded, derived, json_schema
+from shardtrain.config import Loaded, certificate, derived, json_schema
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
@@ -26,6 +26,7 @@ from shardtrain.utils.units import format_count
 if TYPE_CHECKING:
     from shardtrain.distributed.mesh import Mesh
     from shardtrain.distributed.process_group import World
+    from shardtrain.train.run import Run
 
 
 def open_log(loaded: Loaded, world: World, notices: Iterable[str], model_check_lines: Iterable[str]) -> None:
@@ -52,7 +53,21 @@ def open_log(loaded: Loaded, world: World, notices: Iterable[str], model_check_l
             logger.info(line)
 
 
-def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
+def certificate_line(loaded: Loaded, run: Run) -> str:
+    """Log the state of ``job.certificate``, and keep it for checkpoints. Return the logged line, or ""."""
+    state = certificate.of_run(loaded)
+    if state is None:
+        return ""
+    run.certificate = {"path": state.path, "sha256": state.sha256, "applies": state.applies}
+    line = f"certificate: {state}"
+    if state.applies:
+        logger.info(line)
+    else:
+        logger.warning(line)
+    return line
+
+
+def write_resolved_config(loaded: Loaded, folder: Path, world_size: int, certificate_line: str = "") -> None:
     """Write every option with its value in effect. Loading the file gives the same config.
 
     The header contains the versions as comments, and names the JSON schema next to the file, with which
@@ -60,6 +75,8 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
     """
     origin = loaded.path or "the defaults"
     header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"
+    if certificate_line:
+        header += f"# {certificate_line}\n"
     text = redact(header + configs.resolved_toml(loaded.config))
     paths = [folder / RESOLVED_CONFIG]
     if loaded.config.job.save_config_file:

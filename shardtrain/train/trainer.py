@@ -123,7 +123,9 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
             resume(run, checkpoints)
         contents.start(run.state.step)  # large files are hashed in a thread while training runs
         if world.rank == 0:
-            run_folder.write_resolved_config(loaded, folder, world.size)  # generate, evaluate and export read it
+            certificate = run_folder.certificate_line(loaded, run)
+            # generate, evaluate and export read it
+            run_folder.write_resolved_config(loaded, folder, world.size, certificate)
         split_sequences.check_run(run)
         if run.dataloader.masks_documents:
             document_isolation.check_run(run)

@@ -40,6 +40,10 @@ class Job:
     """Log the resolved configuration at start."""
     save_config_file: str | None = None
     """Also write the resolved configuration to this path below dump_folder."""
+    certificate: str | None = None
+    """Certificate of ``shardtrain verify`` for this configuration. The log's header states whether it still
+    applies, and checkpoints record its hash (shardtrain).
+    """
     custom_config_module: str = ""
     """Not available: a Python module that adds sections (a torchtitan option)."""
 

@@ -165,13 +165,18 @@ class RunFolder:
         match = re.search(r"^# (shardtrain .*?, torch .*?, Python [\d.]+)", self._config_header(), re.MULTILINE)
         return match[1] if match else ""
 
+    def certificate(self) -> str:
+        """Return the state of the certificate at the start of the run, or "" without one."""
+        match = re.search(r"^# certificate: (.{1,1000})", self._config_header(), re.MULTILINE)
+        return match[1] if match else ""
+
     def _config_header(self) -> str:
-        """Return the first two lines of the configuration.
+        """Return the first three lines of the configuration.
 
         In files of old versions the first line is not a JSON schema.
         """
         lines = read_start(self.config, 2 * 4096).decode(errors="replace").split("\n")
-        return "\n".join(lines[:2])
+        return "\n".join(lines[:3])
 
     def account(self) -> Account | None:
         """Return the division of wall time over all attempts, or None without a goodput file. Raises DataError."""
@@ -211,6 +216,8 @@ class RunRecord:
     """Contents of ``exit.json``; empty while the run is in progress, or if it was killed."""
     bad_lines: int = 0
     last_step: int = 0
+    certificate: str = ""
+    """State of the certificate at the start of the run."""
 
 
 def read(path: Path) -> RunRecord:
@@ -238,6 +245,7 @@ def read(path: Path) -> RunRecord:
             record.planned[name[:100]] = (float(pair[0]), float(pair[1]))
     record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
     record.options = folder.options()
+    record.certificate = folder.certificate()
     record.alerts = alerts(read_end(folder.log, _LOG_BYTES))[-_MOST_ALERTS:]
     record.end = read_object(folder.exit)
     try:

@@ -150,11 +150,23 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
                 _last(run, "tokens_per_second"),
                 _last(run, "memory_gib"),
                 goodput,
+                escape(run.certificate),
                 escape(_state(run)),
             )
         )
     speed = TOTAL_SPEED.capitalize()
-    head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", speed, "Memory, GiB", "Goodput", "State")
+    head = (
+        "Run",
+        "Step",
+        "Tokens",
+        "Loss",
+        "Best validation loss",
+        speed,
+        "Memory, GiB",
+        "Goodput",
+        "Certificate",
+        "State",
+    )
     # Skip columns without values.
     kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
     return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
