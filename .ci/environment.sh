@@ -1,5 +1,5 @@
 # Sourced by run_train.sh and run_tests.sh: set $python to an interpreter with the package. Create the environment if
-# needed. Expects $here (the repository) and $extras ("" or "dev").
+# needed. Expects $here (the repository) and $extras ("" or "dev"). With -P, Python imports nothing from the current folder.
 
 fail() {
     echo "error[2]: $1" >&2
@@ -59,7 +59,7 @@ with_progress() {
 run_pip() { # PHASE ARGUMENTS...: run pip install
     local phase="$1"
     shift
-    with_progress "$phase" "$python" -m pip install --quiet "$@"
+    with_progress "$phase" "$python" -P -m pip install --quiet "$@"
 }
 
 install() {
@@ -98,9 +98,9 @@ else
     if ! is_current; then
         if [[ ! -x "$python" ]]; then
             base="$(find_python)"
-            with_progress "creating the environment" "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
+            with_progress "creating the environment" "$base" -P -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
         fi
-        "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and install python3-venv"
+        "$python" -P -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and install python3-venv"
         install
         inputs_of "$extras" >"$venv/.shardtrain-${extras:-train}"
     fi

@@ -18,12 +18,12 @@ STAND_IN = r"""#!/usr/bin/env bash
 case "$*" in
     "-c import sys; sys.exit(sys.version_info"*) exit "${OLD_PYTHON:-0}" ;;
     "-c import importlib"*) exit "${PACKAGE_MISSING:-0}" ;;
-    "-m venv "*)
+    "-P -m venv "*)
         [[ -z "${NO_VENV:-}" ]] || exit 1
-        mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip --version") exit 0 ;;
-    "-m pip install"*)
-        echo "pip ${*:4}" >>"$CALLS"
+        mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    "-P -m pip --version") exit 0 ;;
+    "-P -m pip install"*)
+        echo "pip ${*:5}" >>"$CALLS"
         sleep "${PIP_SECONDS:-0}"
         [[ -z "${NO_CPU_WHEEL:-}" || "$*" != *torch==*+cpu* || "$*" == *--index-url* ]] || exit 1 ;;
     *) echo "${SHARDTRAIN_HANDED_OVER:-}" >"$CALLS.handed_over"

@@ -129,6 +129,24 @@ def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_p
     expect_none_imported(tmp_path, [*module, *words.split()], PYTHONPATH=str(Path(libraries).parent))
 
 
+def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
+    """The script creates an environment. Then pip fails, because there is no index."""
+    plant(tmp_path)
+    variables = {"SHARDTRAIN_VENV": str(tmp_path / "venv"), "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
+    environment = {name: os.environ[name] for name in os.environ if name not in ("VIRTUAL_ENV", "PYTHONSAFEPATH")}
+    done = subprocess.run(
+        [str(ROOT / "run_train.sh")],
+        cwd=tmp_path,
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(240),
+        check=False,
+    )
+    assert "pip could not install" in done.stderr, done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+
+
 def test_spawned_worker_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
     planted = tmp_path / "planted"
     planted.mkdir()
