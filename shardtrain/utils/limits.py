@@ -72,8 +72,7 @@ def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
     found = []
     for number, name, in_use, needed, is_count in rows:
         value = resource.getrlimit(number)[0]
-        # Root may start any number of processes.
-        is_free = value == resource.RLIM_INFINITY or (name == OF_THREADS and os.geteuid() == 0)
+        is_free = value == resource.RLIM_INFINITY or (name == OF_THREADS and is_host_root())
         if not is_free:
             found.append(Limit(name, value, in_use, needed, f"raise it with {name}", is_count))
     size, in_use = cgroup_memory()
@@ -81,6 +80,17 @@ def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
         needed = FIRST_RESIDENT_BYTES + RANK_RESIDENT_BYTES * ranks
         found.append(Limit("memory of the cgroup", size, in_use, needed, "give the container or job more memory"))
     return found
+
+
+def is_host_root() -> bool:
+    """True for root, who may start any number of processes. False for the root of a rootless container."""
+    user = os.getuid()
+    for line in _lines("/proc/self/uid_map"):
+        inside, outside, count = map(int, line.split())
+        if inside <= user < inside + count:
+            user += outside - inside
+            break
+    return user == 0
 
 
 def require(ranks: int, is_node: bool = False) -> None:

@@ -101,7 +101,11 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
 
 def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
-    return ast.parse(bounded_reads.whole(path, MAX_BYTES))  # with bytes, it accepts the same encodings as Python
+    content = bounded_reads.whole(path, MAX_BYTES)
+    try:
+        return ast.parse(content)  # with bytes, it accepts the same encodings as Python
+    except (MemoryError, RecursionError) as error:
+        raise SyntaxError("an expression is nested too deeply") from error
 
 
 def read(path: Path, option: str, value: str) -> ast.Module:

@@ -127,6 +127,17 @@ def test_pipe_instead_of_a_configuration_is_refused(
         assert "regular file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["x = " + "-" * 200_000 + "1", "x = " + "(" * 50_000, "x = " + "[" * 150 + "]" * 150])
+def test_python_file_with_deep_expressions_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The parser raises MemoryError, although memory has not run out."""
+    (tmp_path / "model.py").write_text(text)
+    assert main(["config", "check", "debug", "--model.name", str(tmp_path / "model.py")]) == 2
+    output = capsys.readouterr()
+    assert "model.name" in output.out + output.err and "memory" not in output.out + output.err
+
+
 @pytest.mark.parametrize("kind", [device, pipe, giant])
 def test_model_card_ignores_special_files(kind: Callable[[Path], None], tmp_path: Path) -> None:
     for name in (card.CARD, "metrics.jsonl"):

@@ -30,7 +30,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) 
     """Pretend that this process is not root and has only these limits."""
     known = {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
     monkeypatch.setattr(resource, "getrlimit", lambda number: (known.get(number, resource.RLIM_INFINITY), 0))
-    monkeypatch.setattr(limits.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(limits, "is_host_root", lambda: False)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: (cgroup, cgroup // 2))
 
 
@@ -186,7 +186,7 @@ def factor(step, total_steps, warmup_steps, min_lr_factor):
     ("limit", "code", "told"),
     cases(
         [(400 * MIB, 7, "memory of the cgroup=400.00 MiB must be at least 640.00 MiB for 2 ranks")],
-        nightly=[(1200 * MIB, 6, "was killed by signal 9 (the kernel does that when memory runs out), under memory of "
+        nightly=[(1200 * MIB, 6, "was killed by signal 9 (the kernel sends it when memory runs out), under memory of "
                   "the cgroup=1.17 GiB")],
     ),
 )  # fmt: skip
@@ -244,3 +244,16 @@ def test_missing_library_is_distinguished_from_a_broken_one(
     with pytest.raises(kind) as caught:
         libraries.load("planted_library", "data.option", "value", "it")
     assert message in str(caught.value), caught.value
+
+
+@pytest.mark.parametrize(("user", "mapping", "is_root"), [
+    (0, "         0          0 4294967295", True), (1000, "         0          0 4294967295", False),
+    (0, "0 100000 65536", False), (0, "0 1000 1\n1 100000 65536", False), (1000, "1000 0 1", True), (0, "", True),
+])  # fmt: skip
+def test_root_of_a_rootless_container_has_a_limit_of_threads(
+    user: int, mapping: str, is_root: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux exempts the user who is root outside of all containers."""
+    monkeypatch.setattr(limits, "_lines", lambda path: mapping.splitlines())
+    monkeypatch.setattr(limits.os, "getuid", lambda: user)
+    assert limits.is_host_root() == is_root
