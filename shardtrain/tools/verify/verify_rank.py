@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -240,11 +239,11 @@ def _run_steps(
         watch.end()
         if noise is not None:
             noise.store(runner)
-        # Compute the mean loss over all target tokens of the step. All ranks participate in this all-reduce.
-        # Each rank of a tp group has the same sum, so divide by the size of tp.
-        total = outcome.loss_sum.detach().double().to(mesh.device).clone()
-        dist.all_reduce(total)
-        recorder.losses.append(float(total) / mesh.size("tp") / max(1, outcome.global_tokens))
+        # Compute the mean loss over all target tokens of the step. Each rank of a tp group has the same sum. Do not
+        # add them: errors of the ranks of a group may cancel.
+        own_sum = outcome.loss_sum.detach().double().to(mesh.device).clone()
+        total = mesh.sum(own_sum, over=tuple(axis for axis in AXES if axis != "tp"))
+        recorder.losses.append(float(total) / max(1, outcome.global_tokens))
         recorder.norms.append(float(outcome.own_grad_norm))
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
         recorder.keep(f"buffers/{recorder.step}", runner.buffers())

@@ -33,9 +33,10 @@ class Bench:
         """Record the perturbed runs that differing meshes are also compared with, before a fault is planted."""
         verify.shaken(self.task, trainer, self.folder)
 
-    def run(self, mesh: str, **parallelism: Any) -> MeshResult:
+    def run(self, mesh: str, recompute: str = "none", **parallelism: Any) -> MeshResult:
         plan = next(plan for plan in self.task.plans if plan.name == mesh)
-        loaded = changed(plan.loaded, {"parallelism": parallelism}, set(), "")
+        sections = {"parallelism": parallelism, "activation_checkpoint": {"mode": recompute}}
+        loaded = changed(plan.loaded, sections, set(), "")
         return verify.compare_plan(self.task, dataclasses.replace(plan, loaded=loaded), trainer, self.folder)
 
 
