@@ -1,9 +1,9 @@
 """Tensor parallelism by the plan of a ``transformers`` network: its style names become PyTorch's parallel
 styles.
 
-Between the split modules, activations are replicated (Megatron-LM, Shoeybi et al. 2019, section 3),
-without sequence parallelism. Weights that the plan does not name are replicated. ``hf_gradients.py``
-finds out which of them each rank uses only for its own heads.
+Between the split modules, sequences are split if the blocks of the network allow it (``hf_sequences.py``).
+Otherwise activations are replicated (Megatron-LM, Shoeybi et al. 2019, section 3). Weights that the plan does
+not name are replicated. ``hf_gradients.py`` finds out which of them each rank uses only for its own heads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import adapter_styles
 from shardtrain.distributed.chain import Absent
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.distributed.tensor_parallel import hf_gradients
+from shardtrain.distributed.tensor_parallel import hf_derived_plan, hf_gradients, hf_sequences
 from shardtrain.distributed.tensor_parallel.hf_styles import (
     EXPERT_INPUTS,
     GatheredWeights,
@@ -35,6 +35,7 @@ from shardtrain.distributed.tensor_parallel.hf_styles import (
     SplitExperts,
     SplitHeadParameters,
     SummedOutput,
+    UnreducedRowwise,
 )
 from shardtrain.layout import matches
 from shardtrain.ops.tied import tie, tied_names
@@ -89,6 +90,9 @@ class Resolved:
         gathered: module path -> parameter -> split dimension, for modules that cannot compute with parts.
         of_heads: module path -> parameters with one number per head, split like the heads.
         experts: paths of modules that choose tokens for experts, split or not.
+        sequences: how blocks run on parts of sequences, or None if they run on full ones.
+        unsplit_sequences: the reason why they run on full ones, a phrase that follows the name of the network.
+        derived: the plan, if it was derived from the structure of the network; see ``hf_derived_plan``.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -96,6 +100,9 @@ class Resolved:
     gathered: dict[str, dict[str, int]] = field(default_factory=dict)
     of_heads: dict[str, set[str]] = field(default_factory=dict)
     experts: set[str] = field(default_factory=set)
+    sequences: hf_sequences.SplitSequences | None = None
+    unsplit_sequences: str = ""
+    derived: dict[str, str] = field(default_factory=dict)
 
 
 def resolve(model: Any, config: Config) -> Resolved:
@@ -108,6 +115,8 @@ def resolve(model: Any, config: Config) -> Resolved:
     ranks = config.parallelism.tensor_parallel_degree
     refuse = _Refusal(ranks, model.config_name)
     plan: Mapping[str, str] = model.tensor_plan
+    derived = {} if plan else hf_derived_plan.derive(model, ranks)
+    plan = plan or derived
     if not plan:
         raise refuse.error(f"needs the plan of {model.config_name}, which does not exist")
     unknown = sorted(set(plan.values()) - STYLES.keys())
@@ -129,6 +138,8 @@ def resolve(model: Any, config: Config) -> Resolved:
         rule = f"splits the loss over the vocabulary, and the plan of {model.config_name} does not split its head"
         raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
     _check_ties(ties, resolved.names, refuse)
+    _split_sequences(model, resolved, config)
+    resolved.derived = derived
     return resolved
 
 
@@ -161,6 +172,10 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
             module.register_forward_hook(_copy_output)
     tie(model, ties)  # parallelize_module has created a separate parameter for each module
     adapter_styles.put_back(model, resolved.names.get, mesh.submesh(AXIS), factors)
+    for attention in hf_derived_plan.split_attention(model, resolved.derived):
+        hf_derived_plan.divide_heads(attention, mesh.size(AXIS))
+    if resolved.sequences is not None:
+        hf_sequences.apply(model, resolved.sequences, mesh.submesh(AXIS))
 
 
 def _expert_parallel(model: Any, config: Config) -> set[str]:
@@ -322,6 +337,25 @@ def _complete(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
         resolved.partial.setdefault(path, set()).add(name)
 
 
+def _split_sequences(model: Any, resolved: Resolved, config: Config) -> None:
+    """Let the blocks run on parts of sequences if they and the rows of the run allow it."""
+    ranks = config.parallelism.tensor_parallel_degree
+    tokens = config.training.seq_len // config.parallelism.context_parallel_degree
+    try:
+        if config.task.name != "language_model" or tokens % ranks:
+            raise hf_sequences.Unsplittable(f"has rows whose length {ranks} ranks do not divide")
+        sequences = hf_sequences.find(model, resolved.names, resolved.experts)
+        for path in sequences.partial:
+            if path in resolved.gathered or path in resolved.of_heads:
+                raise hf_sequences.Unsplittable(f"splits {path} between the layers")
+    except hf_sequences.Unsplittable as error:
+        resolved.unsplit_sequences = str(error)
+        return
+    resolved.sequences = sequences
+    for path, names in sequences.partial.items():
+        resolved.partial.setdefault(path, set()).update(names)
+
+
 def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
     """Require a style for every weight inside a module with split children: a rank may use it on its own
     heads.
@@ -371,7 +405,8 @@ def _style(
         output_layout = Shard(-1) if keeps_output_split else Replicate()
         return ColwiseParallel(output_layouts=output_layout)
     if name == "rowwise":
-        return RowwiseParallel()
+        is_scattered = resolved.sequences is not None and path in resolved.sequences.scattered
+        return UnreducedRowwise() if is_scattered else RowwiseParallel()
     if name in _SPLIT_INPUT or name == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     if name == "embedding_colwise":

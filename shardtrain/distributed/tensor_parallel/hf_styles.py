@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from shardtrain.distributed.local_weights import read_local, use_plain_weights
@@ -171,6 +171,16 @@ class SummedOutput(ParallelStyle):
 
         module.register_forward_hook(add)
         return module
+
+
+class UnreducedRowwise(RowwiseParallel):
+    """Split input features, and return the partial sums of each rank as a DTensor."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return outputs
 
 
 def sum_gradients(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_architectures import ARCHITECTURES, hf_config, installed
+from hf_architectures import ARCHITECTURES, WITHOUT_PLAN, hf_config, installed
 from ranks import run_ranks
 from tiers import cases
 from tiny import assert_bitwise, make_run, tiny_config, whole
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from shardtrain import models
 from shardtrain.config.schema import Config
-from shardtrain.distributed.tensor_parallel import hf_gradients, hf_plan
+from shardtrain.distributed.tensor_parallel import hf_derived_plan, hf_gradients, hf_plan
 from shardtrain.ops.dtensor import local_slices, local_tensor, to_full
 from shardtrain.train.preflight import meta_model
 from shardtrain.utils.errors import ConfigError
@@ -27,7 +27,6 @@ pytest.importorskip("transformers")
 
 DEFAULT = ["deepseek_v32", "qwen3_next"]
 """Latent attention and experts (deepseek_v32), convolutions and norms of heads (qwen3_next)."""
-WITHOUT_PLAN = {"stablelm", "falcon", "gpt2", "opt"}
 WITHOUT_SPLIT_HEAD = {"nemotron_h"}
 
 
@@ -123,7 +122,7 @@ def check_mesh(name: str, path: Path, ranks: int, changes: dict[str, Any], **opt
         assert_equal_steps(step, expected)
 
 
-PLANNED = sorted(set(ARCHITECTURES) - WITHOUT_PLAN)
+PLANNED = sorted(set(ARCHITECTURES) - {*WITHOUT_PLAN})
 
 
 @pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in PLANNED if name not in DEFAULT]))
@@ -218,6 +217,25 @@ def test_unsupported_sizes_are_refused_before_ranks_start(
 ) -> None:
     (problem,) = problems(config_folder(name, tmp_path / "folder", **changes), ranks)
     assert message in problem
+
+
+def test_plan_is_derived_from_the_usual_projections(tmp_path: Path) -> None:
+    module = models.find("transformers")
+    model: Any = models.build(module, module.Config(str(config_folder("opt", tmp_path / "opt"))))
+    plan = hf_derived_plan.derive(model, 2)
+    of_first_layer = {path.partition(".0.")[2]: style for path, style in plan.items() if ".0." in path}
+    assert of_first_layer == {
+        **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+        "self_attn.out_proj": "rowwise",
+        "fc1": "colwise",
+        "fc2": "rowwise",
+    }
+
+
+def test_no_plan_is_derived_for_attention_with_other_weights(tmp_path: Path) -> None:
+    """The norms of StableLM 2 12B have a weight for each head, and a rank would use those of other heads."""
+    (problem,) = problems(config_folder("stablelm", tmp_path / "folder", qk_layernorm=True), 2)
+    assert "needs the plan of StableLmForCausalLM, which does not exist" in problem
 
 
 def test_unknown_style_is_refused_by_name_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,322 @@
+"""Sequence parallelism of ``transformers`` networks: between split modules, each tensor-parallel rank has some tokens.
+
+The method is that of Korthikanti et al. 2022. The blocks of a network run on this rank's part of the tokens: the first
+block cuts its input, and the last one gathers the parts. Children of a block with matrices, such as attention, run on
+full sequences: their input is gathered and their output is cut. A reduce-scatter replaces the sum and the cut if the
+output is that of a split linear layer. Norms run on parts, so the gradients of their weights are partial sums.
+
+``find`` runs a copy of the network on the meta device, to reject blocks that combine tokens in their own code.
+Shape suffixes: B batch, T tokens, t tokens of this rank, D features.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_leaves
+
+from shardtrain.distributed.tensor_parallel.meta_pass import MetaPass
+from shardtrain.ops.user_state import trial
+from shardtrain.utils.errors import ConfigError, Problem
+
+_PART = 11
+"""Tokens of a part in the trial. No other size of a network should be equal to it."""
+_HIDDEN = "hidden_states"
+_ATEN = torch.ops.aten
+_TOKENWISE = {
+    _ATEN.alias.default,
+    _ATEN.clone.default,
+    _ATEN.detach.default,
+    _ATEN.empty_like.default,
+    _ATEN.new_empty.default,
+    _ATEN.native_layer_norm.default,
+    _ATEN.native_dropout.default,
+    _ATEN.zeros_like.default,
+    _ATEN._to_copy.default,
+}
+"""Operations on (B, t, D) that compute each token from the same token, in addition to the pointwise ones."""
+_OVER_FEATURES = {_ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.linalg_vector_norm.default, _ATEN.var.correction}
+"""Operations that do so if they reduce only the last dimension."""
+
+
+class Unsplittable(Exception):
+    """Reason why the blocks of a network cannot run on parts: a phrase that follows the name of the network."""
+
+
+@dataclass
+class SplitSequences:
+    """Modules of blocks that run on parts.
+
+    Attributes:
+        full: paths of the modules in blocks that run on full sequences.
+        scattered: split linear layer -> the module of ``full`` whose output it computes.
+        partial: module path -> parameters whose gradients are partial sums, because they are used on parts.
+    """
+
+    full: set[str] = field(default_factory=set)
+    scattered: dict[str, str] = field(default_factory=dict)
+    partial: dict[str, set[str]] = field(default_factory=dict)
+
+
+def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequences:
+    """Return how the blocks of a network run on parts of sequences.
+
+    Args:
+        model: the unsplit model, on the meta device. It is not changed.
+        split: path of each module that tensor parallelism splits -> "colwise", "rowwise" or another style.
+        experts: paths of modules that select tokens by value, which the meta device does not support.
+
+    Raises:
+        Unsplittable: a block may combine tokens.
+    """
+    if model.kind == "sequence_to_sequence":
+        raise Unsplittable("is an encoder with a decoder")
+    found = SplitSequences()
+    for path, block in model.blocks.items():
+        found.full |= set(_full_children(path, block))
+        for child_path, child in block.named_modules(prefix=path):
+            is_full = any(child_path == full or child_path.startswith(f"{full}.") for full in found.full)
+            names = {name for name, _ in child.named_parameters(recurse=False)}
+            if names and not is_full:
+                found.partial[child_path] = names
+    for path in sorted(found.full):
+        if split.get(path) in ("colwise", "rowwise"):
+            raise Unsplittable(f"has blocks that call the split layer {path} themselves")
+    _Trial(model, found, split, experts).run()
+    return found
+
+
+def _full_children(path: str, module: nn.Module) -> Iterator[str]:
+    """Yield the children that need full sequences: all except norms and modules without parameters."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}"
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _full_children(child_path, child)
+            continue
+        has_matrices = any(parameter.ndim > 1 for parameter in child.parameters())
+        is_tokenwise = isinstance(child, nn.Dropout | nn.Identity)
+        has_vectors = any(True for _ in child.parameters())
+        if has_matrices or not (has_vectors or is_tokenwise):
+            yield child_path
+
+
+class _Trial(MetaPass):
+    """One forward pass on the meta device, in which the blocks run on half of the tokens."""
+
+    def __init__(self, model: Any, found: SplitSequences, split: Mapping[str, str], experts: set[str]) -> None:
+        super().__init__()
+        self._model = copy.deepcopy(model).to("meta")  # also moves the buffers, which are on the CPU
+        self._found = found
+        self._split = split
+        self._blocks = list(model.blocks)
+        self._num_finished = 0
+        self._running: list[str] = []
+        """Paths of the running modules inside blocks, from the outermost to the innermost."""
+        self._depth_of_full = 0
+        self._last_sum: tuple[str, Any] | None = None
+        """Path and output of the last linear layer whose output is a sum over ranks."""
+        for path in experts:
+            self._model.get_submodule(path).forward = _copy_of_first_input
+
+    def run(self) -> None:
+        for path, module in self._model.named_modules():
+            module.register_forward_pre_hook(self._entry(path), with_kwargs=True)
+            module.register_forward_hook(self._exit(path))
+        tokens = torch.zeros(1, 2 * _PART, dtype=torch.int64, device="meta")
+        try:
+            with trial(self._model), torch.no_grad(), torch.device("meta"), self:
+                self._model(tokens)
+        except Unsplittable:
+            raise
+        except Exception as error:  # shapes that do not fit, or values that meta tensors do not have
+            first_line = (str(error).splitlines() or [""])[0]
+            raise Unsplittable(f"fails in a trial with split sequences: {first_line}") from None
+        if self._num_finished != len(self._blocks):
+            raise Unsplittable("does not call each block once, in the order of its list")
+
+    def _entry(self, path: str) -> Callable[..., Any]:
+        def enter(_: nn.Module, inputs: Any, keywords: Any) -> Any:
+            if path in self._blocks:
+                return self._enter_block(path, inputs, keywords)
+            if self._is_between_blocks() or (self._running and not self._depth_of_full and self._is_unknown(path)):
+                raise Unsplittable(f"calls {path} on parts of sequences")
+            if not self._running:
+                return None
+            self._running.append(path)
+            if path not in self._found.full:
+                return None
+            self._depth_of_full += 1
+            hidden = _hidden(inputs, keywords)
+            self._require(path, hidden, _PART)
+            others = [leaf for leaf in tree_leaves([inputs, keywords]) if leaf is not hidden]
+            if any(_is_part(leaf) for leaf in others):
+                raise Unsplittable(f"passes several activations to {path}")
+            return _replace_hidden(inputs, keywords, hidden.new_empty(1, 2 * _PART, hidden.size(-1)))
+
+        return enter
+
+    def _enter_block(self, path: str, inputs: Any, keywords: Any) -> Any:
+        if self._running or self._num_finished >= len(self._blocks) or self._blocks[self._num_finished] != path:
+            raise Unsplittable("does not call each block once, in the order of its list")
+        self._running.append(path)
+        hidden = _hidden(inputs, keywords)
+        self._require(path, hidden, _PART if self._num_finished else 2 * _PART)
+        if self._num_finished:
+            return None
+        return _replace_hidden(inputs, keywords, hidden.new_empty(1, _PART, hidden.size(-1)))
+
+    def _exit(self, path: str) -> Callable[..., Any]:
+        def leave(_: nn.Module, inputs: Any, output: Any) -> Any:
+            if not self._running:
+                return None
+            self._running.pop()
+            hidden = output[0] if isinstance(output, tuple) else output
+            if self._split.get(path) == "rowwise":
+                self._last_sum = (path, hidden)
+            if path in self._blocks:
+                self._require(path, hidden, _PART)
+                self._num_finished += 1
+                is_last = self._num_finished == len(self._blocks)
+                full = hidden.new_empty(1, 2 * _PART, hidden.size(-1))
+                return _replace_output(output, full) if is_last else None
+            if path not in self._found.full:
+                return None
+            self._depth_of_full -= 1
+            self._require(path, hidden, 2 * _PART)
+            if self._last_sum is not None and self._last_sum[1] is hidden:
+                self._found.scattered[self._last_sum[0]] = path
+            return _replace_output(output, hidden.new_empty(1, _PART, hidden.size(-1)))
+
+        return leave
+
+    def _is_between_blocks(self) -> bool:
+        return not self._running and 0 < self._num_finished < len(self._blocks)
+
+    def _is_unknown(self, path: str) -> bool:
+        """True if a module must not run on parts."""
+        own = self._model.get_submodule(path).parameters(recurse=False)
+        return path not in self._found.full and any(parameter.ndim > 1 for parameter in own)
+
+    def _require(self, path: str, hidden: Any, tokens: int) -> None:
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.size(1) != tokens:
+            raise Unsplittable(f"has activations of another shape than (batch, tokens, features) at {path}")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        runs_on_parts = (self._running or self._is_between_blocks()) and not self._depth_of_full
+        has_part = any(_is_part(leaf) for leaf in tree_leaves([args, kwargs]))
+        if runs_on_parts and has_part and not _is_tokenwise(function, args):
+            place = self._running[-1] if self._running else "the model"
+            raise Unsplittable(f"may combine tokens with {function.__name__.partition('.')[0]} in {place}")
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 1 and _PART in value.shape
+
+
+def _is_tokenwise(function: Any, args: Any) -> bool:
+    if function in _TOKENWISE or torch.Tag.pointwise in function.tags:
+        return True
+    if function not in _OVER_FEATURES:
+        return False
+    position = 2 if function is _ATEN.linalg_vector_norm.default else 1
+    dims = args[position]
+    return list(dims) in ([-1], [args[0].ndim - 1])
+
+
+def _copy_of_first_input(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return hidden_states.clone()
+
+
+def _hidden(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    """Return the activations among the arguments of a module: the first one, or the one of the usual name."""
+    return inputs[0] if inputs else keywords.get(_HIDDEN)
+
+
+def _replace_hidden(inputs: tuple[Any, ...], keywords: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
+    if inputs:
+        return (hidden, *inputs[1:]), keywords
+    return inputs, {**keywords, _HIDDEN: hidden}
+
+
+def _replace_output(output: Any, hidden: Tensor) -> Any:
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def apply(model: Any, found: SplitSequences, mesh: DeviceMesh) -> None:
+    """Run the blocks of a model or a pipeline stage on parts of sequences, in place."""
+    parts = _Parts(mesh)
+    blocks = list(model.blocks.values())
+    blocks[0].register_forward_pre_hook(parts.cut_input, with_kwargs=True)
+    blocks[-1].register_forward_hook(parts.gather_output)
+    scattering = set(found.scattered.values())
+    paths = {path for path, _ in model.named_modules()}
+    for path in sorted(found.full & paths):
+        if not any(path.startswith(f"{block}.") for block in model.blocks):
+            continue
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(parts.gather_input, with_kwargs=True)
+        if path not in scattering:
+            module.register_forward_hook(parts.cut_output)
+    for path in found.scattered:
+        if path in paths:
+            model.get_submodule(path).register_forward_hook(parts.reduce_scatter)
+
+
+class _Parts:
+    """Hooks that exchange parts of sequences. Each of them is a collective, in forward or in backward."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._is_split = True
+        """False during a pass without gradients over a sequence that the ranks do not divide, which is not split."""
+
+    def cut_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
+        hidden_BTD = _hidden(inputs, keywords)
+        tokens, ranks = hidden_BTD.size(1), self._mesh.size()
+        self._is_split = tokens % ranks == 0
+        if self._is_split:
+            return _replace_hidden(inputs, keywords, self._cut(hidden_BTD))
+        if torch.is_grad_enabled():
+            rule = f"does not divide a sequence of {tokens} tokens"
+            raise ConfigError(Problem("parallelism.tensor_parallel_degree", ranks, rule, "use a multiple as seq_len"))
+        return None
+
+    def gather_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
+        if not self._is_split:
+            return None
+        return _replace_hidden(inputs, keywords, self._gather(_hidden(inputs, keywords)))
+
+    def cut_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        return self._change_output(output, self._cut)
+
+    def gather_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        return self._change_output(output, self._gather)
+
+    def reduce_scatter(self, _: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+        placement = Shard(1) if self._is_split else Replicate()
+        gradient = None if self._is_split else (Replicate(),)
+        return output.redistribute(placements=(placement,)).to_local(grad_placements=gradient)
+
+    def _change_output(self, output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        if not self._is_split:
+            return None
+        hidden = output[0] if isinstance(output, tuple) else output
+        return _replace_output(output, change(hidden))
+
+    def _cut(self, hidden_BTD: Tensor) -> Tensor:
+        full = DTensor.from_local(hidden_BTD, self._mesh, (Replicate(),), run_check=False)
+        part_BtD = full.redistribute(placements=(Shard(1),)).to_local()
+        # FSDP loses its hooks on a view that a network changes in place.
+        return part_BtD.contiguous() if not part_BtD._is_view() else part_BtD.clone()
+
+    def _gather(self, hidden_BtD: Tensor) -> Tensor:
+        split = DTensor.from_local(hidden_BtD.contiguous(), self._mesh, (Shard(1),), run_check=False)
+        return split.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
