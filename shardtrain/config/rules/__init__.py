@@ -48,7 +48,7 @@ from shardtrain.config.rules.own_files_rules import check_own_files, schedule_op
 from shardtrain.config.rules.pipeline_rules import check_context, check_pipeline, pipeline_notes
 from shardtrain.config.rules.safety_rules import check_paths, check_secrets
 from shardtrain.config.rules.task_rules import OF_TEXT, check_task, check_text_tasks
-from shardtrain.config.rules.transformers_rules import check_transformers, transformers_notes
+from shardtrain.config.rules.transformers_rules import check_transformers
 from shardtrain.config.rules.values import check_choices, check_forms, check_ranges, check_steps
 from shardtrain.config.schema import Config
 from shardtrain.facts.quantization import CONVERTERS
@@ -124,7 +124,6 @@ def notes(loaded: Loaded) -> list[str]:
         *_unsupported_options(loaded),
         *pipeline_notes(loaded),
         *experts_notes(loaded),
-        *transformers_notes(loaded),
         *rotary_notes(loaded),
         *float8_notes(loaded),
         *checkpoint_notes(loaded),

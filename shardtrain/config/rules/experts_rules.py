@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from shardtrain.config import derived
+from shardtrain.config import derived, folder_model
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.model_rules import dense_layers, model_shape
 from shardtrain.config.rules.values import any_of, divisors, problem
@@ -31,6 +31,12 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     if sizes is None:
         return
     experts = sizes.get("num_experts")
+    if config.model.name == folder_model.NAME:
+        # config.json has other names for its experts; the check of the built network finds them
+        yield from _check_forced_balance(loaded, f"is not supported for model.name={folder_model.NAME}")
+        if p.data_parallel_shard_degree != -1:
+            yield from _check_ranks(loaded, p.data_parallel_shard_degree)
+        return
     if not isinstance(experts, int) or experts < 1:
         yield from _check_without_experts(loaded)
         return
@@ -126,6 +132,10 @@ def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
             rule=rule,
             fix="set it to 1, or use a model such as qwen3_moe, mixtral or deepseek_v3",
         )
+    yield from _check_forced_balance(loaded, rule)
+
+
+def _check_forced_balance(loaded: Loaded, rule: str) -> Iterator[Problem]:
     if loaded.config.debug.moe_force_load_balance:
         yield problem(loaded, "debug.moe_force_load_balance", rule, "set it to false")
 

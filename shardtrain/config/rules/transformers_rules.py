@@ -71,21 +71,15 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
             fix="write a model file, or install a version that has it",
             where=where,
         )
+    if found.get("output_router_logits"):
+        yield Problem(
+            option,
+            folder,
+            rule=f"has output_router_logits=true in config.json, and model.name={NAME} has no balance loss of experts",
+            fix="set it to false there, or use a model family of this package",
+            where=where,
+        )
     yield from _check_split(loaded, found)
-
-
-def transformers_notes(loaded: Loaded) -> list[str]:
-    """Return a note if config.json enables a balance loss, which ``transformers`` adds to its own loss only."""
-    if loaded.config.model.name != NAME:
-        return []
-    _, folder = _folder(loaded.config)
-    found = _read(folder)
-    if isinstance(found, str) or not found.get("output_router_logits"):
-        return []
-    return [
-        f"{folder}/config.json: output_router_logits=true, but model.name={NAME} trains without the balance loss of "
-        "its experts (router_aux_loss_coef)"
-    ]
 
 
 def _folder(config: Config) -> tuple[str, str]:
