@@ -10,7 +10,7 @@ Shape suffixes: B batch, T tokens, S tokens of the decoder, L labels, V vocabula
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ AS_IS = True
 ``transformers``.
 """
 PREFIX = "hf."
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+"""Names of that field in configs."""
 _LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
 
@@ -86,6 +88,11 @@ class Config:
         if head_dim:
             return head_dim
         return int(getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token. 1 if the network has no experts."""
+        return max(self._largest(name) for name in _EXPERTS_PER_TOKEN) or 1
 
     @property
     def tied_embeddings(self) -> bool:
@@ -149,6 +156,9 @@ class Model(nn.Module):
         if not self.blocks:
             rule = f"names {c.class_name}, in which no repeated blocks are found"
             raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
+        for path in _sharing_blocks(self.hf, self.blocks):
+            # The root shards these. FSDP would make separate parameters of them, as each unit shards its own
+            del self.blocks[path]
 
     def forward(
         self,
@@ -277,6 +287,16 @@ def _blocks(hf: Any) -> Iterator[tuple[str, nn.Module]]:
     for path, blocks in named_lists or lists:
         for index, block in enumerate(blocks):
             yield f"{PREFIX}{path}.{index}", block
+
+
+def _sharing_blocks(hf: nn.Module, blocks: Iterable[str]) -> set[str]:
+    """Return the paths of blocks that have a parameter of another block, as in Zamba 2."""
+    sharing: set[str] = set()
+    for names in tied_names(hf):
+        owners = {block for block in blocks for name in names if f"{PREFIX}{name}".startswith(f"{block}.")}
+        if len(owners) > 1:
+            sharing |= owners
+    return sharing
 
 
 def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
