@@ -19,6 +19,7 @@ from shardtrain.config.schema import Config
 from shardtrain.layout import SPLIT_ON_DIM_0, Layout, matches, style_of
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops.tied import tied_names
+from shardtrain.tools.plan import network_layout
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -213,6 +214,9 @@ def read(config: Config) -> ModelShape:
 
         spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape)
+    is_network = hasattr(model, "tensor_plan")
+    if is_network:
+        layout = network_layout.of(model, layout, config.parallelism.tensor_parallel_degree)
     base_dtype = config.lora.base_dtype if config.lora.enable else "training"
     if base_dtype != "training":
         quantize.take_out(model, layout, base_dtype)
@@ -243,22 +247,30 @@ def read(config: Config) -> ModelShape:
                 fix="a plan needs at least one layer",
             )
         )
-    last_modules = set(layout.last)
+    if is_network:
+        first, last = network_layout.outside_blocks(model)
+    else:
+        first, last = layout.first, layout.last
+    last_modules = set(last)
     tied = False
     for names in tied_names(model):
-        modules = {name.partition(".")[0] for name in names}
-        tied = tied or bool(modules & last_modules)
+        tied = tied or any(_is_inside(name, last_modules) for name in names)
     return ModelShape(
         name=derived.model_label(config.model, num_params),
         layers=tuple(layer_shapes),
-        first=tuple(_parameters(model, layout.first, layout)),
-        last=tuple(_parameters(model, layout.last, layout)),
+        first=tuple(_parameters(model, first, layout)),
+        last=tuple(_parameters(model, last, layout)),
         dim=int(getattr(shape, "dim", 0)) or layer_shapes[0].parameters[0].shape[-1],
         vocab=task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1)),
         tied=tied,
         num_params=num_params,
         flops_per_token=flops(config.training.seq_len),
     )
+
+
+def _is_inside(name: str, paths: Iterable[str]) -> bool:
+    """True if a parameter belongs to one of these modules."""
+    return any(name.startswith(f"{path}.") for path in paths)
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
@@ -459,12 +471,12 @@ def _experts(layer: nn.Module, path: str, layout: Layout, shape: object) -> Expe
 def _parameters(
     module: nn.Module, names: Iterable[str] | None, layout: Layout, path: str = ""
 ) -> Iterable[ParameterShape]:
-    """Yield the parameters of a module, or of its children ``names``.
+    """Yield the parameters of a module, or of its submodules ``names``.
 
     A shared parameter is listed in each owner.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if names is not None and name.partition(".")[0] not in names:
+        if names is not None and not _is_inside(name, names):
             continue
         full_name = f"{path}.{name}" if path else name
         owner = full_name.rpartition(".")[0]

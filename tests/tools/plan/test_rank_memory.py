@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hf_meshes import deep_folder, hf_tiny
 from tiny import deep_config, tiny_config
 
 from shardtrain.config import derived, load
@@ -90,6 +91,28 @@ def test_the_plan_of_every_family_matches_its_trace(name, flavor, most):
     run, plan = traced(config, 0, 4), planned(config, 0, 4)
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
     assert plan.total == pytest.approx(run.total_bytes, rel=most)
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"tensor_parallel_degree": 2},
+        {"expert_parallel_degree": 2},
+        {
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
+        },
+    ],
+    ids=str,
+)
+def test_weights_of_a_transformers_network_are_counted_from_its_modules(parallelism, tmp_path):
+    pytest.importorskip("transformers")
+    training = {"local_batch_size": 2, "global_batch_size": 8}
+    config = hf_tiny(deep_folder("qwen3_moe"), tmp_path, parallelism=parallelism, training=training)
+    run, plan = traced(config, 0, 4), planned(config, 0, 4)
+    assert shapes.read(config).has_experts
+    assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])

@@ -1,0 +1,53 @@
+"""The layout of a ``transformers`` network for a plan, from the network on the meta device."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from shardtrain.layout import Layout, matches
+
+_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "rowwise_split_input": "rowwise",
+    "rowwise_rep": "rowwise",
+    "colwise_gather_output": "head",
+    "colwise_rep": "head",
+    "embedding_rowwise": "embed",
+}
+"""Style of a plan of ``transformers`` -> style in LAYOUT.tensor. Other modules are replicated."""
+
+
+def of(model: Any, layout: Layout, tensor_ranks: int) -> Layout:
+    """Return the layout with the experts of a network and, for several tensor-parallel ranks, its split modules."""
+    tensor = {}
+    for path in model.experts:
+        # each tensor-parallel rank has the matrices of some experts
+        tensor[f"{layout.layers}.{path}"] = "expert"
+    if tensor_ranks > 1:
+        for path, module in model.named_modules():
+            style = next((style for pattern, style in model.tensor_plan.items() if matches(path, pattern)), "")
+            if style in _STYLES and isinstance(module, nn.Linear | nn.Embedding):
+                tensor[path] = tensor[f"{layout.layers}.{path}"] = _STYLES[style]
+    owners = {re.sub(r"\.\d+\.", ".*.", path.rpartition(".")[0]) for path in model.experts}
+    expert = f"{layout.layers}.{min(owners)}" if owners else layout.expert
+    return replace(layout, tensor=tensor, expert=expert)
+
+
+def outside_blocks(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the paths of the modules with parameters before the blocks, which are embeddings, and behind them."""
+    first = []
+    last = []
+    for path, module in model.named_modules():
+        is_in_block = any(f"{path}.".startswith(f"{block}.") for block in model.blocks)
+        if is_in_block or next(module.parameters(recurse=False), None) is None:
+            continue
+        if isinstance(module, nn.Embedding):
+            first.append(path)
+        else:
+            last.append(path)
+    return tuple(first), tuple(last)
