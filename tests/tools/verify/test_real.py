@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_architectures import ARCHITECTURES, hf_config, layered
 from ranks import run_ranks
 from tiers import cases
 
@@ -185,6 +186,21 @@ def test_a_step_of_one_layer_matches_float64(model, mesh, sizes):
     rows = rows_of("--model.name", model, "--model.overrides", sizes, meshes=(mesh,))
     assert {row.verdict for row in rows.values()} == {"pass"}, rows
     assert ("layer and vocabulary: gradients", mesh) in rows
+
+
+@pytest.mark.parametrize("name", cases(["deepseek_v3"], nightly=["qwen3", "granitemoe", "gpt_oss", "lfm2"]))
+def test_a_step_of_each_kind_of_layer_of_a_transformers_network_matches_float64(name, tmp_path):
+    """Dense layers before experts, or attention after convolutions: the first of each is kept."""
+    pytest.importorskip("transformers")
+    hf_config(name, **layered(name, 4)).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": [ARCHITECTURES[name][0]]}))
+    arguments = ("--model.name", "transformers", "--model.overrides.path", str(tmp_path))
+    rows = rows_of(*arguments, meshes=("1", "dp_shard=2,tp=2"))
+    steps = {name: row for name, row in rows.items() if name[0].startswith("layers")}
+    assert len(steps) == 6 and {row.verdict for row in steps.values()} == {"pass"}, steps
+    kept = 1 if name in ("qwen3", "granitemoe") else 2
+    assert steps["layers: loss", "1"].note.endswith(f" 4 -> {kept}")
 
 
 def test_a_wrong_layer_is_detected(monkeypatch):

@@ -315,12 +315,6 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         size = f"position {length - 1:,}"
         yield Check("rotary angles", size, "1", 1, 1 << 28, angles.limit(length), measure)
 
-    if loaded.config.model.name == "transformers":
-        yield _left_out(
-            model,
-            "a model of transformers is compared with transformers by import and export instead",
-        )
-        return
     with temporary_folder("real") as folder:
 
         def count(piece: real_layers.PartialModel) -> real_layers.PartialModel:
@@ -334,20 +328,19 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
             )
             return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
-        for piece in real_layers.pieces(loaded, budget, count):
+        if loaded.config.model.name == "transformers":
+            found = iter([count(real_layers.network_piece(loaded, folder))])
+        else:
+            found = real_layers.pieces(loaded, budget, count)
+        for piece in found:
             yield from _of_piece(model, piece, folder / "gradients.safetensors")
-
-
-def _left_out(model: str, reason: str) -> Check:
-    def measure(_: Path) -> tuple[float, str]:
-        raise _NotPossible(reason)
-
-    return Check(model, "", "1", 1, 0, 0, measure)
 
 
 def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     """Yield the checks of one piece: loss, norm and gradients on each mesh, against one float64 reference."""
     from shardtrain.tools.verify.real import real_layers
+    from shardtrain.train import trainer
+    from shardtrain.train.preflight import meta_model
 
     # The loss check of a mesh runs its step. The other two checks of the mesh read the results of that step.
     # The loss check of the first mesh also computes the reference.
@@ -361,11 +354,11 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
             path.unlink(missing_ok=True)
             expected.update(_on_ranks(folder, 1, real_layers.reference, piece, str(path), alone=True)[0])
         config = real_layers.on_mesh(piece, degrees)
-        problems = configs.check(config)
+        problems: Sequence[object] = configs.check(config)
+        if not problems and degrees.get("tp", 1) > 1 and config.config.model.name == "transformers":
+            problems = meta_model.build(config.config, ranks)[0]
         if problems:
             raise _NotPossible("; ".join(str(problem) for problem in problems))
-        from shardtrain.train import trainer
-
         arguments = (trainer, config.config, piece, str(path))
         step.update(real_layers.errors(_on_ranks(folder, ranks, real_layers.step, *arguments), expected))
         return step[kind], piece.size_text

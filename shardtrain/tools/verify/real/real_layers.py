@@ -7,9 +7,11 @@ vocabulary with a small layer. The row of a piece lists the reduced sizes.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,6 +143,30 @@ def pieces(
     if not tied:
         size_text += f", embedding of {FEW_ROWS} rows"
     yield count(_piece("vocabulary", loaded, small, size_text, not tied))
+
+
+def network_piece(loaded: Loaded, folder: Path) -> PartialModel:
+    """Return a network of ``transformers`` with one layer of each kind. Its config.json is written to ``folder``."""
+    config = loaded.config.model
+    source = Path(str(config.overrides.get("path") or config.hf_assets_path)) / "config.json"
+    fields = json.loads(source.read_text(encoding="utf-8"))
+    name = "n_layer" if "n_layer" in fields else "num_hidden_layers"
+    num_layers = int(fields[name])
+    # Keep the first layer of each kind: dense layers before experts, and the combinations of lists over layers
+    dense = int(fields.get("first_k_dense_replace") or 0)
+    lists = {key: value for key, value in fields.items() if isinstance(value, list) and len(value) == num_layers}
+    kept: dict[tuple[object, ...], int] = {}
+    for index in range(num_layers):
+        kept.setdefault((index < dense, *(json.dumps(value[index]) for value in lists.values())), index)
+    fields[name] = len(kept)
+    if dense:
+        fields["first_k_dense_replace"] = min(dense, 1)
+    for key, value in lists.items():
+        fields[key] = [value[index] for index in kept.values()]
+    path = folder / "network"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return _piece("layers", loaded, {"path": str(path)}, f"{name} {num_layers} -> {len(kept)}", False)
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -326,6 +352,9 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     module, shape, model = build(config, piece.cut_embedding)
+    if hasattr(model, "hf") and getattr(model, "experts", None):
+        # one product per expert, which the float64 mode can compute in blocks
+        model.hf.set_experts_implementation("eager")
     to_empty(model)
     for _, buffer in model.named_buffers():
         buffer.zero_()
