@@ -91,6 +91,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteMoeForCausalLM",
         {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "olmoe": ("OlmoeForCausalLM", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {**_HEAD_8, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
@@ -195,6 +196,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            **_GROUPED,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_hidden_layers": 4,
+            "num_mem_blocks": 1,
+            "mamba_d_state": 8,
+            "mamba_headdim": 8,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+            "adapter_rank": 4,
+        },
+    ),
     "lfm2": (
         "Lfm2ForCausalLM",
         {
@@ -205,6 +221,59 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> class of ``transformers`` and its tiny config. The names are those of model types, or shorter."""
+
+
+EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "granitemoe",
+    "olmoe",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "hunyuan_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v32",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "minimax",
+    "nemotron_h",
+)
+"""Architectures with stacked experts."""
+WHOLE_SEQUENCES = (
+    "falcon",
+    "deepseek_v32",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "kimi_linear",
+    "minimax",
+    "bamba",
+    "nemotron_h",
+    "zamba2",
+    "lfm2",
+)
+"""Architectures that mix tokens outside of the attention function, so sequences are not split over ranks."""
+WITHOUT_PLAN = ("falcon", "gpt2")
+"""Architectures without a tensor-parallel plan."""
+_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
+
+
+def layers_of(name: str) -> int:
+    """Return the number of layers of an entry."""
+    fields = ARCHITECTURES[name][1]
+    return int(fields.get("n_layer", fields.get("num_hidden_layers")))
+
+
+def layered(name: str, num_layers: int) -> dict[str, Any]:
+    """Return the changes of fields that give an architecture more layers of the same kinds."""
+    fields = ARCHITECTURES[name][1]
+    changes: dict[str, Any] = {"n_layer" if "n_layer" in fields else "num_hidden_layers": num_layers}
+    for key in _PER_LAYER:
+        if key in fields:
+            changes[key] = list(fields[key]) * (num_layers // len(fields[key]))
+    return changes
 
 
 def installed() -> dict[str, tuple[str, dict[str, Any]]]:

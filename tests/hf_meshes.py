@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_architectures import ARCHITECTURES, hf_folder
+from hf_architectures import hf_folder, layered
 from tiny import assert_bitwise, make_run, tiny_config, whole
 from torch import Tensor
 
@@ -17,17 +17,13 @@ from shardtrain.ops.dtensor import to_full
 from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "layers_block_type")
-
 
 def deep_folder(name: str) -> Path:
     """Return the folder of an architecture with four layers."""
-    fields = ARCHITECTURES[name][1]
-    changes: dict[str, Any] = {"n_layer" if "n_layer" in fields else "num_hidden_layers": 4}
-    for key in _PER_LAYER:
-        if len(fields.get(key, ())) == 2:
-            changes[key] = tuple(fields[key]) * 2
-    return hf_folder(name, **changes)
+    changes = layered(name, 4)
+    return hf_folder(
+        name, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+    )
 
 
 NOT_LOADED = ("qwen3_5_moe", "kimi_linear")
@@ -94,6 +90,7 @@ def piped(degree: int, schedule: str, **more: Any) -> dict[str, Any]:
 def difference(results: list[FirstStep], expected: FirstStep) -> float:
     """Return the largest relative difference of loss and gradients, after checking names and initial weights.
 
+    A gradient is compared with its own norm, or with a hundredth of the largest norm of a gradient if that is more.
     The result is NaN if any loss or gradient is NaN.
     """
     differences: list[float] = []
@@ -107,7 +104,8 @@ def difference(results: list[FirstStep], expected: FirstStep) -> float:
         differences.append(abs(result.grad_norm - expected.grad_norm) / expected.grad_norm)
         assert result.gradients.keys() == result.initial.keys() & expected.gradients.keys()
         for name, gradient in result.gradients.items():
-            size = max(float(expected.gradients[name].norm()), 1e-3 * scale)
+            # Gradients of decay rates, for example, are small differences of large sums
+            size = max(float(expected.gradients[name].norm()), 1e-2 * scale)
             differences.append(float((gradient - expected.gradients[name]).norm()) / size)
     assert names == expected.initial.keys()
     # Python's max skips NaN, and that of torch returns it.

@@ -3,6 +3,7 @@
     python tests/search.py --seed 1 --count 500          search; exit status 1 if a fault was found
     python tests/search.py --families llama4,gpt_oss     search only these families
     python tests/search.py --features all                also draw the features of search_more.py
+    python tests/search.py --features architectures      draw architectures of ``transformers``
     python tests/search.py --try --parallelism...        judge one configuration, given by its options
 
 Every other verdict is a fault: ``differs`` (silently), ``crashes``, ``hangs``, ``refused late`` (after ranks have
@@ -46,10 +47,11 @@ if __name__ == "__main__":  # as a script, Python puts tests/ on the path but no
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import search_architectures
 import torch
 import torch.distributed as dist
 from search_case import CP, DDP, FAMILIES, FSDP, LOCAL, NEWER, PP, SEQ, SHAPES, STEPS, TP, UNSET, A, Case, M, P
-from search_more import CSV, FEATURES, tolerance, write_schedule
+from search_more import ARCHITECTURES, CSV, FEATURES, tolerance, write_schedule
 from search_space import broken, draw
 from torch import Tensor
 
@@ -558,6 +560,8 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
     """
     if case.value(CSV):
         write_schedule(Path(case.value(CSV)))
+    if search_architectures.name_of(case):
+        search_architectures.write_folder(Path(case.value(f"{M}path")))
     options = case.resolved()
     missing = {name: value for name, value in (more or {}).items() if name not in options}
     loaded = config.load(None, [*case.arguments(), *_flags(missing)])
@@ -777,8 +781,11 @@ def main(arguments: list[str]) -> int:
     if unknown := set(families) - SHAPES.keys():
         parser.error(f"--families: {', '.join(sorted(unknown))} is not one of {', '.join(SHAPES)}")
     features = _listed(options.features, every=FEATURES, default=())
-    if unknown := set(features) - set(FEATURES):
-        parser.error(f"--features: {', '.join(sorted(unknown))} is not one of {', '.join(FEATURES)}")
+    if unknown := set(features) - {*FEATURES, ARCHITECTURES}:
+        known = ", ".join((*FEATURES, ARCHITECTURES))
+        parser.error(f"--features: {', '.join(sorted(unknown))} is not one of {known}")
+    if ARCHITECTURES in features:
+        families = ("llama3",)  # the other options of a case; the architecture replaces the model
     report = functools.partial(print, flush=True)
     counts, faults = search(options.seed, numbers, report, not options.no_shrink, families, features)
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

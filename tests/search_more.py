@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import search_architectures
 from search_case import (
     AS_IS,
     CONSTANT,
@@ -698,12 +699,19 @@ OTHERS: dict[str, Feature] = {
     "chunks": chunks,
 }
 FEATURES = (*FIRST, *OTHERS)
+ARCHITECTURES = "architectures"
+"""Feature that is drawn only on request, to keep older cases unchanged."""
 _OF_DOCUMENTS = ("mixture", "chat", "columns")
 """Features of document data. They exclude each other, and row tasks support none of them."""
 
 
 def add(rng: random.Random, draft: Draft, features: Sequence[str]) -> None:
     """Add one to three of the features, without those that exclude each other."""
+    if ARCHITECTURES in features:
+        search_architectures.add(rng, draft)
+        if not {f"{T}epochs", f"{T}on_data_end"} & draft.options.keys():
+            draft.options[f"{T}on_data_end"] = "repeat"
+        return
     chosen = rng.sample(features, min(len(features), rng.choice((1, 2, 2, 3))))
     first = [name for name in chosen if name in FIRST][:1]
     if draft.family == "encoder":  # only these support bidirectional attention
@@ -885,23 +893,33 @@ def _of_networks(case: Case) -> Iterator[Broken]:
     """A ``transformers`` network supports split sequences, and the sharding of its own tensor-parallel plan."""
     if case.value("model.name") != AS_IS:
         return
+    if search_architectures.name_of(case):
+        yield from search_architectures.broken(case)
+        yield from _of_parts(case)
+        return
     for option in (PP, EP):
         if case.number(option) > 1:
             yield Broken("transformers networks do not support this axis", (option,))
-    tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
+    tp, cp = case.number(TP), case.number(CP)
     if cp > 1 and case.value(f"{M}path") != LLAMA:
         yield Broken("only causal language models split sequences", (CP,))
-    chunks = context_chunks(case)
-    if seq_len % chunks or seq_len // cp % tp:
-        yield Broken(f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank", (SEQ,))
-    if cp > 1 and case.value(f"{P}context_parallel_method") == "ulysses" and 2 % (tp * cp):
-        yield Broken(f"ulysses must divide the 2 KV heads by {tp * cp}", (CP,))
+    yield from _of_parts(case)
     if tp > 1 and (case.value(f"{M}path") != LLAMA or 2 % tp):
         yield Broken("the tensor-parallel plan of a network must divide its heads", (TP,))
     if tp > 1 and has_compiled_layers(case):
         yield Broken("compiled blocks do not support tensor parallelism", ("compile.enable",))
     if case.value("optimizer.name") == "Muon":
         yield Broken("patterns must match the network's parameter names", ("optimizer.muon_adamw_patterns",))
+
+
+def _of_parts(case: Case) -> Iterator[Broken]:
+    """The parts of a sequence, and the 2 key-value heads of a network that Ulysses exchanges."""
+    tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
+    chunks = context_chunks(case)
+    if seq_len % chunks or seq_len // cp % tp:
+        yield Broken(f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank", (SEQ,))
+    if cp > 1 and case.value(f"{P}context_parallel_method") == "ulysses" and 2 % (tp * cp):
+        yield Broken(f"ulysses must divide the 2 KV heads by {tp * cp}", (CP,))
 
 
 def _of_teacher(case: Case) -> Iterator[Broken]:

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+import search_architectures
 import search_more
 from search_case import (
     AS_IS,
@@ -418,6 +419,8 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
     if pp == 1:
         return
     layers, schedule = case.number(f"{M}num_layers"), case.value(SCHEDULE, "1F1B")
+    if search_architectures.name_of(case):
+        layers = int(case.value(f"{M}path").rpartition("-")[2])
     per_stage = case.number(f"{P}pipeline_parallel_layers_per_stage", 0)
     # the first and last stages have fewer layers, as if their embedding and head were layers
     extra_layers = sum(case.number(option, 1) for option in LESS)
@@ -456,6 +459,8 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
 
 def _of_experts(case: Case) -> Iterator[Broken]:
     ep, family = case.number(EP), case.value("model.name")
+    if search_architectures.name_of(case):
+        return
     if family not in MIXTURES:
         if ep > 1:
             yield Broken("expert parallelism requires a family with experts", (EP,))

@@ -38,7 +38,7 @@ from search_case import (
     M,
     P,
 )
-from search_more import FEATURES, NOT_DRAWN
+from search_more import ARCHITECTURES, FEATURES, NOT_DRAWN
 from search_space import broken, draw, draw_any
 from tiers import cases
 
@@ -49,12 +49,13 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
-PARTS, NEWER_PARTS, MORE_PARTS = 11, 3, 11
-"""Parts of 20 cases: 500 cases in total."""
+PARTS, NEWER_PARTS, MORE_PARTS, NETWORK_PARTS = 11, 3, 11, 3
+"""Parts of 20 cases: 560 cases in total."""
 OLDER, NEW, MORE = (FAMILIES, ()), (NEWER, ()), ((*FAMILIES, *NEWER), FEATURES)
 """Pairs of the families and the features to draw from."""
+NETWORKS = (("llama3",), (ARCHITECTURES,))
 CHEAP = (("llama3", "mixtral"), ("named_stages", "distillation", "chat", "mixture", "low_bits", "early_step"))
-SMALL_COUNTS = ((COUNT * 7 // 10, OLDER), (COUNT - COUNT * 7 // 10, NEW), (COUNT // 7, CHEAP))
+SMALL_COUNTS = ((COUNT * 7 // 10, OLDER), (COUNT - COUNT * 7 // 10, NEW), (COUNT // 7, CHEAP), (COUNT // 5, NETWORKS))
 """Number of cases in the default tier, by what they draw from. They have two ranks and few passes."""
 SMALL, SMALL_PIPELINE = 2, 8
 """Maximum passes through a layer per rank and step. The time of a case is proportional to them."""
@@ -117,7 +118,9 @@ def small_cases(num_cases: int, families: Sequence[str], features: Sequence[str]
     cases(
         [
             pytest.param(source, list(small_cases(num_cases, *source)), id=f"{name}-small")
-            for name, (num_cases, source) in zip(("all", "newer", "cheap-features"), SMALL_COUNTS, strict=True)
+            for name, (num_cases, source) in zip(
+                ("all", "newer", "cheap-features", "networks"), SMALL_COUNTS, strict=True
+            )
         ],
         nightly=[
             pytest.param(source, range(part * COUNT, (part + 1) * COUNT), id=f"{name}-{part}")
@@ -125,6 +128,7 @@ def small_cases(num_cases: int, families: Sequence[str], features: Sequence[str]
                 ("all", OLDER, PARTS),
                 ("newer", NEW, NEWER_PARTS),
                 ("features", MORE, MORE_PARTS),
+                ("networks", NETWORKS, NETWORK_PARTS),
             )
             for part in range(parts)
         ],
@@ -135,6 +139,8 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
 ) -> None:
     lines: list[str] = []
     families, features = source
+    if ARCHITECTURES in features:
+        pytest.importorskip("transformers")
     counts, faults = search.search(SEED, numbers, lines.append, families=families, features=features)
     assert not faults, "\n".join(lines)
     assert sum(counts.values()) == len(numbers)
