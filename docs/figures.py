@@ -174,7 +174,88 @@ def object_store_requests(ranks: str) -> str:
     return str(sum(read("object_store_cpu")["markers"][ranks]["requests"].values()))
 
 
+# Architectures of transformers on each mesh: benchmarks/architectures.py
+
+
+def _architecture_cells() -> list[dict[str, Any]]:
+    return list(read("architectures_cpu")["cells"])
+
+
+def _reasons() -> list[str]:
+    """Return the distinct reasons of refusals, in the order of the table."""
+    texts = [cell["text"] for cell in _architecture_cells() if cell["verdict"] == "refused"]
+    return list(dict.fromkeys(texts))
+
+
+def _shown_verdict(cell: dict[str, Any], reasons: list[str]) -> str:
+    if cell["verdict"] == "no experts":
+        return ""
+    if cell["verdict"] == "refused":
+        return f"({reasons.index(cell['text']) + 1})"
+    return str(cell["verdict"]) + ("" if cell["loss_parallel"] else " *")
+
+
+def architectures_table() -> str:
+    """Return a table of architectures by meshes. A number refers to ``architectures_reasons_table``."""
+    cells = _architecture_cells()
+    reasons = _reasons()
+    columns = list(dict.fromkeys(cell["mesh"] for cell in cells))
+    rows: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        rows.setdefault(cell["architecture"], {})[cell["mesh"]] = _shown_verdict(cell, reasons)
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |")
+    return "\n".join(lines)
+
+
+def architectures_reasons_table() -> str:
+    """Return the reasons of ``architectures_table``, by their numbers."""
+    lines = ["| | Reason |", "|---|---|"]
+    lines += [f"| ({number}) | {reason} |" for number, reason in enumerate(_reasons(), 1)]
+    return "\n".join(lines)
+
+
+def architectures_count(*verdicts: str) -> int:
+    """Return the number of cells with these verdicts."""
+    return sum(cell["verdict"] in verdicts for cell in _architecture_cells())
+
+
+def architectures_percent() -> str:
+    """Return the share of equal cells among those that apply, such as ``89``."""
+    same = architectures_count("same")
+    return f"{100 * same / (len(_architecture_cells()) - architectures_count('no experts')):.0f}"
+
+
+# The native and the transformers route: benchmarks/transformers_route.py
+
+
+def routes_table() -> str:
+    """Return a table of both routes: tokens per CPU-second, and the ratios of all rounds."""
+    result = read("transformers_route_cpu")
+    lines = ["| Model | Precision | native, tokens/CPU-s | `transformers`, tokens/CPU-s | Ratio (rounds) |"]
+    lines.append("|---|---|---:|---:|---|")
+    for row in result["rows"]:
+        speeds = row["tokens_per_cpu_second"]
+        spread = f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
+        cells = [row["model"], row["dtype"], f"{speeds['native']:,.0f}", f"{speeds['transformers']:,.0f}", spread]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def routes_processor() -> str:
+    """Return the processor of ``routes_table``."""
+    return str(read("transformers_route_cpu")["processor"])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "routes.table": routes_table,
+    "routes.processor": routes_processor,
+    "architectures.table": architectures_table,
+    "architectures.reasons_table": architectures_reasons_table,
+    "architectures.same": lambda: str(architectures_count("same")),
+    "architectures.cells": lambda: str(len(_architecture_cells()) - architectures_count("no experts")),
+    "architectures.percent": architectures_percent,
     "gpu.table": gpu_table,
     "gpu.8b.tokens": lambda: gpu_tokens("8B of five rows"),
     "gpu.8b.mfu": lambda: gpu_mfu("8B of five rows"),
