@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 SHORT = (torch.bfloat16, torch.float16)
+SHORTER_THAN_FLOAT64 = (*SHORT, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 used: list[str] = []
 """Names of the dtypes of all casts that this process has skipped since casts were disabled."""
@@ -26,9 +27,9 @@ def off(wide: torch.dtype = torch.float32) -> Iterator[None]:
     """While the context is active, replace casts to shorter dtypes than ``wide`` by casts to ``wide``, in this
     process and its forks, even under autocast.
 
-    ``wide`` is float32, or float64 for a model in float64, whose casts to float32 are then disabled, too.
+    ``wide`` is float32, or float64 for a model in float64, whose casts to float32 and 8 bits are then disabled, too.
     """
-    short_dtypes = SHORT if wide == torch.float32 else (*SHORT, torch.float32)
+    short_dtypes = SHORT if wide == torch.float32 else SHORTER_THAN_FLOAT64
     used.clear()
     original_to = Tensor.to
     original_type = Tensor.type

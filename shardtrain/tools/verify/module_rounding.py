@@ -5,8 +5,9 @@ unsharded model then runs in float64 without casts. Before each of its modules t
 ones, and after it the recorded outputs. So each comparison contains the errors of one module, or of one stretch of a
 module's own code between two of its submodules.
 
-An error is allowed up to ``MARGIN`` times that of random rounding of the float64 result. A module without submodules
-may round its result twice, and once per additional matrix on the way. Own code between submodules may round more often.
+An error is allowed if random rounding of the float64 result explains it (``rounding_limits``). A module without
+submodules may round its result twice, and twice per additional matrix on the way. Own code between submodules may
+round more often.
 """
 
 from __future__ import annotations
@@ -28,23 +29,18 @@ from shardtrain.data.batch import Batch
 from shardtrain.distributed import Runner
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Layout, matches
-from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.float8 import Float8Linear
 from shardtrain.ops.microscaling import MXLinear
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify import casts, dropout
 from shardtrain.tools.verify.batches import whole_batch
-from shardtrain.tools.verify.rounding_noise import ROUNDOFF, perturbed, rounded, unit_roundoff
+from shardtrain.tools.verify.rounding_limits import DRAWS, MARGIN, Deviation, deviation, distance
+from shardtrain.tools.verify.rounding_noise import ROUNDOFF, perturbed, unit_roundoff
 from shardtrain.tools.verify.verify_rank import device_of, draws_of, make_rows_uneven, model_of, plain_model
 
-MARGIN = 1.25
-"""Allowed error divided by the largest of ``DRAWS`` simulated ones."""
-DRAWS = 4
 OWN_CODE_ROUNDINGS = 4
 """Number of roundings of the code between two submodules: residual sums, rotary angles, activations."""
-LEAST = ROUNDOFF["float16"] / 8
-"""Allowed relative error of a float32 result, far above its rounding and below that of any shorter dtype."""
 LOSS_MARGIN = 1e-5
 """Allowed relative error of the loss for given logits, which is computed in float32 and added in float64."""
 
@@ -82,42 +78,54 @@ def check_modules(_rank: int, _num: int, config: Config, seed: int, unit_gain: b
     Returns:
         "excess": the results with too large an error, in the order of the forward pass. "outputs": name of the
             dtype of the first floating-point output of each module, by path. "products": paths of linear layers
-            in 8 bits.
+            in 8 bits. "skipped": the reason if the model does not run in float64, or "".
     """
     dropout.switch_off()
-    device = device_of(config, 0)
-    mesh = distributed.build(config, World(0, 1, 0, device))
-    module, shape, model = model_of(config)
-    draws = draws_of(module, shape, model, unit_gain)
-    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
-    runner.materialize(draws, config.debug.seed)
-    for name, parameter in runner.parameters().items():
-        init_weights.draw_(parameter, name, draws[name], config.debug.seed)
-    if config.model.converters:
-        make_rows_uneven(runner.parameters())
-    part = runner.parts[0]
-    products = [path for path, layer in part.named_modules() if isinstance(layer, Float8Linear | MXLinear)]
-    weights = {name: local_tensor(value).detach().cpu() for name, value in runner.parameters().items()}
-
+    runner, layout, vocabulary = _build(config, unit_gain)
     rows = config.training.local_batch_size
-    batch = whole_batch(seed, 0, rows, config.training.seq_len, shape.vocab_size)
-    loss_excess, recorded = _record(runner, batch, config)
-    compute = getattr(torch, derived.compute_dtype(config))
-    plain = plain_model(config, {name: value.float() for name, value in weights.items()}).double()
+    batch = whole_batch(seed, 0, rows, config.training.seq_len, vocabulary)
+    of_loss, recorded = _record(runner, batch, config)
+
+    products = []
+    for path, layer in runner.parts[0].named_modules():
+        if isinstance(layer, Float8Linear | MXLinear):
+            products.append(path)
+    weights = {name: local_tensor(value).detach().cpu() for name, value in runner.parameters().items()}
+    model = _in_float64(config, weights)
+    replay = Replay(model, layout, recorded, products)
+    skipped = ""
     with casts.off(torch.float64):
-        for name, parameter in plain.named_parameters():
-            # The weights as the run uses them. ``copy_`` rounds, and is not a cast that is disabled here.
-            used = torch.empty_like(weights[name], dtype=compute).copy_(weights[name])
-            parameter.data = torch.empty_like(parameter).copy_(used)
-        replay = Replay(plain, module.LAYOUT, recorded, products)
-        replay.run(batch)
-    excess = [*replay.excess, *loss_excess]
+        try:
+            replay.run(batch)
+        except Exception as error:  # a user's file may raise anything, for example if it reads the bits of a number
+            skipped = f"modules were not compared with float64: {type(error).__name__}: {error}"
+
     outputs = {}
     for path, calls in recorded.outputs.items():
         floats = [tensor for tensor in calls[0] if tensor.is_floating_point()]
         if floats:
-            outputs[path] = str(floats[0].dtype).removeprefix("torch.")
-    return {"excess": [vars(one) for one in excess], "outputs": outputs, "products": products}
+            outputs[path] = _name(floats[0])
+    excess = [vars(one) for one in (*replay.excess, *of_loss)]
+    return {"excess": excess, "outputs": outputs, "products": products, "skipped": skipped}
+
+
+def _build(config: Config, unit_gain: bool) -> tuple[Runner, Layout, int]:
+    """Build and initialize the model on one process like ``verify_rank.run_steps``. Also return its vocabulary size."""
+    mesh = distributed.build(config, World(0, 1, 0, device_of(config, 0)))
+    module, shape, model = model_of(config)
+    draws = draws_of(module, shape, model, unit_gain)
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+    runner.materialize(draws, config.debug.seed)
+    if config.model.converters:
+        make_rows_uneven(runner.parameters())
+    return runner, module.LAYOUT, shape.vocab_size
+
+
+def _in_float64(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return the unsharded model in float64, with the weights as the run uses them: rounded to the compute dtype."""
+    compute = getattr(torch, derived.compute_dtype(config))
+    used = {name: weight.to(compute).float() for name, weight in weights.items()}
+    return plain_model(config, used).double()
 
 
 def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess], Recorded]:
@@ -158,8 +166,7 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
 
 
 def _copies(value: Any) -> list[Tensor]:
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return [local_tensor(leaf.detach()).detach().clone() for leaf in leaves]
+    return [local_tensor(leaf.detach()).detach().clone() for leaf in _tensors(value)]
 
 
 def _check_loss(
@@ -176,10 +183,10 @@ def _check_loss(
         yield Excess("", "loss", error, LOSS_MARGIN, cause)
     assert exact_BTV.grad is not None
     for gradient_BTV in gradients:
-        error, allowed = _errors(gradient_BTV, exact_BTV.grad, roundings=1, coherent=False)
-        if not error <= allowed:
+        found = deviation(gradient_BTV, exact_BTV.grad, roundings=1, is_by_row=False)
+        if not found.is_rounding:
             cause = "softmax minus target is rounded more than once, or computed in a shorter dtype"
-            yield Excess("", "gradient of the logits", error, allowed, cause)
+            yield Excess("", "gradient of the logits", found.error, found.allowed, cause)
 
 
 class Replay:
@@ -214,11 +221,14 @@ class Replay:
         def replace_inputs(_: nn.Module, positional: Any, named: Any) -> Any:
             call = self._num_calls[path]
             self._num_calls[path] += 1
+            parent = self._open[-1][0] if self._open else ""
             self._open.append((path, call))
+            # The run may call other modules, for example fused ones.
+            if call >= len(self._recorded.inputs[path]):
+                return None
             recorded = self._recorded.inputs[path][call]
             if path:
-                parent = self._open[-2][0] if len(self._open) > 1 else ""
-                computed = [leaf for leaf in tree_leaves((positional, named)) if isinstance(leaf, Tensor)]
+                computed = _tensors((positional, named))
                 self._compare_own_code(parent, f"own code before {path}", computed, recorded)
             return _replaced((positional, named), recorded)
 
@@ -228,8 +238,10 @@ class Replay:
         def replace_outputs(module: nn.Module, positional: Any, named: Any, output: Any) -> Any:
             opened, call = self._open.pop()
             assert opened == path
+            if call >= len(self._recorded.outputs[path]):
+                return None
             recorded = self._recorded.outputs[path][call]
-            computed = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            computed = _tensors(output)
             if any(True for _ in module.children()):
                 self._compare_own_code(path, "output", computed, recorded)
             else:
@@ -251,7 +263,8 @@ class Replay:
                     cause = f"integers differ from those of float64: they are cast to {_name(actual)} on the way"
                     self.excess.append(Excess(path, what, 1.0, 0.0, cause))
                 continue
-            self._compare(path, what, actual, exact, OWN_CODE_ROUNDINGS, coherent=False)
+            found = deviation(actual, exact, OWN_CODE_ROUNDINGS, is_by_row=False)
+            self._note(path, what, found, actual, exact)
 
     def _compare_leaf(self, path: str, module: nn.Module, inputs: Any, computed: Any, recorded: list[Tensor]) -> None:
         if len(computed) != len(recorded):
@@ -262,26 +275,28 @@ class Replay:
         for index, (exact, actual) in enumerate(zip(computed, recorded, strict=True)):
             if exact.shape != actual.shape or not exact.is_floating_point():
                 continue
-            extra = 0.0
-            if path in self._products:
-                extra = _error_of_8_bits(module, inputs, index, exact)
-            coherent = not is_core and matrices <= 1 and not extra
-            self._compare(path, "output", actual, exact, roundings, coherent, extra)
+            in_8_bits = path in self._products
+            is_by_row = not is_core and not in_8_bits and matrices <= 1
+            found = deviation(actual, exact, roundings, is_by_row)
+            if in_8_bits:
+                of_operands = _error_of_8_bits(module, inputs, index, exact)
+                found = Deviation(found.error, found.allowed + of_operands)
+            self._note(path, "output", found, actual, exact)
 
-    def _compare(
-        self, path: str, what: str, actual: Tensor, exact: Tensor, roundings: int, coherent: bool, extra: float = 0.0
-    ) -> None:
-        error, allowed = _errors(actual, exact, roundings, coherent)
-        allowed += extra
-        if not error <= allowed:
-            cause = _cause_of(_distance(actual.double(), exact.double()), actual)
-            self.excess.append(Excess(path, what, error, allowed, cause))
+    def _note(self, path: str, what: str, found: Deviation, actual: Tensor, exact: Tensor) -> None:
+        if found.is_rounding:
+            return
+        cause = _cause_of(distance(actual.double(), exact.double()), actual)
+        self.excess.append(Excess(path, what, found.error, found.allowed, cause))
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
 
 
 def _replaced(structure: Any, recorded: Sequence[Tensor]) -> Any:
     """Replace the tensors of a nested structure by recorded ones, in float64. Keep it if they do not fit."""
-    leaves = [leaf for leaf in tree_leaves(structure) if isinstance(leaf, Tensor)]
-    shapes = [leaf.shape for leaf in leaves]
+    shapes = [leaf.shape for leaf in _tensors(structure)]
     if shapes != [tensor.shape for tensor in recorded]:
         return structure
     values = iter(recorded)
@@ -295,62 +310,24 @@ def _replaced(structure: Any, recorded: Sequence[Tensor]) -> Any:
     return tree_map_only(Tensor, replace, structure)
 
 
-def _errors(actual: Tensor, exact: Tensor, roundings: int, coherent: bool) -> tuple[float, float]:
-    """Return the relative error of a result, and the error that ``roundings`` random roundings explain.
-
-    With ``coherent``, also compare the error that all elements of a row have in common, and return the pair that
-    exceeds its limit by more. A sum or scale in a short dtype changes a row as a whole, and rounding its result does
-    not.
-    """
-    roundoff = unit_roundoff(actual.dtype)
-    exact = exact.double()
-    simulated = []
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(DRAWS):
-        values = exact
-        for _ in range(roundings):
-            values = rounded(values, actual.dtype, generator)
-        simulated.append(values)
-    # float32 results have no limit below LEAST: angles and sums lose a few digits of float32.
-    floor = LEAST if roundoff < LEAST else 0.0
-    pairs = []
-    for statistic in (_distance, _common_error) if coherent else (_distance,):
-        allowed = MARGIN * max(statistic(values, exact) for values in simulated)
-        # The rounding of subnormal numbers is absolute.
-        tiny = float(torch.finfo(actual.dtype).tiny) * math.sqrt(exact.numel()) / max(float(exact.norm()), 1e-300)
-        pairs.append((statistic(actual.double(), exact), max(allowed, floor) + tiny))
-    return max(pairs, key=lambda pair: pair[0] / max(pair[1], 1e-300))
-
-
-def _distance(actual: Tensor, exact: Tensor) -> float:
-    """Return the relative L2 error. Elements that are infinite in both do not count."""
-    difference = torch.where(actual == exact, 0.0, actual - exact)
-    size = torch.where(exact.isfinite(), exact, 0.0).norm()
-    error = float(difference.norm() / size.clamp_min(1e-300))
-    return math.inf if math.isnan(error) else error
-
-
-def _common_error(actual: Tensor, exact: Tensor) -> float:
-    """Return the root mean square over rows of the relative error that is a multiple of the row."""
-    if exact.ndim < 2:
-        return 0.0
-    energy = exact.square().sum(-1)
-    along = ((actual - exact) * exact).sum(-1)
-    shares = torch.where(energy > 0, along / energy.clamp_min(1e-300), 0.0)
-    return float(shares.square().mean().sqrt())
-
-
 def _error_of_8_bits(module: nn.Module, inputs: Any, index: int, exact: Tensor) -> float:
     """Return the relative error of a linear layer whose operands are rounded to 8 bits."""
     generator = torch.Generator().manual_seed(0)
-    weight = module.weight.data
+    roundoff = ROUNDOFF["e4m3"]
+
+    def rounded_operand(tensor: Tensor) -> Tensor:
+        return perturbed(tensor, roundoff, generator)
+
+    (weight,) = (parameter for name, parameter in module.named_parameters() if name == "weight")
+    unrounded = weight.data
     errors = []
     for _ in range(DRAWS):
-        positional, named = tree_map_only(Tensor, lambda tensor: perturbed(tensor, ROUNDOFF["e4m3"], generator), inputs)
-        module.weight.data = perturbed(weight, ROUNDOFF["e4m3"], generator)
+        positional, named = tree_map_only(Tensor, rounded_operand, inputs)
+        weight.data = rounded_operand(unrounded)
+        # Not ``module(...)``, whose hooks compare and replace.
         output = tree_leaves(module.forward(*positional, **named))[index]
-        errors.append(_distance(output, exact))
-    module.weight.data = weight
+        errors.append(distance(output, exact))
+    weight.data = unrounded
     return MARGIN * max(errors)
 
 
@@ -364,7 +341,7 @@ def _cause_of(error: float, actual: Tensor) -> str:
         roundoff = ROUNDOFF[name]
         if roundoff > 4 * own and roundoff / 6 < error < 4 * roundoff:
             return f"computed in {name}, or rounded to it, although the result is {_name(actual)}"
-    if error < 8 * own:
+    if error < 4 * own:
         return f"rounded to {_name(actual)} before the result: compute inside in float32"
     return (
         "no rounding to 16 bits has an error of this size: check what it computes, and its casts of positions, "

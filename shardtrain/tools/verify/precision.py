@@ -63,7 +63,7 @@ def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]
     """
     modules = _check_modules(task, folder)
     _record_references(task, trainer, folder, modules)
-    rows = [_on_one_process(task, trainer, folder, modules["excess"])]
+    rows = [_on_one_process(task, trainer, folder, modules)]
     for plan in task.plans:
         rows.append(_on_mesh(task, plan, trainer, folder))
     return rows
@@ -106,10 +106,12 @@ def _record_references(task: VerifyTask, trainer: Trainer, folder: Path, modules
             raise ConfigError(f"the model does not train on one process: {error}") from error
 
 
-def _run_in_float32(*arguments: Any, noise: RoundingNoise) -> None:
+def _run_in_float32(
+    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: VerifyTask, folder: str, noise: RoundingNoise
+) -> None:
     """Run the steps with all casts to shorter dtypes disabled, also those of a fault in the engine."""
     with casts.off():
-        run_steps(*arguments, noise=noise)
+        run_steps(rank, num_ranks, trainer, config, task, folder, noise=noise)
 
 
 def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: VerifyTask, folder: Path) -> None:
@@ -123,10 +125,13 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: V
     forked_workers.run(count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit)
 
 
-def _on_one_process(task: VerifyTask, trainer: Trainer, folder: Path, excess: list[dict[str, Any]]) -> MeshResult:
+def _on_one_process(task: VerifyTask, trainer: Trainer, folder: Path, modules: Mapping[str, Any]) -> MeshResult:
     """Compare one process, with several micro-batches. Every mesh would have the same errors."""
     assert task.own is not None
     row = _compared(MeshResult(ONE_PROCESS, "", "same"), task, task.own, {}, 1, trainer, folder)
+    if modules["skipped"]:
+        row = dataclasses.replace(row, rounding=f"{row.rounding}; {modules['skipped']}")
+    excess = modules["excess"]
     if not excess or row.verdict not in ("same", "differs"):
         return row
     # A module that rounds too much is a cause, and a gradient that differs its consequence.

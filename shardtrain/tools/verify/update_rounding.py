@@ -255,7 +255,7 @@ class _AdamW:
     def _excess(self, update: _Update, new: Tensor, step: int) -> float:
         """Return the largest error of an element, divided by what rounding of weight and states explains."""
         options = self.config.optimizer
-        state_dtype = options.state_dtype
+        state_dtype: str = options.state_dtype
         if state_dtype == "default":
             state_dtype = self.config.training.dtype
         # Each step rounds the states again. Float32 operations lose a few digits.

@@ -1,0 +1,91 @@
+"""Relative errors of a result, and the errors that random roundings of the exact result explain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardtrain.tools.verify.rounding_noise import ROUNDOFF, rounded, unit_roundoff
+
+MARGIN = 1.25
+"""Allowed error divided by the largest of ``DRAWS`` simulated ones."""
+DRAWS = 4
+LEAST = ROUNDOFF["float16"] / 8
+"""Allowed relative error of a float32 result. Its angles and sums lose a few digits, far fewer than a shorter dtype."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A relative error, and the one that rounding explains."""
+
+    error: float
+    allowed: float
+
+    @property
+    def ratio(self) -> float:
+        """The error in units of the allowed one."""
+        return self.error / max(self.allowed, 1e-300)
+
+    @property
+    def is_rounding(self) -> bool:
+        """True if rounding explains the error. NaN counts as too large."""
+        return self.error <= self.allowed
+
+
+def deviation(actual: Tensor, exact: Tensor, roundings: int, is_by_row: bool) -> Deviation:
+    """Compare a result with float64, and with ``roundings`` random roundings of the float64 result.
+
+    With ``is_by_row``, also compare the error that all elements of a row have in common, and return the worse of both.
+    A sum or scale in a short dtype changes a row as a whole, and rounding its result does not.
+    """
+    exact = exact.double()
+    generator = torch.Generator().manual_seed(0)
+    simulated = []
+    for _ in range(DRAWS):
+        values = exact
+        for _ in range(roundings):
+            values = rounded(values, actual.dtype, generator)
+        simulated.append(values)
+
+    least = 0.0
+    if unit_roundoff(actual.dtype) < LEAST:
+        least = LEAST
+    statistics: list[Callable[[Tensor, Tensor], float]] = [distance]
+    if is_by_row:
+        statistics.append(_common_error)
+    deviations = []
+    for statistic in statistics:
+        explained = MARGIN * max(statistic(values, exact) for values in simulated)
+        allowed = max(explained, least) + _subnormal_error(actual, exact)
+        error = statistic(actual.double(), exact)
+        deviations.append(Deviation(error, allowed))
+    return max(deviations, key=lambda one: one.ratio)
+
+
+def distance(actual: Tensor, exact: Tensor) -> float:
+    """Return the relative L2 error. Elements that are infinite in both do not count."""
+    difference = torch.where(actual == exact, 0.0, actual - exact)
+    size = torch.where(exact.isfinite(), exact, 0.0).norm()
+    error = float(difference.norm() / size.clamp_min(1e-300))
+    return math.inf if math.isnan(error) else error
+
+
+def _common_error(actual: Tensor, exact: Tensor) -> float:
+    """Return the root mean square over rows of the relative error that is a multiple of the row."""
+    if exact.ndim < 2:
+        return 0.0
+    energy = exact.square().sum(-1)
+    along = ((actual - exact) * exact).sum(-1)
+    shares = torch.where(energy > 0, along / energy.clamp_min(1e-300), 0.0)
+    return float(shares.square().mean().sqrt())
+
+
+def _subnormal_error(actual: Tensor, exact: Tensor) -> float:
+    """Return the relative error of rounding subnormal numbers, which is absolute for each element."""
+    smallest = float(torch.finfo(actual.dtype).tiny)
+    size = max(float(exact.norm()), 1e-300)
+    return smallest * math.sqrt(exact.numel()) / size
