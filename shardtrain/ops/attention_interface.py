@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardtrain.ops import token_mixing
 from shardtrain.ops.attention_core import Broken
+from shardtrain.ops.meta_autocast import meta_autocast
 
 ROUTED = "shardtrain_core"
 """Name under which ``transformers`` knows the function that calls our cores."""
@@ -166,7 +167,7 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
     row_1T = torch.zeros(1, watch.length, dtype=torch.int64, device="meta")
     failure = None
     try:
-        with torch.no_grad(), torch.device("meta"), watch:
+        with torch.no_grad(), torch.device("meta"), meta_autocast(), watch:
             copied(row_1T, row_1T)
     except Untraceable:
         raise

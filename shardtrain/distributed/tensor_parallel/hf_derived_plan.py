@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardtrain.distributed.tensor_parallel.meta_pass import MetaPass
+from shardtrain.ops.meta_autocast import meta_autocast
 from shardtrain.ops.user_state import trial
 
 HEAD_COUNTS = ("num_heads", "num_key_value_heads")
@@ -102,7 +103,7 @@ def _runs_in_parts(model: Any, plan: dict[str, str], ranks: int) -> bool:
     for attention in split_attention(copied, plan):
         divide_heads(attention, ranks)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), MetaPass():
+    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), meta_autocast(), MetaPass():
         copied(tokens)
         return True
     return False

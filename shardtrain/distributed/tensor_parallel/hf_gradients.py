@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.distributed.tensor_parallel.meta_pass import MetaPass
+from shardtrain.ops.meta_autocast import meta_autocast
 from shardtrain.ops.user_state import trial
 
 _TOKENS = 8
@@ -93,7 +94,7 @@ def follow(model: nn.Module, effects: Mapping[str, str], split_parameters: set[s
         watch.hook(path, module, effects.get(path))
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     # A forward pass may raise any exception, because tensors on the meta device have no values.
-    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), watch:
+    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), meta_autocast(), watch:
         copied(tokens)
         findings.is_complete = True
     return findings

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.distributed.tensor_parallel.meta_pass import MetaPass
+from shardtrain.ops.meta_autocast import meta_autocast
 from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -131,7 +132,7 @@ class _Trial(MetaPass):
             module.register_forward_hook(self._exit(path))
         tokens = torch.zeros(1, 2 * _PART, dtype=torch.int64, device="meta")
         try:
-            with trial(self._model), torch.no_grad(), torch.device("meta"), self:
+            with trial(self._model), torch.no_grad(), torch.device("meta"), meta_autocast(), self:
                 self._model(tokens)
         except Unsplittable:
             raise

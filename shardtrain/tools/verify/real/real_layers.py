@@ -352,9 +352,10 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     module, shape, model = build(config, piece.cut_embedding)
-    if hasattr(model, "hf") and getattr(model, "experts", None):
+    network: Any = getattr(model, "hf", None)
+    if network is not None and getattr(model, "experts", None):
         # one product per expert, which the float64 mode can compute in blocks
-        model.hf.set_experts_implementation("eager")
+        network.set_experts_implementation("eager")
     to_empty(model)
     for _, buffer in model.named_buffers():
         buffer.zero_()
