@@ -21,6 +21,8 @@ from shardtrain.tools.verify.verify_report import BLIND
 
 FACTOR = 4.0
 """Tolerance divided by the largest effect of simulated rounding."""
+FEW_ELEMENTS = 4.0
+"""The tolerance of a tensor of n elements is 1 + 4 / sqrt(n) times as large."""
 NOISY_RUNS = 3
 BLIND_ABOVE = 0.5
 """A gradient that rounding alone changes by more than this cannot be compared."""
@@ -90,7 +92,8 @@ def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) 
     for record in noisy:
         for key, error in errors_of(expected, [record], steps).items():
             least = getattr(USUAL, key.partition("/")[0])
-            allowed[key] = max(allowed.get(key, 0.0), least, FACTOR * error)
+            factor = FACTOR * _uncertainty(expected, key)
+            allowed[key] = max(allowed.get(key, 0.0), least, factor * error)
         for step in range(steps):
             # The norm changes by at most as much as the gradients do. By chance it may change far less.
             key = f"norm/{step}"
@@ -100,6 +103,13 @@ def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) 
     for step in range(steps):
         allowed[f"loss/{step}"] = of_loss
     return allowed
+
+
+def _uncertainty(expected: Expected, key: str) -> float:
+    """Return the factor for a tensor of few elements, whose noisy errors may all be small by chance."""
+    if key not in expected.record.parts:
+        return 1.0
+    return 1.0 + FEW_ELEMENTS / math.sqrt(max(1, expected.record.parts[key].numel()))
 
 
 def _distance_of_gradients(expected: Expected, record: RankRecord, step: int) -> float:

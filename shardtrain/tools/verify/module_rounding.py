@@ -44,6 +44,9 @@ OWN_CODE_ROUNDINGS = 4
 LOSS_MARGIN = 1e-5
 """Allowed relative error of the loss for given logits, which is computed in float32 and added in float64."""
 
+ONE_ROUNDING = 1.02
+"""Allowed error of a gradient of the logits in unit roundoffs, with a margin for float32."""
+
 
 @dataclass
 class Recorded:
@@ -183,10 +186,22 @@ def _check_loss(
         yield Excess("", "loss", error, LOSS_MARGIN, cause)
     assert exact_BTV.grad is not None
     for gradient_BTV in gradients:
-        found = deviation(gradient_BTV, exact_BTV.grad, roundings=1, is_by_row=False)
-        if not found.is_rounding:
+        error, allowed = _largest_rounding(gradient_BTV, exact_BTV.grad)
+        if not error <= allowed:
             cause = "softmax minus target is rounded more than once, or computed in a shorter dtype"
-            yield Excess("", "gradient of the logits", found.error, found.allowed, cause)
+            yield Excess("", "gradient of the logits", error, allowed, cause)
+
+
+def _largest_rounding(actual: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return the largest relative error of an element, and that of one rounding to nearest.
+
+    Most elements are small, and those of targets almost equal, so their rounding is not random.
+    """
+    info = torch.finfo(actual.dtype)
+    # Subnormal numbers have an absolute error.
+    size = exact.abs().clamp_min(info.tiny)
+    error = float(((actual.double() - exact).abs() / size).max())
+    return error, max(ONE_ROUNDING * unit_roundoff(actual.dtype), LOSS_MARGIN)
 
 
 class Replay:
