@@ -13,6 +13,7 @@ from shardtrain.tools.doctor.result import (
     Finding,
     Judged,
     Reports,
+    Rule,
     Verdict,
     each,
     kernel_text,
@@ -73,7 +74,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
     # Rank 0 computed the size of the model during the checks of the configuration.
     state_bytes = reports.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
     has_device = any("device_total" in facts for facts in reports.of(AREA).values())
-    rules = {
+    rules: dict[str, Rule] = {
         "host memory": functools.partial(_host, 0 if has_device else state_bytes),
         "kills for memory": _kills,
         "/dev/shm": _shared,

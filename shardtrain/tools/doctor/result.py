@@ -140,6 +140,8 @@ def plural(count: int, noun: str) -> str:
 
 Judged = tuple[Verdict, str, str, str]
 """Verdict, measured, expected, fix."""
+Rule = Callable[[Facts], Judged | None]
+"""Judges the facts of one rank. Returns None if the rule does not apply to it."""
 
 
 def warn_if(is_bad: bool, measured: str, expected: str, fix: str) -> Judged:
@@ -174,7 +176,7 @@ def has_infiniband() -> bool:
 def each(
     reports: Reports,
     area: str,
-    rules: Mapping[str, Callable[[Facts], Judged | None]],
+    rules: Mapping[str, Rule],
 ) -> Iterator[Finding]:
     """Apply the rule of each subject to each rank. Ranks with the same verdict share a row.
 

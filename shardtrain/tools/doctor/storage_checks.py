@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardtrain.checkpoint import storage as checkpoint_storage
 from shardtrain.checkpoint.storage import SPARE, Place
@@ -116,8 +116,10 @@ def readable(context: RankContext) -> dict[str, str]:
     return {name: path for name, path in paths.items() if _is_local(path)}
 
 
-def _is_local(path: str) -> bool:
-    return bool(path) and "://" not in path and not is_built_in(path)
+def _is_local(path: str | None) -> TypeGuard[str]:
+    if not path:
+        return False
+    return "://" not in path and not is_built_in(path)
 
 
 def _existing(path: Path) -> Path:

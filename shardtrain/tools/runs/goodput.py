@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import sys
 import textwrap
@@ -42,51 +41,69 @@ def main(words: Sequence[str]) -> int:
                 where="command line",
             )
         )
-    found, bad = events.read(Path(words[0]))
-    attempts = attempts_of(found)
-    if bad:
-        print(f"ignored {_counted(bad, 'incomplete or damaged line')} of {Path(words[0]) / events.FILE}")
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    folder = Path(words[0])
+    events_of_run, bad_lines = events.read(folder)
+    attempts = attempts_of(events_of_run)
+    if bad_lines:
+        print(f"ignored {_counted(bad_lines, 'incomplete or damaged line')} of {folder / events.FILE}")
+    # Do not wrap a table in a file or pipe.
+    width = sys.maxsize
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns or sys.maxsize
     for text in table(attempts, account(attempts)):
-        print(text if len(text) <= width or not width else _wrapped(text, width))
+        print(_wrapped(text, width) if len(text) > width else text)
     return 0
 
 
 def _wrapped(text: str, width: int) -> str:
     """Wrap a line for a narrow terminal. Continuation lines of a description are indented to its column."""
-    indent = _MEANING_COLUMN if text[:1] != " " and text[_MEANING_COLUMN - 2 : _MEANING_COLUMN] == "  " else 4
-    room = width if width >= indent + 16 else sys.maxsize
-    return "\n".join(
-        textwrap.wrap(text, room, subsequent_indent=" " * indent, drop_whitespace=True, break_on_hyphens=False)
-    )
+    indent = 4
+    has_description = text[:1] != " " and text[_MEANING_COLUMN - 2 : _MEANING_COLUMN] == "  "
+    if has_description:
+        indent = _MEANING_COLUMN
+    # Below 16 columns for the text, wrapping makes it harder to read.
+    if width < indent + 16:
+        width = sys.maxsize
+    lines = textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
-def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
+def table(attempts: Sequence[Attempt], division: Account) -> list[str]:
     """Return the lines of the report."""
     if not attempts:
         return ["no attempt has reached its first step"]
-    running = found.running_seconds
-    sizes = [attempt.start.world_size for attempt in attempts]
-    sizes = [size for size, _ in itertools.groupby(sizes)]
+
+    # List the sizes in order. Consecutive attempts with the same size count once.
+    sizes: list[int] = []
+    for attempt in attempts:
+        if attempt.start.world_size not in sizes[-1:]:
+            sizes.append(attempt.start.world_size)
     ranks = ", then ".join(map(str, sizes[:_MOST_SIZES]))
     if len(sizes) > _MOST_SIZES:
         ranks += f", ..., then {sizes[-1]}"
-    lines = [
-        f"{_counted(found.attempts, 'attempt')} on {ranks} rank{'s' if sizes[-1] != 1 else ''}, "
-        f"{_counted(found.failures, 'failure')}, {_counted(found.saves, 'save')}",
-        "",
-    ]
-    for name, seconds in found.seconds.items():
+    noun = "rank" if sizes[-1] == 1 else "ranks"
+    failures = _counted(division.failures, "failure")
+    saves = _counted(division.saves, "save")
+    lines = [f"{_counted(division.attempts, 'attempt')} on {ranks} {noun}, {failures}, {saves}", ""]
+
+    # The descriptions begin at _MEANING_COLUMN.
+    running = division.running_seconds
+    for name, seconds in division.seconds.items():
         share = 100 * seconds / running if running else 0.0
-        lines.append(f"{name:<11} {seconds:12.1f} s {share:6.1f} %  {MEANINGS[name]}")  # from _MEANING_COLUMN on
+        lines.append(f"{name:<11} {seconds:12.1f} s {share:6.1f} %  {MEANINGS[name]}")
     lines.append(f"{'running':<11} {running:12.1f} s  100.0 %")
-    lines.append(f"{'idle':<11} {found.idle_seconds:12.1f} s           {MEANINGS['idle']}")
-    lines += ["", f"goodput {100 * found.goodput:.1f} %: productive of running time"]
-    predicted = found.predicted_ettr()
-    compared = f"; predicted from these numbers: {100 * predicted:.1f} %" if predicted is not None else ""
-    lines.append(f"ETTR    {100 * found.ettr:.1f} %: running time without saves, lost steps and recovery{compared}")
+    lines.append(f"{'idle':<11} {division.idle_seconds:12.1f} s           {MEANINGS['idle']}")
+
+    lines += ["", f"goodput {100 * division.goodput:.1f} %: productive of running time"]
+    ettr = f"ETTR    {100 * division.ettr:.1f} %: running time without saves, lost steps and recovery"
+    predicted = division.predicted_ettr()
+    if predicted is not None:
+        ettr += f"; predicted from these numbers: {100 * predicted:.1f} %"
+    lines.append(ettr)
     return lines
 
 
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    if count != 1:
+        noun += "s"
+    return f"{count} {noun}"

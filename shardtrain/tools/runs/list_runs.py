@@ -23,39 +23,57 @@ def main(words: Sequence[str]) -> int:
         '"silent" means that a run has no exit.json and has written nothing for ten minutes.',
         example="shardtrain runs outputs",
     )
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: the current folder")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default=".",
+        metavar="FOLDER",
+        help="default: the current folder",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
-    asked = parser.read(words)
-    root = Path(asked.folder)
+    options = parser.read(words)
+    root = Path(options.folder)
     if not root.is_dir():
         raise ConfigError(
             Problem(
                 "FOLDER",
-                asked.folder,
+                options.folder,
                 rule="is not a folder",
                 fix="name a folder with runs",
                 where="command line",
             )
         )
+
+    # List the runs that were active most recently first.
     runs = sorted(run_files.below(root), key=lambda run: run.age_seconds)
-    if asked.json:
+    if options.json:
         for run in runs:
-            row = {"folder": str(run.folder), "state": run.state, "age_seconds": round(run.age_seconds, 1)}
-            print(json.dumps({**row, "step": run.last.get("step"), "loss": run.last.get("loss")}))
+            row = {
+                "folder": str(run.folder),
+                "state": run.state,
+                "age_seconds": round(run.age_seconds, 1),
+                "step": run.last.get("step"),
+                "loss": run.last.get("loss"),
+            }
+            print(json.dumps(row))
         return 0
     if not runs:
-        print(f"no run in {asked.folder}: none of its folders has a metrics.jsonl")
+        print(f"no run in {options.folder}: none of its folders has a metrics.jsonl")
         return 0
     print(f"{'STATE':<12} {'STEP':>9} {'LOSS':>9} {'AGE':>8}  RUN")
     for run in runs:
         step = _number(run.last.get("step"))
         loss = _number(run.last.get("loss"))
         age = format_seconds(round(run.age_seconds))
+        # A folder's name may contain control characters of a terminal.
         print(visible(f"{run.state:<12} {step:>9} {loss:>9} {age:>8}  {run.folder}", lines=False))
     return 0
 
 
 def _number(value: object) -> str:
+    """Format a number of a record, which is untrusted."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-"
-    return str(value) if isinstance(value, int) else format_number(value)
+    if isinstance(value, int):
+        return str(value)
+    return format_number(value)

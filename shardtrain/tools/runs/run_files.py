@@ -1,8 +1,8 @@
 """Read a run folder: metrics, validation, samples, goodput, options, alerts and exit status.
 
-``report``, ``watch``, ``runs``, ``replay`` and the model card all read through this module. The folder is untrusted
-input: invalid lines are counted and skipped, texts are truncated, and memory is bounded by logged steps times metrics,
-whatever the size of a line.
+``report``, ``watch``, ``runs``, ``replay`` and the model card all read through this module. The folder is
+untrusted input: invalid lines are counted and skipped, texts are truncated, and memory is bounded by
+logged steps times metrics, whatever the size of a line.
 """
 
 from __future__ import annotations
@@ -53,18 +53,23 @@ class Series:
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
+    # MERGE
     def thinned(self, points: int = POINTS) -> tuple[list[int], list[float]]:
         """Downsample to at most ``2 * points`` values: the minimum and maximum of each interval, in order."""
         count = len(self.steps)
         if count <= 2 * points:
             return list(self.steps), list(self.values)
-        kept: list[int] = []
-        for stretch in range(points):
-            places = range(stretch * count // points, (stretch + 1) * count // points)
-            low = min(places, key=self.values.__getitem__)
-            high = max(places, key=self.values.__getitem__)
-            kept += sorted({low, high})
-        return [self.steps[place] for place in kept], [self.values[place] for place in kept]
+        steps = []
+        values = []
+        for interval in range(points):
+            places = range(interval * count // points, (interval + 1) * count // points)
+            lowest = min(places, key=self.values.__getitem__)
+            highest = max(places, key=self.values.__getitem__)
+            # Both are the same place if all values of the interval are equal.
+            for place in sorted({lowest, highest}):
+                steps.append(self.steps[place])
+                values.append(self.values[place])
+        return steps, values
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class RunStatus:
     end: dict[str, Any]
     age_seconds: float
 
+    # MERGE
     @property
     def state(self) -> str:
         """Return the state in one or two words, such as "under way" or "failed (3)".
@@ -83,10 +89,14 @@ class RunStatus:
         Every command that prints a state uses this property.
         """
         if self.end:
+            # The file may contain anything, and a list cannot be looked up.
             code = self.end.get("code")
-            state = _STATES.get(code) if isinstance(code, int) else None
-            return state or f"failed ({code})"
-        return "under way" if self.age_seconds < _FRESH_SECONDS else "silent"
+            if isinstance(code, int) and code in _STATES:
+                return _STATES[code]
+            return f"failed ({code})"
+        if self.age_seconds < _FRESH_SECONDS:
+            return "under way"
+        return "silent"
 
 
 class RunFolder:
@@ -103,11 +113,19 @@ class RunFolder:
         self.config = path / RESOLVED_CONFIG
         self.exit = path / "exit.json"
 
+    # MERGE
     def status(self) -> RunStatus:
         """Return the state of the run. Only reads the ends of its files."""
-        times = {path: _modified(path) for path in (self.metrics, self.exit, self.goodput, self.log)}
+        metrics_time = _modified(self.metrics)
+        exit_time = _modified(self.exit)
+        last_write = max(metrics_time, exit_time, _modified(self.goodput), _modified(self.log))
+        age_seconds = max(0.0, time.time() - last_write)
+
         # An exit.json that is older than the last record belongs to an earlier attempt.
-        end = read_object(self.exit) if times[self.exit] >= times[self.metrics] else {}
+        end: dict[str, Any] = {}
+        if exit_time >= metrics_time:
+            end = read_object(self.exit)
+
         # The last line may be incomplete, because the run may be writing it.
         last: dict[str, Any] = {}
         for line in reversed(read_end(self.metrics, _LINE_BYTES).split(b"\n")):
@@ -115,7 +133,7 @@ class RunFolder:
             if record is not None:
                 last = record
                 break
-        return RunStatus(self.path, last, end, max(0.0, time.time() - max(times.values())))
+        return RunStatus(self.path, last, end, age_seconds)
 
     def options(self) -> dict[str, Any]:
         """Return the options of the resolved configuration by dotted name."""
@@ -129,7 +147,8 @@ class RunFolder:
                     options[f"{prefix}{name}"] = value
 
         try:
-            add("", tomllib.loads(bounded_reads.start(self.config, _CONFIG_BYTES).decode()))
+            text = bounded_reads.start(self.config, _CONFIG_BYTES).decode()
+            add("", tomllib.loads(text))
         except (OSError, ValueError, RecursionError):
             return {}
         return options
@@ -150,19 +169,24 @@ class RunFolder:
                 )
             )
         loaded = configs.load(self.config, overrides)
-        if code := configs.code_of_a_run(loaded):
-            raise ConfigError(code)
+        # A run's folder is untrusted, so never import code that its configuration names.
+        problem = configs.code_of_a_run(loaded)
+        if problem:
+            raise ConfigError(problem)
         return loaded
 
     def world_size(self) -> int | None:
         """Return the number of ranks from the header of the resolved configuration, or None if it is missing."""
-        header = self._config_header()
-        match = re.search(r", (\d{1,9}) ranks, started from ", header)
+        match = re.search(r", (\d{1,9}) ranks, started from ", self._config_header())
         return int(match[1]) if match else None
 
     def versions(self) -> str:
         """Return the versions of shardtrain, torch and Python that wrote the resolved configuration."""
-        match = re.search(r"^# (shardtrain .*?, torch .*?, Python [\d.]+)", self._config_header(), re.MULTILINE)
+        match = re.search(
+            r"^# (shardtrain .*?, torch .*?, Python [\d.]+)",
+            self._config_header(),
+            re.MULTILINE,
+        )
         return match[1] if match else ""
 
     def certificate(self) -> str:
@@ -179,14 +203,24 @@ class RunFolder:
         return "\n".join(lines[:3])
 
     def account(self) -> Account | None:
-        """Return the division of wall time over all attempts, or None without a goodput file. Raises DataError."""
-        return account(attempts_of(events.read(self.path)[0])) if self.goodput.is_file() else None
+        """Return the division of wall time over all attempts, or None without a goodput file.
+
+        Raises DataError.
+        """
+        if not self.goodput.is_file():
+            return None
+        events_of_run, _ = events.read(self.path)
+        return account(attempts_of(events_of_run))
 
 
 def below(root: Path) -> Iterator[RunStatus]:
-    """Yield the runs in and below a folder, at most five levels deep. Links and run folders are not searched."""
+    """Yield the runs in and below a folder, at most five levels deep.
+
+    Links and run folders are not searched.
+    """
     for folder, names, files in os.walk(root):
         depth = len(Path(folder).relative_to(root).parts)
+        # ``os.walk`` searches the folders that remain in ``names``.
         if "metrics.jsonl" in files:
             names.clear()
             yield RunFolder(Path(folder)).status()
@@ -238,10 +272,11 @@ def read(path: Path) -> RunRecord:
                 where=COMMAND_LINE,
             )
         )
-    record.bad_lines = _read_series(folder.metrics, record.metrics) + _read_series(folder.validation, record.validation)
+    record.bad_lines += _read_series(folder.metrics, record.metrics)
+    record.bad_lines += _read_series(folder.validation, record.validation)
     record.samples = _samples(folder.samples)
     for name, pair in read_object(folder.planned).items():
-        if isinstance(pair, list) and len(pair) == 2 and all(type(value) in (int, float) for value in pair):
+        if isinstance(pair, list) and len(pair) == 2 and _is_number(pair[0]) and _is_number(pair[1]):
             record.planned[name[:100]] = (float(pair[0]), float(pair[1]))
     record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
     record.options = folder.options()
@@ -255,41 +290,47 @@ def read(path: Path) -> RunRecord:
     return record
 
 
-def _read_series(path: Path, found: dict[str, Series]) -> int:
-    """Add the numbers of a JSONL file to ``found``; return the number of invalid lines."""
-    bad = 0
+def _is_number(value: object) -> bool:
+    """True for numbers of JSON. A bool is an int for ``isinstance``."""
+    return type(value) in (int, float)
+
+
+def _read_series(path: Path, series_of: dict[str, Series]) -> int:
+    """Add the numbers of a JSONL file to the series of their names. Return the number of invalid lines."""
+    bad_lines = 0
     for record in records(path):
         if record is None:
-            bad += 1
+            bad_lines += 1
             continue
         for name, value in record.items():
             if name == "step" or type(value) not in (int, float) or not math.isfinite(value):
                 continue
-            if name not in found and (len(found) >= _MOST_METRICS or len(name) > 100):
+            # Bound the number of series, because the file is untrusted.
+            if name not in series_of and (len(series_of) >= _MOST_METRICS or len(name) > 100):
                 continue
-            series = found.setdefault(name, Series())
+            series = series_of.setdefault(name, Series())
             series.steps.append(record["step"])
             series.values.append(float(value))
-    return bad
+    return bad_lines
 
 
 def _samples(path: Path) -> list[tuple[int, str, str]]:
     """Return at most ``_MOST_SAMPLES`` samples, spread over the run, including the first and the last."""
-    found = []
+    samples = []
     for record in records(path):
         if record is None:
             continue
         prompt = record.get("prompt")
         text = record.get("text")
         if isinstance(prompt, str) and isinstance(text, str):
-            found.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
+            samples.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
             # Halve the list repeatedly, so a long file needs no more memory than a short one.
-            if len(found) > 2 * _MOST_SAMPLES:
-                del found[1:-1:2]
-    if len(found) > _MOST_SAMPLES:
-        last = len(found) - 1
-        found = [found[round(place * last / (_MOST_SAMPLES - 1))] for place in range(_MOST_SAMPLES)]
-    return found
+            if len(samples) > 2 * _MOST_SAMPLES:
+                del samples[1:-1:2]
+    if len(samples) <= _MOST_SAMPLES:
+        return samples
+    distance = (len(samples) - 1) / (_MOST_SAMPLES - 1)
+    return [samples[round(number * distance)] for number in range(_MOST_SAMPLES)]
 
 
 def records(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -305,7 +346,8 @@ def records(path: Path) -> Iterator[dict[str, Any] | None]:
                 if line.strip():
                     yield step_record(line)
                 continue
-            if len(line) < _LINE_BYTES:  # an incomplete line at the end of the file
+            # The last line of the file may be incomplete. A longer one is invalid, so skip all of it.
+            if len(line) < _LINE_BYTES:
                 return
             while line and not line.endswith(b"\n"):
                 line = file.readline(_LINE_BYTES)
@@ -315,13 +357,20 @@ def records(path: Path) -> Iterator[dict[str, Any] | None]:
 def step_record(line: bytes) -> dict[str, Any] | None:
     """Return the record of a line if its checksum is right and it has a step, else None."""
     record = record_of(line)
-    return record if record is not None and is_count(record.get("step")) else None
+    if record is None or not is_count(record.get("step")):
+        return None
+    return record
 
 
 def alerts(log: bytes) -> list[str]:
     """Return the distinct warnings and errors in a part of a rank's log, in order."""
-    lines = [line[:_ALERT_CHARACTERS] for line in log.decode(errors="replace").splitlines()]
-    return list(dict.fromkeys(line for line in lines if " WARNING " in line[:40] or " ERROR " in line[:40]))
+    distinct: dict[str, None] = {}
+    for line in log.decode(errors="replace").splitlines():
+        # The level is near the start of a line. A message may contain the same word.
+        start = line[:40]
+        if " WARNING " in start or " ERROR " in start:
+            distinct[line[:_ALERT_CHARACTERS]] = None
+    return list(distinct)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -330,7 +379,9 @@ def read_object(path: Path) -> dict[str, Any]:
         content = json.loads(read_start(path, _LINE_BYTES))
     except (ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return content
 
 
 def read_start(path: Path, most_bytes: int) -> bytes:

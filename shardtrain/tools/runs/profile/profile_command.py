@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -34,42 +35,50 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
     parser.add_argument("--step", type=int, metavar="N", help="last step of the traces (of the newest)")
-    parser.add_argument("--rank", type=int, metavar="R", help="rank whose operations are listed (the slowest)")
+    parser.add_argument(
+        "--rank",
+        type=int,
+        metavar="R",
+        help="rank whose operations are listed (the slowest)",
+    )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="number of operations to list (10)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    asked = parser.read(words)
-    if asked.top < 1:
+    options = parser.read(words)
+    if options.top < 1:
         raise ConfigError(
             Problem(
                 "--top",
-                asked.top,
+                options.top,
                 rule="must be at least 1",
                 fix="remove it for 10",
                 where="command line",
             )
         )
-    files = _files(Path(asked.run), asked.step)
-    if asked.rank is not None and asked.rank not in files:
+    files = _files(Path(options.run), options.step)
+    ranks = sorted(files)
+    if options.rank is not None and options.rank not in files:
+        some_ranks = ", ".join(map(str, ranks[:20]))
         raise ConfigError(
             Problem(
                 "--rank",
-                asked.rank,
+                options.rank,
                 rule="has no trace",
-                fix=f"use one of {', '.join(map(str, sorted(files)[:20]))}",
+                fix=f"use one of {some_ranks}",
                 where="command line",
             )
         )
     # With thousands of ranks, summarize only some of them, evenly spaced.
-    ranks = sorted(files)
-    shown = ranks if len(ranks) <= _MOST_RANKS else ranks[:: -(-len(ranks) // _MOST_RANKS)]
-    if asked.rank is not None:
-        shown = [asked.rank]
-    found = {rank: read(files[rank]) for rank in shown}
-    chosen = max(found, key=lambda rank: found[rank].span_us)
-    if asked.json:
-        print(json.dumps({"rank": chosen, "ranks": {rank: _facts(one, asked.top) for rank, one in found.items()}}))
+    distance = math.ceil(len(ranks) / _MOST_RANKS)
+    shown = ranks[::distance]
+    if options.rank is not None:
+        shown = [options.rank]
+    summaries = {rank: read(files[rank]) for rank in shown}
+    slowest = max(summaries, key=lambda rank: summaries[rank].span_us)
+    if options.json:
+        facts = {rank: _facts(summary, options.top) for rank, summary in summaries.items()}
+        print(json.dumps({"rank": slowest, "ranks": facts}))
         return 0
-    print("\n".join(_text(found, chosen, len(ranks), asked.top)))
+    print("\n".join(_text(summaries, slowest, len(ranks), options.top)))
     return 0
 
 
@@ -88,18 +97,8 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
             )
         )
     name = RunFolder(path).options().get("profiling.save_traces_folder", "profile_traces")
-    folders = {
-        int(one.name.removeprefix("iteration_")): one
-        for one in (path / str(name)).glob("iteration_*")
-        if is_whole_number(one.name.removeprefix("iteration_"))
-    }
-    found: dict[int, dict[int, Path]] = {}
-    for number, folder in folders.items():
-        for file in folder.iterdir():
-            match = _FILE.match(file.name)
-            if match:
-                found.setdefault(number, {})[int(match[1])] = file
-    if not found:
+    by_step = _files_by_step(path / str(name))
+    if not by_step:
         raise ConfigError(
             Problem(
                 "RUN",
@@ -109,68 +108,110 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
                 where="command line",
             )
         )
-    if step is not None and step not in found:
+    if step is None:
+        step = max(by_step)
+    if step not in by_step:
+        newest_steps = ", ".join(map(str, sorted(by_step)[-20:]))
         raise ConfigError(
             Problem(
                 "--step",
                 step,
                 rule="has no trace",
-                fix=f"use one of {', '.join(map(str, sorted(found)[-20:]))}",
+                fix=f"use one of {newest_steps}",
                 where="command line",
             )
         )
-    return found[max(found) if step is None else step]
+    return by_step[step]
 
 
-def _facts(one: Summary, top: int) -> dict[str, Any]:
+def _files_by_step(folder: Path) -> dict[int, dict[int, Path]]:
+    """Return the traces by step and rank. Other files of the folder are skipped."""
+    by_step: dict[int, dict[int, Path]] = {}
+    for folder_of_step in folder.glob("iteration_*"):
+        number = folder_of_step.name.removeprefix("iteration_")
+        if not is_whole_number(number):
+            continue
+        for file in folder_of_step.iterdir():
+            match = _FILE.match(file.name)
+            if match:
+                by_step.setdefault(int(number), {})[int(match[1])] = file
+    return by_step
+
+
+def _facts(summary: Summary, top: int) -> dict[str, Any]:
+    operations = []
+    for operation in summary.operations[:top]:
+        operations.append(
+            {
+                "name": operation.name,
+                "calls": operation.calls,
+                "self_seconds": operation.self_us / 1e6,
+                "total_seconds": operation.total_us / 1e6,
+            }
+        )
     return {
-        "trace": str(one.path),
-        "step_seconds": [us / 1e6 for us in one.steps],
-        "on_device": one.on_device,
-        "compute_seconds": one.compute_us / 1e6,
-        "communication_seconds": one.communication_us / 1e6,
-        "exposed_communication_seconds": one.exposed_us / 1e6,
-        "peak_bytes": max((size for _, size in one.memory), default=None),
-        "operations": [
-            {"name": op.name, "calls": op.calls, "self_seconds": op.self_us / 1e6, "total_seconds": op.total_us / 1e6}
-            for op in one.operations[:top]
-        ],
+        "trace": str(summary.path),
+        "step_seconds": [us / 1e6 for us in summary.steps],
+        "on_device": summary.on_device,
+        "compute_seconds": summary.compute_us / 1e6,
+        "communication_seconds": summary.communication_us / 1e6,
+        "exposed_communication_seconds": summary.exposed_us / 1e6,
+        "peak_bytes": max((size for _, size in summary.memory), default=None),
+        "operations": operations,
     }
 
 
-def _text(found: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> list[str]:
+def _text(summaries: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> list[str]:
+    """Return the lines of the table of ranks, and of the operations and the memory of the chosen rank."""
+    head = f"{'RANK':>6} {'STEP':>9} {'COMPUTE':>9} {'COMM':>9} {'EXPOSED':>9}  per step"
+    if len(summaries) < num_ranks:
+        head += f", {len(summaries)} of {num_ranks} ranks"
+    lines = [head]
+    for rank, summary in summaries.items():
+        num_steps = max(1, len(summary.steps))
+        step = _time(summary.span_us / num_steps)
+        compute = _time(summary.compute_us / num_steps)
+        communication = _time(summary.communication_us / num_steps)
+        exposed = _time(summary.exposed_us / num_steps)
+        share = f"{summary.exposed_us / summary.span_us:.0%}" if summary.span_us else "-"
+        mark = "*" if rank == chosen and len(summaries) > 1 else " "
+        times = f"{step:>9} {compute:>9} {communication:>9} {exposed:>9}"
+        lines.append(f"{mark}{rank:>5} {times}  {share} of the step is exposed")
+
+    # Names in a trace are untrusted, so make control characters visible.
     width = max(40, shutil.get_terminal_size((80, 24)).columns)
-    lines = []
-    some = f", {len(found)} of {num_ranks} ranks" if len(found) < num_ranks else ""
-    lines.append(f"{'RANK':>6} {'STEP':>9} {'COMPUTE':>9} {'COMM':>9} {'EXPOSED':>9}  per step{some}")
-    for rank, one in found.items():
-        each = max(1, len(one.steps))
-        step = _time(one.span_us / each)
-        compute = _time(one.compute_us / each)
-        talk = _time(one.communication_us / each)
-        exposed = _time(one.exposed_us / each)
-        share = f"{one.exposed_us / one.span_us:.0%}" if one.span_us else "-"
-        mark = "*" if rank == chosen and len(found) > 1 else " "
-        lines.append(f"{mark}{rank:>5} {step:>9} {compute:>9} {talk:>9} {exposed:>9}  {share} of the step is exposed")
-    one = found[chosen]
-    where = "kernels of the device" if one.on_device else "operators on the CPU (self times)"
-    lines += ["", visible(f"rank {chosen}: {where}, {len(one.steps)} steps", lines=False)]
+    summary = summaries[chosen]
+    kind = "kernels of the device" if summary.on_device else "operators on the CPU (self times)"
+    lines += ["", visible(f"rank {chosen}: {kind}, {len(summary.steps)} steps", lines=False)]
     lines.append(f"{'TIME':>9} {'SHARE':>6} {'CALLS':>7}  OPERATION")
-    whole = sum(op.self_us for op in one.operations) or 1.0
-    for op in one.operations[:top]:
-        text = f"{_time(op.self_us):>9} {op.self_us / whole:>6.1%} {op.calls:>7}  {op.name}"
+    total_us = sum(operation.self_us for operation in summary.operations) or 1.0
+    for operation in summary.operations[:top]:
+        share = f"{operation.self_us / total_us:.1%}"
+        text = f"{_time(operation.self_us):>9} {share:>6} {operation.calls:>7}  {operation.name}"
         lines.append(visible(text, lines=False)[:width])
-    if one.memory:
-        sizes = [size for _, size in one.memory]
-        when = one.memory[sizes.index(max(sizes))][0]
-        text = f"memory   {format_bytes(min(sizes))} to {format_bytes(max(sizes))}, most after {_time(when)}"
-        curve = sparkline([place for place, _ in one.memory], sizes, width - 9, bars_for(sys.stdout))
-        lines += ["", text, f"         {curve}"]
-    lines += ["", visible(f"for the full trace, open {one.path} in ui.perfetto.dev", lines=False)]
+    if summary.memory:
+        lines += ["", *_memory_text(summary, width)]
+    lines += ["", visible(f"for the full trace, open {summary.path} in ui.perfetto.dev", lines=False)]
     return lines
+
+
+def _memory_text(summary: Summary, width: int) -> list[str]:
+    """Return a line with the range of allocated memory, and a line with its curve."""
+    times = [time for time, _ in summary.memory]
+    sizes = [size for _, size in summary.memory]
+    lowest = format_bytes(min(sizes))
+    highest = format_bytes(max(sizes))
+    time_of_highest = times[sizes.index(max(sizes))]
+    curve = sparkline(times, sizes, width - 9, bars_for(sys.stdout))
+    return [
+        f"memory   {lowest} to {highest}, most after {_time(time_of_highest)}",
+        f"         {curve}",
+    ]
 
 
 def _time(us: float) -> str:
     if us >= 1e6:
         return f"{us / 1e6:.3f} s"
-    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"
+    if us >= 1e3:
+        return f"{us / 1e3:.2f} ms"
+    return f"{us:.0f} us"

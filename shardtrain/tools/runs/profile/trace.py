@@ -82,54 +82,73 @@ def read(path: Path) -> Summary:
     Raises:
         DataError: the file is not a trace, or exceeds a limit of this module.
     """
-    everything = _events(path)
-    events = [
-        one
-        for one in everything
-        if one.get("ph") == "X" and _is_number(one.get("ts")) and _is_number(one.get("dur")) and "name" in one
-    ]
+    summary = Summary(path)
+    all_events = _events(path)
+    events = [event for event in all_events if _is_complete(event)]
+    summary.steps = _step_durations(events)
 
-    # Find the steps marked by the profiler. Without marks, the full trace is one step.
-    found = Summary(path)
-    steps = [_span(one) for one in events if one.get("cat") == "user_annotation" and _STEP.match(str(one.get("name")))]
-    found.steps = [end - begin for begin, end in sorted(steps)]
-    if not found.steps and events:
-        spans = [_span(one) for one in events]
-        found.steps = [max(end for _, end in spans) - min(begin for begin, _ in spans)]
+    # Use device kernels if there are any, otherwise CPU operators.
+    work = [event for event in events if event.get("cat") in _DEVICE]
+    summary.on_device = bool(work)
+    if not work:
+        work = [event for event in events if event.get("cat") == "cpu_op"]
 
-    # Use device kernels if there are any, otherwise CPU operators, by stream or thread.
-    device = [one for one in events if one.get("cat") in _DEVICE]
-    found.on_device = bool(device)
-    work = device or [one for one in events if one.get("cat") == "cpu_op"]
-    named: dict[str, Operation] = {}
+    # Nesting is only defined within a stream or thread. A damaged file may have lists as names of threads, so
+    # convert them to text.
+    threads: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for event in work:
+        threads[str(event.get("pid")), str(event.get("tid"))].append(event)
+    operations: dict[str, Operation] = {}
     compute: list[Span] = []
     communication: list[Span] = []
-    threads: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for one in work:
-        threads[str(one.get("pid")), str(one.get("tid"))].append(one)  # as text: a file may contain lists here
-    for own in threads.values():
-        for one, alone in _alone(own):
-            name = str(one["name"])
-            operation = named.setdefault(name, Operation(name))
+    for events_of_thread in threads.values():
+        for event, own_spans in _own_spans(events_of_thread):
+            name = str(event["name"])
+            operation = operations.setdefault(name, Operation(name))
             operation.calls += 1
-            operation.total_us += float(one["dur"])
-            operation.self_us += sum(end - begin for begin, end in alone)
+            operation.total_us += float(event["dur"])
+            operation.self_us += _length(own_spans)
             if _COMMUNICATION.search(name):
-                communication.append(_span(one))
+                communication.append(_span(event))
             else:
-                compute += alone
+                compute += own_spans
     # On a CPU, gloo's threads record a collective from its start to its end.
-    if not device:
-        communication += [_span(one) for one in events if str(one.get("name")).startswith(("gloo:", "mpi:"))]
+    if not summary.on_device:
+        for event in events:
+            if str(event.get("name")).startswith(("gloo:", "mpi:")):
+                communication.append(_span(event))
 
     busy = _union(compute)
-    talking = _union(communication)
-    found.operations = sorted(named.values(), key=lambda one: -one.self_us)
-    found.compute_us = _length(busy)
-    found.communication_us = _length(talking)
-    found.exposed_us = found.communication_us - _length(_overlap(talking, busy))
-    found.memory = _memory(everything, device=bool(device))
-    return found
+    communicating = _union(communication)
+    summary.operations = sorted(operations.values(), key=lambda operation: -operation.self_us)
+    summary.compute_us = _length(busy)
+    summary.communication_us = _length(communicating)
+    summary.exposed_us = summary.communication_us - _length(_overlap(communicating, busy))
+    summary.memory = _memory(all_events, summary.on_device)
+    return summary
+
+
+def _is_complete(event: dict[str, Any]) -> bool:
+    """True for an event with a name, a start and a duration."""
+    has_span = _is_number(event.get("ts")) and _is_number(event.get("dur"))
+    return event.get("ph") == "X" and has_span and "name" in event
+
+
+def _step_durations(events: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the microseconds of each step that the profiler marked.
+
+    Without marks, the full trace is one step.
+    """
+    steps = []
+    for event in events:
+        if event.get("cat") == "user_annotation" and _STEP.match(str(event.get("name"))):
+            steps.append(_span(event))
+    if not steps and events:
+        spans = [_span(event) for event in events]
+        first = min(begin for begin, _ in spans)
+        last = max(end for _, end in spans)
+        steps = [(first, last)]
+    return [end - begin for begin, end in sorted(steps)]
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -139,22 +158,37 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a trace with the required fields. Parse one event at a time to bound memory."""
+    events = []
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb", opener=atomic_io.without_waiting) as file:
-            found = []
+        with (
+            gzip.open(path)
+            if path.suffix == ".gz"
+            else open(
+                path,
+                "rb",
+                opener=atomic_io.without_waiting,
+            ) as file
+        ):
             text = io.TextIOWrapper(io.BufferedReader(_Bounded(file, path)))
             for number, event in enumerate(_parsed(text, path)):
                 if number == MOST_EVENTS:
-                    raise DataError(f"the trace {path} has more than {MOST_EVENTS} events; open it in ui.perfetto.dev")
-                if isinstance(event, dict):
-                    found.append({key: event[key] for key in _KEYS if key in event})
-                    if event.get("name") != "[memory]":
-                        found[-1].pop("args", None)
-            return found
+                    raise DataError(
+                        f"the trace {path} has more than {MOST_EVENTS} events; open it in ui.perfetto.dev",
+                    )
+                if not isinstance(event, dict):
+                    continue
+                fields = {key: event[key] for key in _KEYS if key in event}
+                # Only events of memory need their arguments, which take most of the space.
+                if event.get("name") != "[memory]":
+                    fields.pop("args", None)
+                events.append(fields)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read the trace {path}: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not a trace: {str(error)[:100]}; name one that the profiler wrote") from error
+        raise DataError(
+            f"{path} is not a trace: {str(error)[:100]}; name one that the profiler wrote",
+        ) from error
+    return events
 
 
 class _Bounded(io.RawIOBase):
@@ -173,25 +207,29 @@ class _Bounded(io.RawIOBase):
         data = self._file.read(len(buffer))
         self._left -= len(data)
         if self._left < 0:
-            raise DataError(f"the trace {self._path} is larger than {MOST_BYTES >> 20} MiB; open it in ui.perfetto.dev")
+            raise DataError(
+                f"the trace {self._path} is larger than {MOST_BYTES >> 20} MiB; open it in ui.perfetto.dev",
+            )
         buffer[: len(data)] = data
         return len(data)
 
 
 def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
     """Yield the events of the list ``traceEvents``, or of a top-level list."""
-    decoder = json.JSONDecoder()
+    # Find the start of the list. It may be split between two parts.
     text = file.read(_PART)
-    at = 0
     begin = _BEGIN.search(text)
     while begin is None and (more := file.read(_PART)):
         text = text[-100:] + more
         begin = _BEGIN.search(text)
     if begin is None:
         raise DataError(f"{path} has no traceEvents; name a trace that the profiler wrote")
+
+    decoder = json.JSONDecoder()
     at = begin.end()
     while True:
-        if len(text) - at < _PART:  # an event is shorter
+        # Keep at least one part in memory, because an event is shorter.
+        if len(text) - at < _PART:
             text = text[at:] + file.read(_PART)
             at = 0
         at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
@@ -200,86 +238,91 @@ def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            why = str(error)[:100]
-            raise DataError(f"{path} is not a trace: {why}; name one that the profiler wrote") from error
+            reason = str(error)[:100]
+            raise DataError(f"{path} is not a trace: {reason}; name one that the profiler wrote") from error
         yield value
 
 
-def _memory(events: Iterable[dict[str, Any]], device: bool) -> list[tuple[float, float]]:
+def _memory(events: Iterable[dict[str, Any]], on_device: bool) -> list[tuple[float, float]]:
     """Return the recorded allocated bytes over time, of the device if there is one, otherwise of the CPU."""
-    found = []
-    for one in events:
-        facts = one.get("args")
-        if one.get("name") != "[memory]" or not isinstance(facts, dict):
+    records = []
+    for event in events:
+        arguments = event.get("args")
+        if event.get("name") != "[memory]" or not isinstance(arguments, dict):
             continue
-        total = facts.get("Total Allocated")
-        kind = facts.get("Device Type")
-        when = one.get("ts")
-        if _is_number(total) and _is_number(when) and (kind != 0) == device:
-            found.append((float(when), float(total)))
-    found.sort()
-    return [(when - found[0][0], size) for when, size in found]
+        size = arguments.get("Total Allocated")
+        time = event.get("ts")
+        # PyTorch's device type 0 is the CPU.
+        is_of_device = arguments.get("Device Type") != 0
+        if _is_number(size) and _is_number(time) and is_of_device == on_device:
+            records.append((float(time), float(size)))
+    records.sort()
+    return [(time - records[0][0], size) for time, size in records]
+
+
+def _own_spans(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
+    """Yield each event of a thread with the spans in which no nested event was running."""
+    children: dict[int, list[Span]] = defaultdict(list)
+    spans = [_span(event) for event in events]
+
+    # Sort by start. Of two events that start together, the longer one contains the other, so it comes first.
+    order = sorted(range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"]))
+    running: list[int] = []
+    for index in order:
+        begin, end = spans[index]
+        while running and spans[running[-1]][1] <= begin:
+            running.pop()
+        if running:
+            parent = running[-1]
+            _, end_of_parent = spans[parent]
+            children[parent].append((begin, min(end, end_of_parent)))
+        running.append(index)
+
+    # Yield the gaps of each event between its nested events.
+    for index in order:
+        at, end = spans[index]
+        gaps = []
+        for first, last in _union(children[index]):
+            if first > at:
+                gaps.append((at, first))
+            at = max(at, last)
+        if end > at:
+            gaps.append((at, end))
+        yield events[index], gaps
 
 
 def _span(event: dict[str, Any]) -> Span:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
-    """Yield each event of a thread with the spans in which no nested event was running."""
-    children: dict[int, list[Span]] = defaultdict(list)
-
-    # Sort by start. Of two events that start together, the longer one contains the other, so it comes first.
-    order = sorted(range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"]))
-    above: list[int] = []
-    for index in order:
-        begin, end = _span(events[index])
-        while above and _span(events[above[-1]])[1] <= begin:
-            above.pop()
-        if above:
-            children[above[-1]].append((begin, min(end, _span(events[above[-1]])[1])))
-        above.append(index)
-
-    # Yield the gaps of each event between its nested events.
-    for index in order:
-        begin, end = _span(events[index])
-        alone = []
-        at = begin
-        for first, last in _union(children[index]):
-            if first > at:
-                alone.append((at, first))
-            at = max(at, last)
-        if end > at:
-            alone.append((at, end))
-        yield events[index], alone
-
-
 def _union(spans: Iterable[Span]) -> list[Span]:
     """Merge overlapping and touching spans. Return disjoint spans in ascending order."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and begin <= merged[-1][1]:
+            last_begin, last_end = merged[-1]
+            merged[-1] = (last_begin, max(last_end, end))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
     """Return the intersection of two unions."""
-    found = []
+    common = []
     i = 0
     j = 0
     while i < len(one) and j < len(other):
         begin = max(one[i][0], other[j][0])
         end = min(one[i][1], other[j][1])
         if begin < end:
-            found.append((begin, end))
+            common.append((begin, end))
+        # Continue with the next span of the side whose span ends first.
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def _length(spans: Iterable[Span]) -> float:

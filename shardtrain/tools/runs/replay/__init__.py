@@ -63,14 +63,18 @@ def main(words: Sequence[str]) -> int:
     """
     help_if_asked(words, USAGE)
     request = _read(words)
-    if request.path and Path(request.path).is_dir():  # the run may have moved since its configuration was written
-        loaded = RunFolder(Path(request.path)).load((*request.overrides, "--job.dump_folder", request.path))
+    if request.path and Path(request.path).is_dir():
+        # The run may have moved since its configuration was written.
+        moved = ("--job.dump_folder", request.path)
+        loaded = RunFolder(Path(request.path)).load((*request.overrides, *moved))
     else:
         loaded = configs.load(request.path, request.overrides)
-    with heartbeat("looking for a checkpoint before the step"):  # its thread has ended when ranks are forked
-        found = plan(loaded.config, request.first, request.last)
+    # The heartbeat's thread must end before ranks are forked.
+    with heartbeat("looking for a checkpoint before the step"):
+        replay_plan = plan(loaded.config, request.first, request.last)
+
     output = Path(request.output or tempfile.mkdtemp(prefix="shardtrain-replay-"))
-    if os.path.realpath(output) == os.path.realpath(found.run_folder):
+    if os.path.realpath(output) == os.path.realpath(replay_plan.run_folder):
         raise ConfigError(
             Problem(
                 "--output",
@@ -80,22 +84,24 @@ def main(words: Sequence[str]) -> int:
                 where="command line",
             )
         )
-    replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
+    replayed = dataclasses.replace(loaded, config=config_of(loaded.config, replay_plan, output))
     # Ranks that are started as separate processes must share one folder, so pass it to them.
-    words = ["replay", *words] if request.output else ["replay", *words, "--output", str(output)]
-    status = _start(replayed, found, request, words)
+    arguments = ["replay", *words]
+    if not request.output:
+        arguments += ["--output", str(output)]
+    status = _start(replayed, replay_plan, request, arguments)
     if status == 0 and not request.output:
         shutil.rmtree(output, ignore_errors=True)
     return status
 
 
-def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence[str]) -> int:
+def _start(loaded: Loaded, replay_plan: ReplayPlan, request: _Request, words: Sequence[str]) -> int:
     """Run as one of several ranks, or start the ranks."""
 
     def rank(replayed: Loaded) -> None:
         from shardtrain.tools.runs.replay import replay_rank
 
-        replay_rank.main(replayed, found)
+        replay_rank.main(replayed, replay_plan)
 
     environment.set_allocator_default(os.environ)
 
@@ -107,35 +113,43 @@ def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence
 
     # Start as many ranks as the run had, if this machine supports them.
     accelerators = environment.count_accelerators(loaded.config.training.device)
-    count = environment.choose_processes_here(loaded.config, request.nproc or found.world_size).count
+    wanted = request.nproc or replay_plan.world_size
+    count = environment.choose_processes_here(loaded.config, wanted).count
     device = environment.device_type(loaded.config.training.device, accelerators)
     configs.require(loaded, world_size=count, device=device, num_devices=accelerators)
     environment.set_process_defaults(os.environ, count, environment.usable_cores(), alone=True)
     if count == 1:
         local.prepare(Path(loaded.config.job.dump_folder), note_killed=True)
         return local.run_rank(loaded, rank)
+    # Import torch once, before the ranks are forked.
     if accelerators == 0:
-        from shardtrain.tools.runs.replay import replay_rank  # noqa: F401 - torch is imported once, before the ranks are forked
+        from shardtrain.tools.runs.replay import replay_rank  # noqa: F401
 
     return local.launch_verb(loaded, count, rank, words, accelerators)
 
 
 def _read(words: Sequence[str]) -> _Request:
+    """Parse the command line. Raise ConfigError for invalid arguments."""
     taken = take(
-        words, {"--nproc": VerbOption(number_of("processes"), "2"), "--output": VerbOption(output_name, "FOLDER")}
+        words,
+        {"--nproc": VerbOption(number_of("processes"), "2"), "--output": VerbOption(output_name, "FOLDER")},
     )
     places, overrides = taken.places(2)
-    steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
-    first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)
+    if not places:
+        raise _bad_step(None, "is not set")
+    steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0])
+    rule = "is neither a step above 0 nor a range of steps"
+    if steps is None:
+        raise _bad_step(places[0], rule)
+    first = int(steps[1])
+    last = int(steps[2] or first)
     if not 1 <= first <= last:
-        raise ConfigError(
-            Problem(
-                "STEP",
-                places[0] if places else None,
-                rule="is neither a step above 0 nor a range of steps" if places else "is not set",
-                fix="write it like 120 or 100:120",
-                where="command line",
-            )
-        )
+        raise _bad_step(places[0], rule)
     path = places[1] if len(places) > 1 else None
     return _Request(first, last, path, taken.own.get("--nproc"), taken.own.get("--output"), overrides)
+
+
+def _bad_step(text: str | None, rule: str) -> ConfigError:
+    return ConfigError(
+        Problem("STEP", text, rule=rule, fix="write it like 120 or 100:120", where="command line"),
+    )

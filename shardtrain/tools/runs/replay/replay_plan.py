@@ -25,7 +25,10 @@ class ReplayPlan:
     world_size: int | None
     """Number of ranks of the run, or None if unknown."""
     rewinds: tuple[tuple[int, ...], ...]
-    """Data rows that the run skipped after rollbacks, from its newest checkpoint. See ``loss_spikes.Rewind``."""
+    """Data rows that the run skipped after rollbacks, from its newest checkpoint.
+
+    See ``loss_spikes.Rewind``.
+    """
 
 
 def plan(config: Config, first: int, last: int) -> ReplayPlan:
@@ -37,57 +40,75 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
     run_folder = Path(config.job.dump_folder)
     files = RunFolder(run_folder)
     folder = run_folder / config.checkpoint.folder
-    known: dict[int, Manifest] = {}
+    manifests: dict[int, Manifest] = {}
     damages = []
     for step in retention.steps(folder):
         try:
-            known[step] = manifest.read(folder / f"step-{step}")
+            manifests[step] = manifest.read(folder / f"step-{step}")
         except CheckpointError as error:
             damages.append(str(error))
-    if not known and not files.metrics.is_file():
+    if not manifests and not files.metrics.is_file():
         text = f"{run_folder} has neither metrics.jsonl nor a checkpoint, so there is nothing to compare with"
-        raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
+        if damages:
+            text += f"; {damages[0]}"
+        raise CheckpointError(f"{text}; name the run's job.dump_folder")
 
-    # Find the newest complete checkpoint before the steps. A save of only the weights has no state to resume from.
-    usable = [step for step, stored in known.items() if step < first and not stored.facts.get("weights_only")]
-    usable = [step for step in usable if retention.is_complete(folder / f"step-{step}")]
-    base = max(usable, default=0)
+    # Find the newest complete checkpoint before the steps. A save of only the weights has no state to
+    # resume from.
+    base = 0
+    world_size = files.world_size()
+    for step, stored in manifests.items():
+        is_usable = base < step < first and not stored.facts.get("weights_only")
+        if is_usable and retention.is_complete(folder / f"step-{step}"):
+            base = step
+            world_size = stored.world_size
 
     # The newest checkpoint records every rollback of the run, and so the rows that the run skipped.
-    guard = known[max(known)].facts.get("guard", {}) if known else {}
-    rewinds = guard.get("rewinds", []) if isinstance(guard, dict) else []
-
-    world_size = known[base].world_size if base else files.world_size()
+    rewinds: list[list[int]] = []
+    if manifests:
+        newest = manifests[max(manifests)]
+        guard = newest.facts.get("guard", {})
+        if isinstance(guard, dict):
+            rewinds = guard.get("rewinds", [])
     return ReplayPlan(run_folder, folder, base, last, world_size, tuple(map(tuple, rewinds)))
 
 
-def config_of(config: Config, found: ReplayPlan, output: Path) -> Config:
+def config_of(config: Config, replay_plan: ReplayPlan, output: Path) -> Config:
     """Return the run's configuration, changed to load its checkpoint and to write only a log."""
-    path = str(found.checkpoints / f"step-{found.base}") if found.base else config.checkpoint.initial_load_path
-    # A replay from the start loads the initial weights in the same way as the run did.
-    part = {"initial_load_model_only": False, "exclude_from_loading": []} if found.base else {}
+    # A replay from the start loads the initial weights in the same way as the run did. Without
+    # checkpoints in the run, there is nothing to save either.
+    has_checkpoints = config.checkpoint.enable
+    checkpoint = config.checkpoint
+    lora = config.lora
+    if replay_plan.base:
+        has_checkpoints = True
+        path = str(replay_plan.checkpoints / f"step-{replay_plan.base}")
+        checkpoint = dataclasses.replace(checkpoint, initial_load_model_only=False, exclude_from_loading=[])
+        # With LoRA, the initial path is that of the base model, which the run's checkpoints do not contain.
+        if lora.enable:
+            lora = dataclasses.replace(lora, initial_load_path=path)
+        else:
+            checkpoint = dataclasses.replace(checkpoint, initial_load_path=path)
     checkpoint = dataclasses.replace(
-        config.checkpoint,
-        enable=bool(found.base) or config.checkpoint.enable,
-        load_only=bool(found.base) or config.checkpoint.enable,  # without checkpoints there is nothing to save either
+        checkpoint,
+        enable=has_checkpoints,
+        load_only=has_checkpoints,
         load_step=-1,
-        initial_load_path=config.checkpoint.initial_load_path if config.lora.enable else path,
         create_seed_checkpoint=False,
         keep_best="",  # it requires a validation, which a replay skips
-        accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # changed below
-        **part,  # type: ignore[arg-type]
+        accept_changes=[*checkpoint.accept_changes, "training.spike_policy"],  # changed below
     )
-    lora = config.lora
-    if lora.enable and found.base:
-        lora = dataclasses.replace(lora, initial_load_path=path)
+
     # The run's metrics do not contain spikes that caused a rollback, and a replay must not roll back.
-    policy = "log" if config.training.spike_policy == "rewind" else config.training.spike_policy
+    training = config.training
+    if training.spike_policy == "rewind":
+        training = dataclasses.replace(training, spike_policy="log")
     return dataclasses.replace(
         config,
         job=dataclasses.replace(config.job, dump_folder=str(output), save_config_file=None),
         checkpoint=checkpoint,
         lora=lora,
-        training=dataclasses.replace(config.training, spike_policy=policy),
+        training=training,
         validation=dataclasses.replace(config.validation, enable=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
         metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False, sinks=[]),

@@ -25,7 +25,7 @@ from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.train import compatibility, shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights
-from shardtrain.train.run import Run
+from shardtrain.train.run import Outcome, Run
 from shardtrain.utils import log
 from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
 from shardtrain.utils.heartbeat import heartbeat
@@ -42,7 +42,8 @@ def main(loaded: Loaded, plan: ReplayPlan) -> None:
         console = world.rank in log.console_ranks()
         log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console, False)
         config = compatibility.keep_batch_size(loaded, world).config
-        set_numerics(config, world.device)  # the kernels of the run, too: others round otherwise
+        # Use the kernels of the run, because others round differently.
+        set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):
             run = trainer.build(config, world)
         checkpoints = Checkpoints(config)
@@ -54,73 +55,97 @@ def main(loaded: Loaded, plan: ReplayPlan) -> None:
 
 
 def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> None:
-    same_mesh = plan.world_size in (None, world.size)
+    """Run the steps of the plan, and compare each immediately. Collective.
+
+    All ranks raise NumericalError at the first difference.
+    """
     records = {}
     for record in run_files.records(RunFolder(plan.run_folder).metrics):
         if record is not None:
             records[record["step"]] = record
-    saved = set(retention.steps(plan.checkpoints))
-    compared = 0
+    saved_steps = set(retention.steps(plan.checkpoints))
     _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")
-    if not same_mesh:
-        _say(
-            world,
-            f"the run had {plan.world_size} ranks: numbers may differ by {OTHER_MESH:g}, tensors are not compared",
-        )
 
-    # Compare each step immediately. All ranks stop together at the first difference.
+    # Sums have another order with another number of ranks.
+    same_mesh = plan.world_size in (None, world.size)
+    tolerance = 0.0
+    if not same_mesh:
+        tolerance = OTHER_MESH
+        rule = f"numbers may differ by {OTHER_MESH:g}, tensors are not compared"
+        _say(world, f"the run had {plan.world_size} ranks: {rule}")
+
+    num_compared = 0
     while run.state.step < plan.last:
         with _heartbeat(f"step {run.state.step + 1}", world):
             outcome = trainer.step(run)
         if outcome is None:
             raise DataError(f"the data ended after step {run.state.step}, or the replay was stopped")
         step = run.state.step
-        parts = []
-        wrong = []
-        total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
-        mine = {
-            "loss": total / outcome.global_tokens if outcome.global_tokens else math.nan,
-            "grad_norm": outcome.grad_norm,
-            "lr": outcome.lr,
-            "tokens_seen": run.state.tokens_seen,
-            "order_hash": f"{run.state.order_hash:016x}",
-        }
+        numbers = _numbers(run, outcome)
+        sources = []
+        differences: list[str] = []
         if step in records:
-            parts.append("record")
-            wrong += _differences(
-                mine, records[step], 0.0 if same_mesh else OTHER_MESH, step == 1 or step - 1 in records
-            )
-        if step in saved and same_mesh:
-            parts.append("checkpoint")
+            sources.append("record")
+            # The loss of a record is a mean over the steps since the record before it.
+            is_of_one_step = step == 1 or step - 1 in records
+            differences += _differences(numbers, records[step], tolerance, is_of_one_step)
+        if step in saved_steps and same_mesh:
+            sources.append("checkpoint")
             with _heartbeat(f"comparing the checkpoint of step {step}", world):
-                wrong += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
-        compared += bool(parts)
-        found = "; ".join(wrong) if wrong else "equal" if parts else "nothing recorded"
-        numbers = f"loss {mine['loss']:.6f} grad_norm {mine['grad_norm']:.6f}"
-        _say(world, f"step {step}: {numbers}: {f'{chr(32).join(parts)}: ' if parts else ''}{found}")
-        if any_rank(bool(wrong)):
-            raise NumericalError(f"step {step} differs from the run: {found}")
-    if not compared:
-        raise CheckpointError(f"{plan.run_folder} has neither a record nor a checkpoint of these steps to compare with")
+                differences += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
+
+        result = "nothing recorded"
+        if sources:
+            num_compared += 1
+            result = "; ".join(differences) or "equal"
+        prefix = " ".join(sources) + ": " if sources else ""
+        text = f"loss {numbers['loss']:.6f} grad_norm {numbers['grad_norm']:.6f}"
+        _say(world, f"step {step}: {text}: {prefix}{result}")
+        if any_rank(bool(differences)):
+            raise NumericalError(f"step {step} differs from the run: {result}")
+    if not num_compared:
+        raise CheckpointError(
+            f"{plan.run_folder} has neither a record nor a checkpoint of these steps to compare with",
+        )
 
 
-def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: float, alone: bool) -> list[str]:
+def _numbers(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """Return the numbers of the last step under their names in metrics.jsonl. Collective."""
+    loss_sum = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+    loss = math.nan
+    if outcome.global_tokens:
+        loss = loss_sum / outcome.global_tokens
+    return {
+        "loss": loss,
+        "grad_norm": outcome.grad_norm,
+        "lr": outcome.lr,
+        "tokens_seen": run.state.tokens_seen,
+        "order_hash": f"{run.state.order_hash:016x}",
+    }
+
+
+def _differences(
+    numbers: Mapping[str, Any], record: Mapping[str, Any], tolerance: float, is_of_one_step: bool
+) -> list[str]:
     """Describe the differences from a line of metrics.jsonl.
 
-    The loss of a line is a mean over several steps, unless ``alone`` is set. A mean is not compared.
+    The loss of a line is a mean over several steps, unless ``is_of_one_step`` is set. A mean is not compared.
     """
-    found = []
-    for name, value in mine.items():
-        if name not in record or (name == "loss" and not alone):
+    differences = []
+    for name, value in numbers.items():
+        if name not in record or (name == "loss" and not is_of_one_step):
             continue
-        theirs = record[name]
-        if isinstance(value, float) and isinstance(theirs, float | int):
-            same = abs(value - theirs) <= tolerance * abs(theirs)
+        recorded = record[name]
+        if isinstance(value, float) and isinstance(recorded, float | int):
+            is_equal = abs(value - recorded) <= tolerance * abs(recorded)
+        elif isinstance(value, float) and not math.isfinite(value):
+            # A record has null for infinite numbers and NaN.
+            is_equal = recorded is None
         else:
-            same = value == theirs or (theirs is None and isinstance(value, float) and not math.isfinite(value))
-        if not same:
-            found.append(f"{name} {value} was {theirs}")
-    return found
+            is_equal = value == recorded
+        if not is_equal:
+            differences.append(f"{name} {value} was {recorded}")
+    return differences
 
 
 def _compare_checkpoint(run: Run, path: Path) -> list[str]:
@@ -133,21 +158,27 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
     tensors = {**weights(run), **run.optimizer_state_dict()}
-    wrong: list[str] = []
+    different: list[str] = []
     for name, tensor in tensors.items():
         # A weights-only save has no optimizer state, and may have another dtype.
-        if name in stored.tensors and stored.tensors[name].dtype == str(tensor.dtype).removeprefix("torch."):
-            theirs = tensor.detach().clone()
-            tensor_reader.read({name: theirs}, stored, path)
-            if not torch.equal(_bits(tensor), _bits(theirs)):
-                wrong.append(name)
-    everyone = {name for names in all_gather_json(wrong) for name in names}
-    order = {f"model.{name}": place for place, name in enumerate(run.names)}
-    first = sorted(everyone, key=lambda name: (order.get(name, len(order)), name))
-    found = [f"{first[0]} and {len(first) - 1} more tensors of {path.name} differ"] if first else []
+        entry = stored.tensors.get(name)
+        if entry is None or entry.dtype != str(tensor.dtype).removeprefix("torch."):
+            continue
+        saved = tensor.detach().clone()
+        tensor_reader.read({name: saved}, stored, path)
+        if not torch.equal(_bits(tensor), _bits(saved)):
+            different.append(name)
+
+    # Report the first parameter of the model whose shard differs on any rank. Optimizer states come last.
+    on_any_rank: set[str] = set().union(*all_gather_json(different))
+    differences = []
+    if on_any_rank:
+        order = {f"model.{name}": place for place, name in enumerate(run.names)}
+        first = min(on_any_rank, key=lambda name: (order.get(name, len(order)), name))
+        differences.append(f"{first} and {len(on_any_rank) - 1} more tensors of {path.name} differ")
     if stored.facts.get("state") != run.state.to_dict():
-        found.append(f"counters of {path.name} differ")
-    return found
+        differences.append(f"counters of {path.name} differ")
+    return differences
 
 
 def _bits(tensor: Tensor) -> Tensor:

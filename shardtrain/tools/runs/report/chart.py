@@ -42,68 +42,84 @@ class Chart:
         for line in self.lines:
             rounded = [float(f"{value:.6g}") for value in line.values]
             color = COLORS[line.color % len(COLORS)]
-            curves.append({"name": line.name, "x": list(line.steps), "y": rounded, "color": color, "dots": line.dots})
+            curves.append(
+                {"name": line.name, "x": list(line.steps), "y": rounded, "color": color, "dots": line.dots},
+            )
         return {"title": self.title, "log": self.is_logarithmic, "lines": curves}
 
+    # MERGE
     @property
     def is_logarithmic(self) -> bool:
         """True if the axis is logarithmic, which requires positive values."""
-        return self.logarithmic and all(value > 0 for line in self.lines for value in line.values)
+        if not self.logarithmic:
+            return False
+        return all(value > 0 for line in self.lines for value in line.values)
 
     def svg(self, label: str) -> str:
         """Return the drawing. ``label`` describes it to screen readers."""
-        # Determine the ranges of both axes.
-        steps: list[int] = []
-        heights: list[float] = []
+        # On a logarithmic axis, heights are powers of ten.
+        is_logarithmic = self.is_logarithmic
+        heights_of_lines = []
         for line in self.lines:
-            steps += line.steps
-            heights += map(self._height, line.values)
-        first, last = (min(steps), max(steps)) if steps else (0, 1)
+            heights = list(line.values)
+            if is_logarithmic:
+                heights = [math.log10(value) for value in heights]
+            heights_of_lines.append(heights)
+        steps = [step for line in self.lines for step in line.steps]
+        all_heights = [height for heights in heights_of_lines for height in heights]
+        first = min(steps, default=0)
+        last = max(steps, default=1)
+        low = min(all_heights, default=0.0)
+        high = max(all_heights, default=1.0)
+
+        # Draw a single step at the left, and a single value in the middle.
         last = max(last, first + 1)
-        low, high = (min(heights), max(heights)) if heights else (0.0, 1.0)
-        if not high > low:  # one value: in the middle
+        if not high > low:
             low -= abs(low) / 2 or 0.5
             high += abs(high) / 2 or 0.5
-        tick_values = ticks(10**low, 10**high, True) if self.is_logarithmic else ticks(low, high)
 
         def x_of(step: float) -> float:
             share = (step - first) / (last - first)
             return LEFT + share * (WIDTH - LEFT - RIGHT)
 
-        def y_of(value: float) -> float:
-            share = (self._height(value) - low) / (high - low)
+        def y_of(height: float) -> float:
+            share = (height - low) / (high - low)
             return TOP + (1 - share) * (HEIGHT - TOP - BOTTOM)
 
         # Draw grid lines and their numbers, then the curves above them.
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
+        tick_values = ticks(10**low, 10**high, True) if is_logarithmic else ticks(low, high)
         for value in tick_values:
-            y = y_of(value)
+            y = y_of(math.log10(value) if is_logarithmic else value)
             number = format_number(value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number}</text>')
+            parts.append(
+                f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number}</text>',
+            )
         for step in ticks(first, last):
             x = x_of(step)
             number = format_number(step)
+            # A number in the middle of the last tick would extend beyond the drawing.
             anchor = "end" if x > WIDTH - RIGHT - 16 else "middle"
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number}</text>')
-        for line in self.lines:
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{number}</text>',
+            )
+        for line, heights in zip(self.lines, heights_of_lines, strict=True):
             color = COLORS[line.color % len(COLORS)]
             points = []
             circles = []
-            for step, value in zip(line.steps, line.values, strict=True):
+            for step, height in zip(line.steps, heights, strict=True):
                 x = x_of(step)
-                y = y_of(value)
+                y = y_of(height)
                 points.append(f"{x:.1f},{y:.1f}")
                 circles.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
             path = " ".join(points)
             parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{path}"/>')
+            # A line through one point is invisible.
             if line.dots or len(points) == 1:
                 parts += circles
         parts.append("</svg>")
         return "".join(parts)
-
-    def _height(self, value: float) -> float:
-        return math.log10(value) if self.is_logarithmic else value
 
 
 def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
@@ -140,9 +156,10 @@ def format_number(value: float) -> str:
     """
     if not math.isfinite(value) or abs(value) >= 1e15:
         return f"{value:.3g}".replace("e+", "e")
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if suffix == 'k' else size):.3g}{suffix}"
+    # Numbers below 10,000 have no suffix, because four digits need no more space than three and a suffix.
+    for least, unit, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:.3g}{suffix}"
     if 0 < abs(value) < 1e-2:
         digits, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(exponent)}"

@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -15,7 +15,7 @@ from shardtrain.launch import failure
 from shardtrain.launch.goodput.account import MEANINGS
 from shardtrain.metrics.step_record import TOTAL_SPEED
 from shardtrain.tools.runs.report.chart import COLORS, Chart, ChartLine, format_number
-from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
+from shardtrain.tools.runs.run_files import POINTS, RunRecord
 from shardtrain.utils.redact import visible
 
 # Charts at the top of the page, in this order: title, metrics, True if the axis may be logarithmic.
@@ -42,25 +42,20 @@ _MOST_CHARTS = 60
 def build(runs: Sequence[RunRecord]) -> str:
     """Return the page of one run, or of several runs for comparison."""
     # Use paths for folders with the same name.
-    short = [run.name for run in runs]
-    names = [run.name if short.count(run.name) == 1 else str(run.folder) for run in runs]
-    charts = _charts(runs, names)
-    title = "Run " + names[0] if len(runs) == 1 else f"{len(runs)} runs"
-    package = resources.files(__package__)
-    script = package.joinpath("report.js").read_text(encoding="utf-8")
-    style = package.joinpath("report.css").read_text(encoding="utf-8")
+    short_names = [run.name for run in runs]
+    names = []
+    for run in runs:
+        is_unique = short_names.count(run.name) == 1
+        names.append(run.name if is_unique else str(run.folder))
+    title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs"
 
-    # Names of runs and metrics are untrusted. JSON without "<" cannot end the script element, and the content
-    # security policy allows only this script, identified by its hash.
-    data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
-    data = data.replace("<", "\\u003c").replace("\x7f", "\\u007f")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
-    figures = [
-        f'<figure id="chart-{index}"><h3>{escape(chart.title)}</h3>{chart.svg(chart.title)}'
-        '<div class="value" aria-live="off"></div></figure>'
-        for index, chart in enumerate(charts)
-    ]
+    charts = _charts(runs, names)
+    figures = []
+    for index, chart in enumerate(charts):
+        figures.append(
+            f'<figure id="chart-{index}"><h3>{escape(chart.title)}</h3>{chart.svg(chart.title)}'
+            '<div class="value" aria-live="off"></div></figure>'
+        )
     body = [
         f"<h1>{escape(title)}</h1>",
         _summary(runs, names),
@@ -73,56 +68,93 @@ def build(runs: Sequence[RunRecord]) -> str:
         _alerts(runs, names),
         _options(runs, names),
     ]
+
+    # Names of runs and metrics are untrusted. JSON without "<" cannot end the script element, and the content
+    # security policy allows only this script, identified by its hash.
+    package = resources.files(__package__)
+    script = package.joinpath("report.js").read_text(encoding="utf-8")
+    style = package.joinpath("report.css").read_text(encoding="utf-8")
+    data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c").replace("\x7f", "\\u007f")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>",
+        *body,
+        f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n',
+    ]
     # Escape control characters and text-direction marks, which an editor or a terminal would interpret.
-    return visible(
-        "".join(
-            [
-                '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-                f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
-                '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                f"<title>{escape(title)}</title><style>{style}</style></head><body>",
-                *body,
-                f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n',
-            ]
-        )
-    )
+    return visible("".join(parts))
 
 
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
+    """Return the charts that have a curve: those of CHARTS, one of all data sources, one per unknown metric."""
     points = max(100, POINTS * 4 // max(4, len(runs)))
 
-    def lines(metric: str, source: str = "metrics", suffix: str = "") -> Iterable[ChartLine]:
+    def lines(metric: str, suffix: str = "", is_validation: bool = False) -> list[ChartLine]:
+        """Return the curve of each run that has the metric."""
+        curves = []
         for color, (run, name) in enumerate(zip(runs, names, strict=True)):
-            series: Series | None = getattr(run, source).get(metric)
+            by_metric = run.validation if is_validation else run.metrics
+            series = by_metric.get(metric)
             if series is not None and len(series.steps):
-                yield ChartLine(name + suffix, *series.thinned(points), color=color, dots=source == "validation")
+                steps, values = series.thinned(points)
+                curves.append(ChartLine(name + suffix, steps, values, color=color, dots=is_validation))
+        return curves
 
-    # First the charts of CHARTS, then one chart with the rows of each source, then one chart per unknown metric.
-    found = []
-    known = {*LEFT_OUT, *(name for _, metrics, _ in CHARTS for name in metrics)}
+    charts = []
+    known = set(LEFT_OUT)
     for title, metrics, logarithmic in CHARTS:
-        curves = [line for metric in metrics for line in lines(metric)]
+        known.update(metrics)
+        curves = []
+        for metric in metrics:
+            curves += lines(metric)
+        # Losses of training and validation share a chart.
         if metrics == ("loss",):
-            curves += lines("loss", "validation", " (validation)")
-        found.append(Chart(title, curves, logarithmic))
-    sources = sorted({name for run in runs for name in run.metrics if name.startswith(_ROWS_OF)})
-    if sources:
-        of_rows = [line for name in sources for line in lines(name, suffix=f" {name.removeprefix(_ROWS_OF)}")]
-        colored = [dataclasses.replace(line, color=place) for place, line in enumerate(of_rows)]
-        found.append(Chart("Rows read of each source", colored))
-    left_out = ("goodput_", _ROWS_OF)
-    others = {name for run in runs for name in run.metrics if not name.startswith(left_out)} - known
-    found += [Chart(name, list(lines(name))) for name in sorted(others)]
-    of_validation = {name for run in runs for name in run.validation} - {"loss"}
-    found += [Chart(f"{name} (validation)", list(lines(name, "validation"))) for name in sorted(of_validation)]
-    return [chart for chart in found if chart.lines][:_MOST_CHARTS]
+            curves += lines("loss", " (validation)", is_validation=True)
+        charts.append(Chart(title, curves, logarithmic))
+
+    metrics_of_runs: set[str] = set().union(*(run.metrics for run in runs))
+    validations_of_runs: set[str] = set().union(*(run.validation for run in runs))
+    charts.append(_sources_chart(lines, sorted(metrics_of_runs)))
+    for name in sorted(metrics_of_runs - known):
+        if not name.startswith(("goodput_", _ROWS_OF)):
+            charts.append(Chart(name, lines(name)))
+    for name in sorted(validations_of_runs - {"loss"}):
+        charts.append(Chart(f"{name} (validation)", lines(name, is_validation=True)))
+    charts = [chart for chart in charts if chart.lines]
+    return charts[:_MOST_CHARTS]
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table. ``head`` is text, the cells of ``rows`` are markup. Only the last column wraps."""
+def _sources_chart(lines: Callable[[str, str], list[ChartLine]], metrics: Sequence[str]) -> Chart:
+    """Return one chart with the rows that were read of each data source. Every curve has its own color."""
+    curves: list[ChartLine] = []
+    for metric in metrics:
+        if metric.startswith(_ROWS_OF):
+            source = metric.removeprefix(_ROWS_OF)
+            for curve in lines(metric, f" {source}"):
+                curves.append(dataclasses.replace(curve, color=len(curves)))
+    return Chart("Rows read of each source", curves)
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table below its title, or "" without rows.
+
+    ``title`` is markup, ``head`` is text, the cells of ``rows`` are markup. Only the last column wraps.
+    """
+    if not rows:
+        return ""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="tables short"><table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></div>'
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{cell}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    body = "".join(lines)
+    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    return f'{title}<div class="tables short">{table}</div>'
 
 
 def _name(names: Sequence[str], index: int) -> str:
@@ -131,15 +163,34 @@ def _name(names: Sequence[str], index: int) -> str:
 
 def _last(run: RunRecord, metric: str) -> str:
     series = run.metrics.get(metric)
-    return format_number(series.values[-1]) if series is not None and len(series.values) else ""
+    if series is None or not len(series.values):
+        return ""
+    return format_number(series.values[-1])
 
 
 def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    speed = TOTAL_SPEED.capitalize()
+    head = (
+        "Run",
+        "Step",
+        "Tokens",
+        "Loss",
+        "Best validation loss",
+        speed,
+        "Memory, GiB",
+        "Goodput",
+        "Certificate",
+        "State",
+    )
     rows = []
     for index, run in enumerate(runs):
         validation = run.validation.get("loss")
-        best = format_number(min(validation.values)) if validation is not None else ""
-        goodput = f"{100 * run.account.goodput:.1f} %" if run.account is not None and run.account.attempts else ""
+        best = ""
+        if validation is not None:
+            best = format_number(min(validation.values))
+        goodput = ""
+        if run.account is not None and run.account.attempts:
+            goodput = f"{100 * run.account.goodput:.1f} %"
         rows.append(
             (
                 _name(names, index),
@@ -154,119 +205,119 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
                 escape(_state(run)),
             )
         )
-    speed = TOTAL_SPEED.capitalize()
-    head = (
-        "Run",
-        "Step",
-        "Tokens",
-        "Loss",
-        "Best validation loss",
-        speed,
-        "Memory, GiB",
-        "Goodput",
-        "Certificate",
-        "State",
-    )
     # Skip columns without values.
-    kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
-    return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    shown_head, *shown_rows = zip(*columns, strict=True)
+    return _table("", shown_head, shown_rows)
 
 
 def _state(run: RunRecord) -> str:
     if not run.end:
         return "under way, or killed"
-    if run.end.get("code") == 0:
-        return "ended"
     code = run.end.get("code")
-    how = "stopped" if code in (failure.PREEMPTED, failure.NOT_SAVED) else "ended"
-    return f"{how} with exit code {code}: {str(run.end.get('message', ''))[:500]}"
+    if code == 0:
+        return "ended"
+    verb = "ended"
+    if code in (failure.PREEMPTED, failure.NOT_SAVED):
+        verb = "stopped"
+    message = str(run.end.get("message", ""))
+    return f"{verb} with exit code {code}: {message[:500]}"
 
 
 def _samples(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    parts = []
+    figures = []
     for index, run in enumerate(runs):
         for step, prompt, text in run.samples:
-            head = f"{_name(names, index)} after step {step:,}"
-            parts.append(
-                f"<figure><figcaption>{head}</figcaption><pre><b>{escape(prompt)}</b>{escape(text)}</pre></figure>"
-            )
-    return f'<h2>Samples</h2><div class="charts samples">{"".join(parts)}</div>' if parts else ""
+            caption = f"<figcaption>{_name(names, index)} after step {step:,}</figcaption>"
+            figures.append(f"<figure>{caption}<pre><b>{escape(prompt)}</b>{escape(text)}</pre></figure>")
+    if not figures:
+        return ""
+    return f'<h2>Samples</h2><div class="charts samples">{"".join(figures)}</div>'
 
 
 def _planned(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    rows = [
-        (_name(names, index), escape(what), format_number(plan), format_number(found), f"{found / plan - 1:+.0%}")
-        for index, run in enumerate(runs)
-        for what, (plan, found) in run.planned.items()
-        if plan
-    ]
-    return "<h2>Planned and measured</h2>" + _table(("Run", "", "Planned", "Measured", "Off"), rows) if rows else ""
+    rows = []
+    for index, run in enumerate(runs):
+        for quantity, (planned, measured) in run.planned.items():
+            if planned:
+                difference = f"{measured / planned - 1:+.0%}"
+                values = (format_number(planned), format_number(measured), difference)
+                rows.append((_name(names, index), escape(quantity), *values))
+    return _table("<h2>Planned and measured</h2>", ("Run", "", "Planned", "Measured", "Off"), rows)
 
 
 def _validations(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = []
     for index, run in enumerate(runs):
-        steps = sorted({step for series in run.validation.values() for step in series.steps[-_VALIDATIONS:]})
-        by_name = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.validation.items()}
-        for step in steps[-_VALIDATIONS:]:
-            values = ", ".join(
-                f"{escape(name)} {format_number(found[step])}" for name, found in by_name.items() if step in found
-            )
-            rows.append((_name(names, index), str(step), values))
-    return "<h2>Validation</h2>" + _table(("Run", "Step", "Values"), rows) if rows else ""
+        # Values may have been recorded at different steps.
+        recent_steps: set[int] = set()
+        values_of: dict[str, dict[int, float]] = {}
+        for name, series in run.validation.items():
+            recent_steps.update(series.steps[-_VALIDATIONS:])
+            values_of[name] = dict(zip(series.steps, series.values, strict=True))
+        for step in sorted(recent_steps)[-_VALIDATIONS:]:
+            texts = []
+            for name, values in values_of.items():
+                if step in values:
+                    texts.append(f"{escape(name)} {format_number(values[step])}")
+            rows.append((_name(names, index), str(step), ", ".join(texts)))
+    return _table("<h2>Validation</h2>", ("Run", "Step", "Values"), rows)
 
 
 def _time(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    accounts = [
-        (index, run.account) for index, run in enumerate(runs) if run.account is not None and run.account.attempts
-    ]
-    if not accounts:
-        return ""
     rows = []
-    for index, account in accounts:
+    for index, run in enumerate(runs):
+        account = run.account
+        if account is None or not account.attempts:
+            continue
         running = account.running_seconds
         for name, seconds in account.seconds.items():
             share = f"{100 * seconds / running:.1f} %" if running else ""
-            rows.append((_name(names, index), escape(name), f"{seconds:.1f} s", share, escape(MEANINGS[name])))
-    return "<h2>Where the time went</h2>" + _table(("Run", "Part", "Time", "Share", "Meaning"), rows)
+            rows.append(
+                (_name(names, index), escape(name), f"{seconds:.1f} s", share, escape(MEANINGS[name])),
+            )
+    return _table("<h2>Where the time went</h2>", ("Run", "Part", "Time", "Share", "Meaning"), rows)
 
 
 def _alerts(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = []
     for index, run in enumerate(runs):
-        for count in _COUNTS:
-            series = run.metrics.get(count)
+        texts = []
+        for name in _COUNTS:
+            series = run.metrics.get(name)
             if series is not None and series.values[-1]:
-                rows.append((_name(names, index), f"{count}: {format_number(series.values[-1])}"))
+                texts.append(f"{name}: {format_number(series.values[-1])}")
         if run.account is not None and run.account.failures:
-            rows.append((_name(names, index), f"failures: {run.account.failures}"))
+            texts.append(f"failures: {run.account.failures}")
         if run.bad_lines:
-            rows.append((_name(names, index), f"{run.bad_lines} lines of its files are damaged and were ignored"))
-        rows += [(_name(names, index), escape(line)) for line in run.alerts]
-    return "<h2>Alerts</h2>" + _table(("Run", "What"), rows) if rows else ""
+            texts.append(f"{run.bad_lines} lines of its files are damaged and were ignored")
+        texts += [escape(alert) for alert in run.alerts]
+        rows += [(_name(names, index), text) for text in texts]
+    return _table("<h2>Alerts</h2>", ("Run", "What"), rows)
 
 
 def _options(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
-    def text(value: Any) -> str:
-        return escape(json.dumps(value, default=str)[:1000])
-
+    """Return all options of one run, or the options that differ between several runs."""
     if len(runs) == 1:
-        rows = [(escape(name), text(value)) for name, value in runs[0].options.items()]
+        rows = [(escape(name), _option_text(value)) for name, value in runs[0].options.items()]
         if not rows:
             return ""
-        return (
-            f"<h2>Options</h2><details><summary>all {len(rows)}</summary>{_table(('Option', 'Value'), rows)}</details>"
-        )
+        table = _table("", ("Option", "Value"), rows)
+        return f"<h2>Options</h2><details><summary>all {len(rows)}</summary>{table}</details>"
+
+    # Options of another version may be missing, so compare with a value that no option has.
     missing = object()
-    every = dict.fromkeys(name for run in runs for name in run.options)
-    different = [
-        name
-        for name in every
-        if any(run.options.get(name, missing) != runs[0].options.get(name, missing) for run in runs)
-    ]
-    if not different:
+    names_of_options = dict.fromkeys(name for run in runs for name in run.options)
+    compared = []
+    for name in names_of_options:
+        values = [run.options.get(name, missing) for run in runs]
+        if any(value != values[0] for value in values):
+            texts = ["" if value is missing else _option_text(value) for value in values]
+            compared.append((escape(name), *texts))
+    if not compared:
         return "<h2>Options</h2><p>All runs have the same options.</p>"
-    compared = [
-        (escape(name), *(text(run.options[name]) if name in run.options else "" for run in runs)) for name in different
-    ]
-    return "<h2>Options that differ</h2>" + _table(("Option", *names), compared)
+    return _table("<h2>Options that differ</h2>", ("Option", *names), compared)
+
+
+def _option_text(value: Any) -> str:
+    return escape(json.dumps(value, default=str)[:1000])

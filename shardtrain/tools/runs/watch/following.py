@@ -1,7 +1,8 @@
 """Follow the files of a run as they grow. Each update reads only the data that was appended since the last one.
 
-A file that became shorter or was replaced belongs to a resumed or restarted run, so it is read from its start. A long
-file is sampled: a few hundred records spread over it are enough for a curve as wide as a terminal.
+A file that became shorter or was replaced belongs to a resumed or restarted run, so it is read from its
+start. A long file is sampled: a few hundred records spread over it are enough for a curve as wide as a
+terminal.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Tail:
     _inode: int = -1
     _place: int = 0
 
+    # MERGE
     def read(self, most_bytes: int) -> tuple[bytes, bool]:
         """Return the new complete lines, and True if the file was replaced or truncated.
 
@@ -60,11 +62,16 @@ class Tail:
             self._inode = -1
             self._place = 0
             return b"", from_start
-        first = data.find(b"\n") + 1 if begin > self._place else 0  # the skipped part ends within a line
-        whole = data.rfind(b"\n") + 1
+
+        # Keep an incomplete last line for the next call. A skipped part ends within a line, so skip the
+        # rest of it.
         self.skipped = begin > self._place
-        self._place = begin + whole
-        return data[first:whole], from_start
+        first = 0
+        if self.skipped:
+            first = data.find(b"\n") + 1
+        end = data.rfind(b"\n") + 1
+        self._place = begin + end
+        return data[first:end], from_start
 
 
 @dataclass
@@ -89,14 +96,14 @@ class FollowedRun:
         self._validation = Tail(self._files.validation)
         self._log = Tail(self._files.log)
 
+    # MERGE
     def look(self) -> None:
         """Read the new data of all files."""
         status = self._files.status()
         self.age_seconds = status.age_seconds
+        self.state = "not there yet"
         if status.end or self._files.metrics.exists():
             self.state = status.state
-        else:
-            self.state = "not there yet"
 
         # Metrics. When a long file is opened for the first time, sample all of it except its end.
         data, from_start = self._metrics.read(_WHOLE_BYTES)
@@ -118,8 +125,10 @@ class FollowedRun:
 
         # Keep the last alerts, without duplicates.
         data, from_start = self._log.read(_LOG_BYTES)
-        before = [] if from_start else self.alerts
-        self.alerts = list(dict.fromkeys([*before, *run_files.alerts(data)]))[-_MOST_ALERTS:]
+        if from_start:
+            self.alerts = []
+        distinct = dict.fromkeys(self.alerts + run_files.alerts(data))
+        self.alerts = list(distinct)[-_MOST_ALERTS:]
 
     def _account(self, is_over: bool) -> Account:
         """Return the division of wall time: from ``goodput.jsonl`` if the run is over, else from the last record."""
@@ -144,14 +153,16 @@ class FollowedRun:
             return
 
     def _take(self, line: bytes) -> None:
+        """Add the record of a line to the curves."""
         record = run_files.step_record(line)
         if record is None:
             return
         step = record["step"]
-        if self.last and step <= self.last["step"]:  # the run rolled back to a checkpoint
+        # After a rollback to a checkpoint, later points belong to steps that the run repeats.
+        if self.last and step <= self.last["step"]:
             for name, (steps, values) in self.curves.items():
-                kept = sum(one < step for one in steps)
-                self.curves[name] = steps[:kept], values[:kept]
+                num_kept = sum(earlier < step for earlier in steps)
+                self.curves[name] = steps[:num_kept], values[:num_kept]
         self.last = record
         for name in CURVES:
             value = record.get(name)
@@ -167,8 +178,12 @@ class FollowedRun:
 def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
     """Return at most half as many points, spread evenly over the steps, including the first and the last."""
     distance = (steps[-1] - steps[0]) / (POINTS // 2 - 1)
-    kept = [0]
-    for index, step in enumerate(steps):
-        if step - steps[kept[-1]] >= distance or (index == len(steps) - 1 and index != kept[-1]):
-            kept.append(index)
-    return [steps[index] for index in kept], [values[index] for index in kept]
+    kept_steps = steps[:1]
+    kept_values = values[:1]
+    last_index = len(steps) - 1
+    for index in range(1, len(steps)):
+        is_far = steps[index] - kept_steps[-1] >= distance
+        if is_far or index == last_index:
+            kept_steps.append(steps[index])
+            kept_values.append(values[index])
+    return kept_steps, kept_values

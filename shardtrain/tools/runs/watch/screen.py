@@ -19,7 +19,12 @@ BINS = {
     "compile": "K", "start": "S", "restart": "R", "lost": "L",
 }  # fmt: skip
 """Goodput bins, with the letter of each bin in the bar."""
-TITLES = {"loss": "loss", "grad_norm": "grad norm", "tokens_per_second": TOTAL_SPEED, "memory_gib": "memory GiB"}
+TITLES = {
+    "loss": "loss",
+    "grad_norm": "grad norm",
+    "tokens_per_second": TOTAL_SPEED,
+    "memory_gib": "memory GiB",
+}
 _TITLE = len(TOTAL_SPEED) + 1
 """Width of a title in columns."""
 COUNTS = ("skipped_updates", "spikes", "rewinds", "stragglers")
@@ -39,14 +44,19 @@ class Terminal:
     unicode: bool = True
     color: bool = False
 
+    # MERGE
     @property
     def bars(self) -> str:
         """Characters for drawing curves."""
-        return BARS if self.unicode else ASCII_BARS
+        if self.unicode:
+            return BARS
+        return ASCII_BARS
 
     def paint(self, text: str, number: int) -> str:
         """Return text with an ANSI color code, if supported."""
-        return f"\x1b[{number}m{text}\x1b[0m" if self.color else text
+        if not self.color:
+            return text
+        return f"\x1b[{number}m{text}\x1b[0m"
 
 
 def frame(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) -> list[str]:
@@ -63,13 +73,16 @@ def frame(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) ->
 
 def _overview(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) -> list[str]:
     """Return one line per run: number, name, state, step, loss and curve of the loss."""
-    lines = []
-    longest = max(len(_name(run)) for run in followed)
+    names = [_name(run) for run in followed]
+    longest = max(len(name) for name in names)
     name_width = max(8, min(longest, terminal.columns // 3))
-    for number, run in enumerate(followed):
+    lines = []
+    for number, (run, name) in enumerate(zip(followed, names, strict=True)):
         mark = ">" if number == selected else " "
-        name = _name(run)[-name_width:]
-        head = f"{mark}{number + 1:>2} {name:<{name_width}} {run.state:<12} {_step(run):>9} {_value(run, 'loss'):>8} "
+        # The end of a name differs more often than its start.
+        name = name[-name_width:]
+        numbers = f"{_step(run):>9} {_value(run, 'loss'):>8}"
+        head = f"{mark}{number + 1:>2} {name:<{name_width}} {run.state:<12} {numbers} "
         steps, values = _curve(run, "loss")
         curve = sparkline(steps, values, terminal.columns - len(head), terminal.bars)
         lines.append(_cut(head + curve, terminal.columns))
@@ -79,18 +92,7 @@ def _overview(followed: Sequence[FollowedRun], selected: int, terminal: Terminal
 def _details(run: FollowedRun, terminal: Terminal) -> list[str]:
     """Return the lines of one run: state, progress bar, curves, goodput, counts and alerts."""
     width = terminal.columns
-    text = f"{_name(run)}  {run.state}  step {_step(run)}"
-    if run.total_steps:
-        text += f" of {run.total_steps:,}"
-    if run.last and math.isfinite(run.age_seconds):
-        text += f"  {format_seconds(round(run.age_seconds))} ago"
-    color = YELLOW
-    if run.state in ("under way", "ended"):
-        color = GREEN
-    elif run.state.startswith("failed"):
-        color = RED
-    lines = [terminal.paint(_cut(text, width), color)]
-
+    lines = [_state_line(run, terminal)]
     if run.total_steps and run.last:
         lines.append(_progress_bar(run, terminal))
     for name, title in TITLES.items():
@@ -103,19 +105,46 @@ def _details(run: FollowedRun, terminal: Terminal) -> list[str]:
         lines.append(_cut(head + curve + tail, width))
     if run.validation:
         loss = _number(run.validation.get("loss"))
-        lines.append(_cut(f"{'validation':<{_TITLE}}{loss:>8}  step {run.validation['step']:,}", width))
+        text = f"{'validation':<{_TITLE}}{loss:>8}  step {run.validation['step']:,}"
+        lines.append(_cut(text, width))
     lines += _time(run, terminal)
-    counts = []
+
+    # Warnings come last: counts of skipped or repeated steps, and the newest lines of the log.
+    warnings = []
+    counts = _counts(run)
+    if counts:
+        warnings.append(", ".join(counts))
+    for alert in run.alerts[-3:]:
+        warnings.append(redact(visible(alert, lines=False)))
+    for warning in warnings:
+        lines.append(terminal.paint(_cut(warning, width), YELLOW))
+    return lines
+
+
+def _state_line(run: FollowedRun, terminal: Terminal) -> str:
+    """Return the name, state and progress of a run, colored by state."""
+    text = f"{_name(run)}  {run.state}  step {_step(run)}"
+    if run.total_steps:
+        text += f" of {run.total_steps:,}"
+    if run.last and math.isfinite(run.age_seconds):
+        text += f"  {format_seconds(round(run.age_seconds))} ago"
+    color = YELLOW
+    if run.state in ("under way", "ended"):
+        color = GREEN
+    elif run.state.startswith("failed"):
+        color = RED
+    return terminal.paint(_cut(text, terminal.columns), color)
+
+
+def _counts(run: FollowedRun) -> list[str]:
+    """Return the counts of the last record that are not zero."""
+    texts = []
     for name in COUNTS:
         count = run.last.get(name)
         if type(count) in (int, float) and count:
-            counts.append(f"{name.replace('_', ' ')} {count:g}")
-    if counts:
-        lines.append(terminal.paint(_cut(", ".join(counts), width), YELLOW))
-    for alert in run.alerts[-3:]:
-        text = redact(visible(alert, lines=False))
-        lines.append(terminal.paint(_cut(text, width), YELLOW))
-    return lines
+            title = name.replace("_", " ")
+            texts.append(f"{title} {count:g}")
+    return texts
 
 
 def _progress_bar(run: FollowedRun, terminal: Terminal) -> str:
@@ -145,7 +174,8 @@ def _time(run: FollowedRun, terminal: Terminal) -> list[str]:
     parts = []
     elapsed = 0.0
     for name, seconds in run.account.seconds.items():
-        # Round the end of each bin and not its width, so rounding errors do not add up and the bar fills the line.
+        # Round the end of each bin and not its width, so rounding errors do not add up and the bar fills
+        # the line.
         elapsed += seconds
         end = round(width * elapsed / total)
         bar += BINS[name] * (end - len(bar))
@@ -165,7 +195,9 @@ def _name(run: FollowedRun) -> str:
 
 
 def _step(run: FollowedRun) -> str:
-    return f"{run.last['step']:,}" if run.last else "-"
+    if not run.last:
+        return "-"
+    return f"{run.last['step']:,}"
 
 
 def _value(run: FollowedRun, name: str) -> str:

@@ -41,30 +41,48 @@ def main(words: Sequence[str]) -> int:
         example="shardtrain watch outputs",
     )
     parser.add_argument(
-        "folders", nargs="*", default=["outputs"], metavar="RUN", help="run folders, or a folder that contains them"
+        "folders",
+        nargs="*",
+        default=[
+            "outputs",
+        ],
+        metavar="RUN",
+        help="run folders, or a folder that contains them",
     )
     parser.add_argument("--once", action="store_true", help="print once and exit, as without a terminal")
-    parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="time between two updates (1)")
-    asked = parser.read(words)
-    if not 0.1 <= asked.interval_seconds <= 3600:
+    parser.add_argument(
+        "--interval_seconds",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="time between two updates (1)",
+    )
+    options = parser.read(words)
+    if not 0.1 <= options.interval_seconds <= 3600:
         raise ConfigError(
             Problem(
                 "--interval_seconds",
-                asked.interval_seconds,
+                options.interval_seconds,
                 rule="must be 0.1 to 3600 seconds",
                 fix="remove it for one update per second",
                 where="command line",
             )
         )
-    followed = [FollowedRun(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
-    if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        for one in followed:
-            one.look()
-            lines = frame([one], 0, _terminal())
-            print("\n".join(lines[:-2]))  # without the line of keys
+    folders: list[Path] = []
+    for name in options.folders:
+        folders += _folders(Path(name))
+    followed = [FollowedRun(folder) for folder in folders[:_MOST_RUNS]]
+
+    is_interactive = sys.stdout.isatty() and sys.stdin.isatty()
+    if options.once or not is_interactive:
+        for run in followed:
+            run.look()
+            lines = frame([run], 0, _terminal())
+            # The last two lines are an empty one and that of the keys.
+            print("\n".join(lines[:-2]))
         return 0
     with _screen():
-        _show(followed, asked.interval_seconds)
+        _show(followed, options.interval_seconds)
     return 0
 
 
@@ -73,7 +91,9 @@ def _folders(path: Path) -> list[Path]:
 
     Return the path itself if it is a run, or does not exist yet.
     """
-    if path.exists() and not path.is_dir():
+    if not path.exists():
+        return [path]
+    if not path.is_dir():
         raise ConfigError(
             Problem(
                 "RUN",
@@ -83,24 +103,25 @@ def _folders(path: Path) -> list[Path]:
                 where="command line",
             )
         )
-    folders = [run.folder for run in run_files.below(path)] if path.is_dir() else []
+    folders = [run.folder for run in run_files.below(path)]
     return folders or [path]
 
 
 def _show(followed: Sequence[FollowedRun], interval_seconds: float) -> None:
+    """Draw frames and handle keys until the user quits."""
     selected = 0
     due = 0.0
     while True:
         if time.monotonic() >= due:
-            for one in followed:
-                one.look()
+            for run in followed:
+                run.look()
             due = time.monotonic() + interval_seconds
 
         # Each line overwrites the one before it, so nothing flickers or scrolls.
         terminal = _terminal()
         lines = frame(followed, selected, terminal)
-        text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines[: terminal.lines]) + "\x1b[J"
-        sys.stdout.write(text)
+        rows = [f"{line}\x1b[K" for line in lines[: terminal.lines]]
+        sys.stdout.write("\x1b[H" + "\r\n".join(rows) + "\x1b[J")
         sys.stdout.flush()
 
         # Handle a key immediately. Without one, draw the next frame when it is due.
@@ -120,12 +141,16 @@ def _show(followed: Sequence[FollowedRun], interval_seconds: float) -> None:
 
 def _terminal() -> Terminal:
     columns, lines = shutil.get_terminal_size((80, 24))
-    return Terminal(max(20, columns), max(6, lines), bars_for(sys.stdout) == BARS, color_allowed(sys.stdout))
+    has_unicode = bars_for(sys.stdout) == BARS
+    return Terminal(max(20, columns), max(6, lines), has_unicode, color_allowed(sys.stdout))
 
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """Context with the alternate screen and unbuffered keys. Restores the terminal at the end and while stopped."""
+    """Context with the alternate screen and unbuffered keys.
+
+    Restores the terminal at the end and while stopped.
+    """
     import termios
     import tty
 
