@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -53,37 +54,51 @@ def from_dcp(words: Sequence[str]) -> int:
     """Run ``from-dcp`` and return its exit status."""
     help_if_asked(words, _FROM_USAGE)
     # All options except --optimizer are overrides of the configuration.
-    rest = list(words)
-    wanted: bool | None = None
-    for place, word in enumerate(rest):
-        name, given, value = word.partition("=")
-        if name == "--optimizer":
-            del rest[place : place + (1 if given else 2)]
-            value = value if given else [*words, ""][place + 1]
-            if value not in ("true", "false"):
-                raise ConfigError(f"--optimizer={value} must be true or false")
-            wanted = value == "true"
-            break
-    count = next((place for place, word in enumerate(rest) if word.startswith("-")), len(rest))
-    if not 2 <= count <= 3:
-        raise ConfigError("shardtrain checkpoint from-dcp requires DCP and DIR, and optionally CONFIG.toml; see --help")
-    folder, output = map(Path, rest[:2])
+    rest, with_optimizer = _take_optimizer(words)
+    paths = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+    overrides = rest[len(paths) :]
+    if not 2 <= len(paths) <= 3:
+        raise ConfigError(
+            "shardtrain checkpoint from-dcp requires DCP and DIR, and optionally CONFIG.toml; see --help",
+        )
+    folder, output = map(Path, paths[:2])
+    config_path = paths[2] if len(paths) == 3 else None
     require_new(output)
-    loaded = configs.load(rest[2] if count == 3 else None, rest[count:])
+    loaded = configs.load(config_path, overrides)
     model = loaded.config.model
-    seq_len = loaded.config.training.seq_len if loaded.is_set("training.seq_len") else None
+    # A default says nothing about the training of these weights.
+    seq_len = None
+    if loaded.is_set("training.seq_len"):
+        seq_len = loaded.config.training.seq_len
     from shardtrain.tools.dcp import dcp_reader
 
-    found = dcp_reader.from_dcp(folder, output, model, wanted, seq_len)
-    parts = "weights and the optimizer's state" if found.with_optimizer else "weights"
-    print(f"{output}: {parts} of {model.name} {model.flavor}, step {found.step}, with names of {found.naming.kind}")
-    for notice in found.notices:
+    result = dcp_reader.from_dcp(folder, output, model, with_optimizer, seq_len)
+    parts = "weights and the optimizer's state" if result.with_optimizer else "weights"
+    source = f"{model.name} {model.flavor}, step {result.step}"
+    print(f"{output}: {parts} of {source}, with names of {result.naming.kind}")
+    for notice in result.notices:
         print(notice)
     print(f'\n[checkpoint]\nenable = true\ninitial_load_path = "{output}"')
-    if found.with_optimizer:
+    if result.with_optimizer:
         print("# with the optimizer's state, the step and the learning rate:\n# initial_load_model_only = false")
         print('# exclude_from_loading = ["dataloader"]')
     return 0
+
+
+def _take_optimizer(words: Sequence[str]) -> tuple[list[str], bool | None]:
+    """Return the words without ``--optimizer`` and its value, and the value. None if it is not given."""
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name != "--optimizer":
+            continue
+        end = place + 1
+        if not equals:
+            value = "".join(words[end : end + 1])
+            end += 1
+        if value not in ("true", "false"):
+            raise ConfigError(f"--optimizer={value} must be true or false")
+        return [*words[:place], *words[end:]], value == "true"
+    return list(words), None
 
 
 def to_dcp(words: Sequence[str]) -> int:
@@ -100,22 +115,32 @@ def to_dcp(words: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder")
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("output", type=output_path, metavar="DCP", help="a new folder")
-    parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="naming of tensors (default: %(default)s)")
+    parser.add_argument(
+        "--names",
+        choices=NAMINGS,
+        default=TORCHTITAN,
+        help="naming of tensors (default: %(default)s)",
+    )
     parser.add_argument("--model-only", action="store_true", help="skip the optimizer's state")
-    parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
-    found = parser.read(words)
-    require_new(found.output)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="the run's TOML (default: config.resolved.toml of the run)",
+    )
+    options = parser.read(words)
+    require_new(options.output)
     from shardtrain.tools.convert.checkpoint_path import model_options, step_of
     from shardtrain.tools.dcp import writing
 
-    checkpoint = step_of(found.checkpoint, found.config, found.step)
-    model = model_options(checkpoint, found.config)
+    checkpoint = step_of(options.checkpoint, options.config, options.step)
+    model = model_options(checkpoint, options.config)
     loaded: Config | None = model.get("loaded")
     stored = manifest.read(checkpoint)
-    adam = loaded is not None and loaded.optimizer.name in PYTORCH_ADAMS
+
+    # PyTorch's format also contains the learning rate and the other options of each parameter.
     groups = None
-    if loaded and adam and not found.model_only:
-        if loaded.lr_scheduler.name.endswith(".py") and not found.config:
+    if loaded is not None and loaded.optimizer.name in PYTORCH_ADAMS and not options.model_only:
+        if loaded.lr_scheduler.name.endswith(".py") and not options.config:
             raise ConfigError(
                 Problem(
                     "lr_scheduler.name",
@@ -128,15 +153,15 @@ def to_dcp(words: Sequence[str]) -> int:
                 )
             )
         groups = _groups(loaded, stored.facts["state"])
-    count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
-    print(f"{found.output}: {count} tensors, each read back and equal")
-    if not whole:
-        why = "it needs the learning rates of the run's configuration, which is missing: add --config"
-        if found.model_only:
-            why = "--model-only"
+    count, with_optimizer = writing.to_dcp(checkpoint, options.output, model, options.names, groups)
+    print(f"{options.output}: {count} tensors, each read back and equal")
+    if not with_optimizer:
+        reason = "it needs the learning rates of the run's configuration, which is missing: add --config"
+        if options.model_only:
+            reason = "--model-only"
         elif loaded:
-            why = "the checkpoint has no state of Adam or AdamW"
-        print(f"without the optimizer's state: {why}")
+            reason = "the checkpoint has no state of Adam or AdamW"
+        print(f"without the optimizer's state: {reason}")
     return 0
 
 
@@ -144,11 +169,15 @@ def _groups(config: Config, state: dict[str, Any]) -> Callable[[str], Options]:
     """Return a function from a parameter's name to its optimizer group at the step of the checkpoint."""
     from shardtrain.tools.dcp.writing import Options
 
-    c = config.optimizer
-    rate = lr_scheduler.learning_rate(c, config.lr_scheduler, config.training.steps, int(state.get("updates", 0)))
+    optimizer = config.optimizer
+    updates = int(state.get("updates", 0))
+    rate = lr_scheduler.learning_rate(optimizer, config.lr_scheduler, config.training.steps, updates)
+    betas = (optimizer.beta1, optimizer.beta2)
 
-    def of(name: str) -> Options:
-        decays = not any(fnmatchcase(name, pattern) for pattern in c.no_weight_decay)
-        return Options(c.name, rate, c.lr, (c.beta1, c.beta2), c.eps, c.weight_decay if decays else 0.0)
+    def group_of(name: str) -> Options:
+        weight_decay = optimizer.weight_decay
+        if any(fnmatchcase(name, pattern) for pattern in optimizer.no_weight_decay):
+            weight_decay = 0.0
+        return Options(optimizer.name, rate, optimizer.lr, betas, optimizer.eps, weight_decay)
 
-    return of
+    return group_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,163 +49,202 @@ def from_dcp(
         folder: Folder of torch.distributed.checkpoint, or a file of torch.save.
         output: New folder.
         model: The model's options.
-        with_optimizer: True requires the state of Adam or AdamW, False skips it. None imports it if it is complete.
+        with_optimizer: True requires the state of Adam or AdamW, False skips it. None imports it if it is
+            complete.
         seq_len: Sequence length of its training, if known. torchtitan stretches rotary angles of DeepSeek-V3 only for
             longer sequences.
 
     Raises:
         ConfigError: ``output`` exists, or the model is unknown.
-        CheckpointError: tensors are missing or have other shapes, or a file is damaged. Nothing is written then.
+        CheckpointError: tensors are missing or have other shapes, or a file is damaged. Nothing is
+            written then.
         StorageError: the checkpoint cannot be written.
     """
     module, config = models.configured(model)
     network = models.build(module, config)
-    parameters = dict(network.named_parameters())
-    shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}
+    parameters = {name: tuple(tensor.shape) for name, tensor in network.named_parameters()}
+    buffers = {name: tuple(tensor.shape) for name, tensor in network.named_buffers()}
+    shapes = parameters | buffers
 
     # Map our names to names in the folder.
-    there = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
-    naming, prefix = recognise(model.name, config, shapes, there.tensors)
+    source = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
+    naming, prefix = recognise(model.name, config, shapes, source.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
-    _check(weights, shapes, there, f"{model.name} {model.flavor}")
+    _check(weights, shapes, source, f"{model.name} {model.flavor}")
 
     # The step is in the train state or, if missing, in the name of the folder.
-    step = _count(there, "step")
-    found = DcpImport(naming, _step_of_name(folder) if step is None else step, False)
-    if step is None and any(name.startswith("train_state.step") for name in [*there.tensors, *there.objects]):
-        found.notices.append(f"train_state.step: not a count; by the folder's name the step is {found.step}")
+    step = _count(source, "step")
+    result = DcpImport(naming, _step_of_name(folder) if step is None else step, False)
+    item_names = [*source.tensors, *source.objects]
+    if step is None and any(name.startswith("train_state.step") for name in item_names):
+        result.notices.append(f"train_state.step: not a count; by the folder's name the step is {result.step}")
     if naming.kind == TORCHTITAN:
-        found.notices += _other_angles(model.name, config, seq_len)
-    states = _optimizer(there, naming, {name: shapes[name] for name in parameters}, with_optimizer, found)
+        result.notices += _other_angles(model.name, config, seq_len)
+    states = _optimizer(source, naming, parameters, with_optimizer, result)
 
-    # Other tensors of the folder may be a copy of a tied embedding, or state of the other program,
-    # which is skipped. Weights that this model does not have are an error.
+    # A copy of a tied embedding is the only weight that the model does not have.
     used = {*weights.values(), *states.values()}
-    tied = {prefix + naming.theirs("head.weight")} if getattr(config, "tied_embeddings", False) else set()
-    for name in tied & there.tensors.keys():
-        embed = weights["embed.weight"]
-        one = there.tensors[name]
-        other = there.tensors[embed]
-        same = (one.shape, one.dtype) == (other.shape, other.dtype)
-        if not same or not there.tensor(name).equal(there.tensor(embed)):
-            raise CheckpointError(f"{folder}: {name} differs from the embedding, but this model ties them")
-    rest = sorted(
-        name
-        for name in there.tensors
-        if name not in used | tied and not name.startswith(("train_state.", "lr_scheduler", "dataloader"))
+    tied_head = prefix + naming.theirs("head.weight")
+    if getattr(config, "tied_embeddings", False) and tied_head in source.tensors:
+        _check_tied(source, tied_head, weights["embed.weight"])
+        used.add(tied_head)
+    result.notices += _skipped(source, used, model)
+
+    # Optimizer states have the same order of rows as their parameter.
+    ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
+    ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
+
+    def read(name: str) -> Tensor:
+        parameter = name.removeprefix(WEIGHTS_PREFIX).removeprefix("optimizer.")
+        for moment in MOMENTS:
+            parameter = parameter.removesuffix(f".{moment}")
+        return naming.to_ours(parameter, source.tensor(ours[name]))
+
+    tokens_seen = _count(source, "ntokens_seen") or 0
+    counters = {"step": result.step, "updates": result.step, "tokens_seen": tokens_seen}
+    facts: dict[str, Any] = {
+        "state": TrainState().to_dict() | counters,
+        "model": {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)},
+    }
+    result.with_optimizer = bool(states)
+    single_process_writer.write(
+        output,
+        {name: source.tensors[theirs].shape for name, theirs in ours.items()},
+        {name: source.tensors[theirs].dtype for name, theirs in ours.items()},
+        read,
+        facts,
+        step=result.step,
+        with_optimizer=result.with_optimizer,
     )
-    surplus = [name for name in rest if not name.startswith(("optimizer", "optim."))]
+    return result
+
+
+def _check_tied(source: Folder, head: str, embed: str) -> None:
+    """Raise CheckpointError if a head differs from the embedding, with which this model ties it."""
+    head_entry = source.tensors[head]
+    embed_entry = source.tensors[embed]
+    # Compare the small entries first, because the tensors may be large.
+    is_equal = (head_entry.shape, head_entry.dtype) == (embed_entry.shape, embed_entry.dtype)
+    if not is_equal or not source.tensor(head).equal(source.tensor(embed)):
+        raise CheckpointError(f"{source.folder}: {head} differs from the embedding, but this model ties them")
+
+
+def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
+    """Return notices about items of the folder that are not imported.
+
+    Raises:
+        CheckpointError: the folder has weights that the model does not have.
+    """
+    # State of the other program is skipped, such as the position of its data loader.
+    states = ("optimizer", "optim.", "train_state.", "lr_scheduler", "dataloader")
+    surplus = sorted(name for name in source.tensors if name not in used and not name.startswith(states))
     if surplus:
         fix = "name the model, flavor and overrides that it was trained with"
         if all(name.endswith(".moe.expert_bias") for name in surplus):
             fix = "add --model.overrides.load_balance_coeff=1e-3, the rate at which torchtitan moves them by default"
         raise CheckpointError(
-            f"{folder} has tensors that {model.name} {model.flavor} does not have: {listed(surplus)}; {fix}"
+            f"{source.folder} has tensors that {model.name} {model.flavor} does not have: {listed(surplus)}; {fix}"
         )
-    left = sorted({name.split(".")[0] for name in [*there.objects, *rest]} - {"optimizer", "train_state"})
-    if left:
-        found.notices.append(f"{listed(left)}: skipped, state of another program")
-    if there.unread:
-        types = [f"{name} ({dtype})" for name, dtype in there.unread.items()]
-        found.notices.append(f"{listed(types)}: skipped, not a dtype of weights")
 
-    # Optimizer states have the same order of rows as their parameter.
-    ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
-    ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
-    kinds = {name: there.tensors[theirs] for name, theirs in ours.items()}
-
-    def read(name: str) -> Tensor:
-        plain = name.removeprefix(WEIGHTS_PREFIX).removeprefix("optimizer.")
-        for moment in MOMENTS:
-            plain = plain.removesuffix(f".{moment}")
-        return naming.to_ours(plain, there.tensor(ours[name]))
-
-    counters = {"step": found.step, "updates": found.step, "tokens_seen": _count(there, "ntokens_seen") or 0}
-    state = TrainState().to_dict() | counters
-    noted = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
-    facts: dict[str, Any] = {"state": state, "model": noted}
-    single_process_writer.write(
-        output,
-        {name: kind.shape for name, kind in kinds.items()},
-        {name: kind.dtype for name, kind in kinds.items()},
-        read,
-        facts,
-        step=found.step,
-        with_optimizer=bool(states),
-    )
-    found.with_optimizer = bool(states)
-    return found
+    skipped = set()
+    for name in source.objects:
+        skipped.add(name.split(".")[0])
+    for name in source.tensors:
+        is_known = name in used or name.startswith(("train_state.", "lr_scheduler", "dataloader"))
+        if not is_known:
+            skipped.add(name.split(".")[0])
+    skipped -= {"optimizer", "train_state"}
+    notices = []
+    if skipped:
+        notices.append(f"{listed(sorted(skipped))}: skipped, state of another program")
+    if source.unread:
+        types = [f"{name} ({dtype})" for name, dtype in source.unread.items()]
+        notices.append(f"{listed(types)}: skipped, not a dtype of weights")
+    return notices
 
 
-def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: Folder, model: str) -> None:
+def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], source: Folder, model: str) -> None:
     """Raise CheckpointError unless the folder has every weight, with the right shape and a floating-point dtype."""
     missing = []
     integral = []
     wrong = []
     for name, theirs in weights.items():
-        if theirs not in there.tensors:
+        if theirs not in source.tensors:
             missing.append(theirs)
             continue
-        tensor = there.tensors[theirs]
+        tensor = source.tensors[theirs]
         if not tensor.dtype.startswith(("float", "bfloat")):
             integral.append(f"{theirs} {tensor.dtype}")
         if tensor.shape != shapes[name]:
             wrong.append(f"{theirs} {list(tensor.shape)} instead of {list(shapes[name])}")
-    lists = {"missing": missing, "not floating-point": integral, "of another shape": wrong}
-    parts = [f"{len(names)} {fault}: {listed(names)}" for fault, names in lists.items() if names]
-    if parts:
-        has = f" (it has {listed(sorted(there.tensors))})" if len(missing) == len(weights) else ""
-        raise CheckpointError(
-            f"{there.folder} is not {model}: {'; '.join(parts)}{has}; name the model, flavor and overrides that it was "
-            "trained with"
-        )
+
+    faults = {"missing": missing, "not floating-point": integral, "of another shape": wrong}
+    parts = [f"{len(names)} {fault}: {listed(names)}" for fault, names in faults.items() if names]
+    if not parts:
+        return
+    text = "; ".join(parts)
+    # If nothing matches, its names show which model it is.
+    if len(missing) == len(weights):
+        text += f" (it has {listed(sorted(source.tensors))})"
+    raise CheckpointError(
+        f"{source.folder} is not {model}: {text}; name the model, flavor and overrides that it was trained with"
+    )
 
 
 def _optimizer(
-    there: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: DcpImport
+    source: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, result: DcpImport
 ) -> dict[str, str]:
     """Map our names of optimizer states to names in the folder. Empty if the states are not imported."""
     if wanted is False:
         return {}
-    prefix = next((p for p in _OPTIMIZER if any(name.startswith(p) for name in there.tensors)), "")
-    reason = ""
-    names = {f"{name}.{moment}": f"{prefix}{naming.theirs(name)}.{moment}" for name in shapes for moment in MOMENTS}
-    if not prefix:
-        reason = "it has none"
-    else:
-        missing = [theirs for theirs in names.values() if theirs not in there.tensors]
-        wrong = [
-            theirs
-            for ours, theirs in names.items()
-            if theirs not in missing
-            and there.tensors[theirs].shape != (() if ours.endswith(".step") else shapes[ours.rpartition(".")[0]])
-        ]
-        known = tuple(f".{moment}" for moment in MOMENTS)
-        more = [name for name in there.tensors if name.startswith(prefix) and not name.endswith(known)]
-        if more:
-            reason = f"it is from another optimizer, with {listed(more)}"
-        elif missing or wrong:
-            reason = f"parameters lack the state of Adam or AdamW: {listed(missing + wrong)}"
-    if reason and wanted:
-        raise CheckpointError(f"{there.folder}: no optimizer state: {reason}; remove --optimizer")
-    if reason:
-        found.notices.append(f"optimizer: skipped, {reason}")
-        return {}
-    return names
+    names, reason = _find_states(source, naming, shapes)
+    if not reason:
+        return names
+    if wanted:
+        raise CheckpointError(f"{source.folder}: no optimizer state: {reason}; remove --optimizer")
+    result.notices.append(f"optimizer: skipped, {reason}")
+    return {}
 
 
-def _unwrapped(there: Folder) -> Folder:
+def _find_states(source: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], str]:
+    """Map our names of optimizer states to names in the folder. Also return why they are unusable, or ""."""
+    prefixes = [prefix for prefix in _OPTIMIZER if any(name.startswith(prefix) for name in source.tensors)]
+    if not prefixes:
+        return {}, "it has none"
+    prefix = prefixes[0]
+    moments = tuple(f".{moment}" for moment in MOMENTS)
+    more = [name for name in source.tensors if name.startswith(prefix) and not name.endswith(moments)]
+    if more:
+        return {}, f"it is from another optimizer, with {listed(more)}"
+
+    names = {}
+    missing = []
+    wrong = []
+    for name, shape in shapes.items():
+        for moment in MOMENTS:
+            theirs = f"{prefix}{naming.theirs(name)}.{moment}"
+            names[f"{name}.{moment}"] = theirs
+            # Steps are counts, and the other moments have the shape of their parameter.
+            shape_of_moment = () if moment == "step" else shape
+            if theirs not in source.tensors:
+                missing.append(theirs)
+            elif source.tensors[theirs].shape != shape_of_moment:
+                wrong.append(theirs)
+    if missing or wrong:
+        return {}, f"parameters lack the state of Adam or AdamW: {listed(missing + wrong)}"
+    return names, ""
+
+
+def _unwrapped(source: Folder) -> Folder:
     """Remove the parts that wrapped modules add to names, unless names would become equal."""
-
-    def plain(name: str) -> str:
-        for word in _WRAPPERS:
-            name = name.replace(word, "")
-        return name
-
-    names = {name: plain(name) for name in there.tensors}
-    if len({*names.values()}) == len(names):
-        there.tensors = {names[name]: tensor for name, tensor in there.tensors.items()}  # type: ignore[assignment]
-    return there
+    tensors: dict[str, Any] = {}
+    for name, tensor in source.tensors.items():
+        for part in _WRAPPERS:
+            name = name.replace(part, "")
+        tensors[name] = tensor
+    if len(tensors) == len(source.tensors):
+        source.tensors = tensors
+    return source
 
 
 def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
@@ -235,20 +274,23 @@ def _other_angles(family: str, config: Any, seq_len: int | None) -> list[str]:
     return []
 
 
-def _count(there: Folder, name: str) -> int | None:
+def _count(source: Folder, name: str) -> int | None:
     """Return a counter of torchtitan's train state. None if it is missing or not a count."""
-    full = f"train_state.{name}"
+    full_name = f"train_state.{name}"
     value: Any = None
-    if full in there.tensors and there.tensors[full].shape == ():
-        value = there.tensor(full).item()
-    elif full in there.objects:
-        value = there.value(full)
+    if full_name in source.tensors and source.tensors[full_name].shape == ():
+        value = source.tensor(full_name).item()
+    elif full_name in source.objects:
+        value = source.value(full_name)
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         value = int(value)
-    return value if type(value) is int and 0 <= value < _MAX_COUNT else None
+    is_count = type(value) is int and 0 <= value < _MAX_COUNT
+    return value if is_count else None
 
 
 def _step_of_name(folder: Path) -> int:
     """Return the step in a name such as "step-1000", or 0."""
     text = folder.name.removesuffix(".pt").removeprefix("step-")
-    return int(text) if is_whole_number(text) and len(text) < 12 else 0
+    if not is_whole_number(text) or len(text) >= 12:
+        return 0
+    return int(text)

@@ -1,8 +1,8 @@
 """Names of a model's tensors in a folder: torchtitan's or this project's.
 
-Rotary embeddings of torchtitan's Llama 2 and 3 rotate pairs (x_2i, x_2i+1) of a head, as Meta's weights do. Ours rotate
-(x_i, x_{i+H/2}), as those of Hugging Face do. So the rows of wq and wk are in another order. Other families have the
-same order in both: Llama 4 rotates neighbors.
+Rotary embeddings of torchtitan's Llama 2 and 3 rotate pairs (x_2i, x_2i+1) of a head, as Meta's weights
+do. Ours rotate (x_i, x_{i+H/2}), as those of Hugging Face do. So the rows of wq and wk are in another
+order. Other families have the same order in both: Llama 4 rotates neighbors.
 """
 
 from __future__ import annotations
@@ -51,34 +51,45 @@ class Naming:
     family: str
     config: Any
 
+    # MERGE
     def theirs(self, name: str) -> str:
         """Return the name in the folder of one of our tensors."""
         if self.kind == OWN:
             return name
+        # Without a low-rank projection, torchtitan calls the only projection of queries wq.
         if self.family in ("deepseek_v2", "deepseek_v3") and not self.config.q_lora_rank:
             name = name.replace(".attn.wq_b.", ".attn.wq.")
         for ours, theirs in _TITAN:
-            found = re.fullmatch(re.escape(ours).replace(r"\*", r"(\d+)").replace(r"\+", r"(.+)"), name)
-            if found:
-                parts = iter(found.groups())
-                return re.sub(r"[*+]", lambda _: next(parts), theirs)  # noqa: B023
+            pattern = re.escape(ours).replace(r"\*", r"(\d+)").replace(r"\+", r"(.+)")
+            match = re.fullmatch(pattern, name)
+            if match:
+                # Both names have the same placeholders in the same order.
+                for part in match.groups():
+                    theirs = re.sub(r"[*+]", part, theirs, count=1)
+                return theirs
         raise CheckpointError(f"torchtitan has no name for {name}; use --names={OWN}")
 
     def to_ours(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of the folder in our order of rows. ``name`` is our name of it."""
         if not self._is_paired(name, tensor):
             return tensor
-        return tensor.unflatten(0, (-1, self.config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))
+        return pairs.transpose(1, 2).flatten(0, 2)
 
     def to_theirs(self, name: str, tensor: Tensor) -> Tensor:
         """Return one of our tensors in the folder's order of rows."""
         if not self._is_paired(name, tensor):
             return tensor
-        return tensor.unflatten(0, (-1, 2, self.config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        halves = tensor.unflatten(0, (-1, 2, self.config.head_dim // 2))
+        return halves.transpose(1, 2).flatten(0, 2)
 
     def _is_paired(self, name: str, tensor: Tensor) -> bool:
+        """True if the rows of a tensor have another order in torchtitan.
+
+        Scalars are counts of the optimizer.
+        """
         is_llama = self.kind == TORCHTITAN and self.family in ("llama2", "llama3")
-        return is_llama and bool(tensor.dim() and _PAIRED.fullmatch(name))
+        return is_llama and tensor.dim() > 0 and _PAIRED.fullmatch(name) is not None
 
 
 def naming(kind: str, family: str, config: Any) -> Naming:
@@ -101,17 +112,25 @@ def naming(kind: str, family: str, config: Any) -> Naming:
 
 
 def _refusal(family: str) -> str:
-    what = "cannot be converted from or to torchtitan, " + _OTHERWISE[family] if family in _OTHERWISE else ""
-    return f"{what or 'has no torchtitan counterpart'}; its models are {', '.join(_FAMILIES)}"
+    rule = "has no torchtitan counterpart"
+    if family in _OTHERWISE:
+        rule = f"cannot be converted from or to torchtitan, {_OTHERWISE[family]}"
+    return f"{rule}; its models are {', '.join(_FAMILIES)}"
 
 
-def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str, Any]) -> tuple[Naming, str]:
+def recognise(
+    family: str, config: Any, ours: Iterable[str], tensors: Mapping[str, Any]
+) -> tuple[
+    Naming,
+    str,
+]:
     """Return the naming and the prefix of names with which most of our tensors are in the folder.
 
     Raises:
         ConfigError: the folder has torchtitan's names, but torchtitan's weights have another layout.
     """
-    if family in _OTHERWISE and any(name == _MARK or name.endswith(f".{_MARK}") for name in there):
+    is_titan = any(name == _MARK or name.endswith(f".{_MARK}") for name in tensors)
+    if family in _OTHERWISE and is_titan:
         raise ConfigError(
             Problem(
                 "model.name",
@@ -121,18 +140,28 @@ def recognise(family: str, config: Any, ours: Iterable[str], there: Mapping[str,
                 where="command line",
             )
         )
-    found = []
-    for kind in NAMINGS:
-        if kind == TORCHTITAN and family not in _FAMILIES:
-            continue
-        one = Naming(kind, family, config)
+    kinds = NAMINGS
+    if family not in _FAMILIES:
+        kinds = (OWN,)
+
+    # Of equally good namings, the first counts.
+    best = (Naming(OWN, family, config), "")
+    most = -1
+    for kind in kinds:
+        naming = Naming(kind, family, config)
+        names = [naming.theirs(name) for name in ours]
         for prefix in ("", "model.", "module.", "model.module."):
-            found.append((sum(prefix + one.theirs(name) in there for name in ours), one, prefix))
-    _, best, prefix = max(found, key=lambda entry: entry[0])
-    return best, prefix
+            num_matches = sum(prefix + name in tensors for name in names)
+            if num_matches > most:
+                most = num_matches
+                best = (naming, prefix)
+    return best
 
 
 def listed(names: Iterable[str]) -> str:
     """Return the first names, and the number of others, as text."""
-    every = list(names)
-    return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
+    all_names = list(names)
+    text = ", ".join(all_names[:_SHOWN])
+    if len(all_names) > _SHOWN:
+        text += f" and {len(all_names) - _SHOWN} more"
+    return text

@@ -78,6 +78,10 @@ class DcpTensor:
     chunks: tuple[StoredChunk, ...]
 
 
+Places = dict[tuple[str, tuple[int, ...] | None], FileRange]
+"""Place of each item by its name, and its offsets if it is a part of a tensor."""
+
+
 class DcpFolder:
     """A folder of torch.distributed.checkpoint.
 
@@ -87,6 +91,7 @@ class DcpFolder:
         unread: Dtypes of tensors that are not read, by their name.
     """
 
+    # MERGE
     def __init__(self, folder: Path) -> None:
         """Read and check the metadata of a folder.
 
@@ -103,25 +108,32 @@ class DcpFolder:
         with contextlib.suppress(OSError):
             for path in folder.iterdir():
                 if path.name != METADATA and path.is_file():
-                    facts = path.stat()
-                    disk_bytes += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
-        # A real part needs about 40 steps and a thousand bytes of a file. The work is bounded by the bytes on disk.
+                    status = path.stat()
+                    disk_bytes += min(status.st_size, getattr(status, "st_blocks", 2**62) * 512)
+        # A real part needs about 40 steps and a thousand bytes of a file. The work is bounded by the
+        # bytes on disk.
         steps = FREE_STEPS + disk_bytes // BYTES_PER_STEP
         with damage(self._where):
             self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
+        self._check_files()
 
-        # Every file that the metadata names must exist and be long enough.
-        every = [c.place for tensor in self.tensors.values() for c in tensor.chunks] + [*self.objects.values()]
+    def _check_files(self) -> None:
+        """Raise CheckpointError unless every file that the metadata names exists and is long enough."""
+        places = list(self.objects.values())
+        for tensor in self.tensors.values():
+            places += [chunk.place for chunk in tensor.chunks]
         ends: dict[str, int] = {}
-        for place in every:
-            ends[place.file] = max(ends.get(place.file, 0), place.begin + place.length)
+        for place in places:
+            end = place.begin + place.length
+            ends[place.file] = max(ends.get(place.file, 0), end)
         for file, end in sorted(ends.items()):
             path = self.folder / file
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing but named in {METADATA}; copy the entire folder")
-            if path.stat().st_size < end:
+            size = path.stat().st_size
+            if size < end:
                 raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes but needs {end} according to {METADATA}: it is truncated"
+                    f"{path} has {size} bytes but needs {end} according to {METADATA}: it is truncated"
                 )
 
     def tensor(self, name: str) -> Tensor:
@@ -130,19 +142,19 @@ class DcpFolder:
         Raises:
             CheckpointError: a part is damaged.
         """
-        found = self.tensors[name]
+        entry = self.tensors[name]
         # A storage may be larger than its tensor. The limit prevents small metadata from causing
         # huge reads.
-        most = 2 * math.prod(found.shape) * ITEM_BYTES[found.dtype] + 2**20
-        for chunk in found.chunks:
+        most = 2 * math.prod(entry.shape) * ITEM_BYTES[entry.dtype] + 2**20
+        for chunk in entry.chunks:
             if chunk.place.length > most:
                 raise self._bad(f"has a part of {name} with {chunk.place.length} bytes, at most {most} are possible")
-        whole = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
-        for chunk in found.chunks:
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for chunk in entry.chunks:
+            box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
             with damage(self._part(chunk.place, name)):
-                whole[box] = self._tensor_of(chunk.place, name, found.dtype, chunk.sizes)
-        return whole
+                tensor[box] = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
+        return tensor
 
     def value(self, name: str) -> Any:
         """Return a number, text or short tuple of the state dict. None for any other object."""
@@ -152,9 +164,14 @@ class DcpFolder:
         try:
             described, _ = self._open(place, name)
         except CheckpointError:
-            return None  # for example the state of a data loader, which is not needed
-        plain = described if isinstance(described, tuple) and len(described) < 100 else (described,)
-        return described if all(one is None or isinstance(one, bool | int | float | str) for one in plain) else None
+            # For example the state of a data loader, which is not needed.
+            return None
+        parts = (described,)
+        if isinstance(described, tuple) and len(described) < 100:
+            parts = described
+        if all(part is None or isinstance(part, bool | int | float | str) for part in parts):
+            return described
+        return None
 
     def _bytes(self) -> bytes:
         path = self.folder / METADATA
@@ -168,78 +185,101 @@ class DcpFolder:
                 "has this file; name that folder, such as outputs/checkpoint/step-1000"
             ) from None
 
-    def _read(self, whole: Any) -> None:
+    def _read(self, metadata: Any) -> None:
         """Fill ``tensors``, ``objects`` and ``unread`` from parsed metadata, which may be malicious."""
-        # Place of each item by its name, and for a part of a tensor, its offsets.
-        table = _state(whole, f"{_DCP}.Metadata", self._where)
-        described = _dict(table.get("state_dict_metadata"), self._where)
-        places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
-        for index, info in _dict(table.get("storage_data"), self._where).items():
-            at = _state(index, f"{_DCP}.MetadataIndex", self._where)
-            name = at.get("fqn")
-            offset = at.get("offset")
-            if not isinstance(name, str):
-                raise self._bad("has an invalid name of a tensor")
-            places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
+        fields = _state(metadata, f"{_DCP}.Metadata", self._where)
+        described = _dict(fields.get("state_dict_metadata"), self._where)
+        places = self._places(_dict(fields.get("storage_data"), self._where))
 
-        # Tensors with dtype, shape and boxes. Objects in a pickle may be shared, so a few bytes can
-        # describe many boxes. Their number is therefore limited.
+        # Objects in a pickle may be shared, so a few bytes can describe many boxes. Their number is
+        # therefore limited.
         budget = 10_000_000
-        for name, one in described.items():
+        for name, entry in described.items():
             if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
                 raise self._bad("has an invalid name of a tensor")
-            kind = one.name if isinstance(one, Made) else None
-            if kind == Name(_DCP, "BytesStorageMetadata"):
+            if isinstance(entry, Made) and entry.name == Name(_DCP, "BytesStorageMetadata"):
                 if (name, None) not in places:
                     raise self._bad(f"does not locate {name}")
                 self.objects[name] = places[name, None]
                 continue
-            facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
-            properties = facts.get("properties")
-            state = properties.state if isinstance(properties, Made) else None
-            # PyTorch pickles TensorProperties as a tuple that starts with the dtype. A dict of
-            # fields is accepted too.
-            first = None
-            if isinstance(state, dict):
-                first = state.get("dtype")
-            elif isinstance(state, tuple):
-                first = state[0]
-            if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
-                raise self._bad("has a tensor without a dtype")
-            shape = _size(facts.get("size"), self._where)
-            dtype = first.name
+
+            entry_fields = _state(entry, f"{_DCP}.TensorStorageMetadata", self._where)
+            dtype = self._dtype(entry_fields.get("properties"))
+            shape = _size(entry_fields.get("size"), self._where)
             if dtype not in ITEM_BYTES:
                 self.unread[name] = dtype
                 continue
             if math.prod(shape) * ITEM_BYTES[dtype] > MAX_SIZE:
                 raise self._bad(f"has a shape of {name} that is too large")
-            chunks = []
-            for chunk in _list(facts.get("chunks"), self._where):
-                budget -= 1
-                box = _state(chunk, f"{_DCP}.ChunkStorageMetadata", self._where)
-                offsets = _size(box.get("offsets"), self._where)
-                sizes = _size(box.get("sizes"), self._where)
-                place = places.get((name, offsets))
-                if budget < 0 or place is None:
-                    raise self._bad(f"does not locate a part of {name}")
-                # A rank without a part of a tensor may have written an empty one.
-                if math.prod(sizes):
-                    chunks.append(StoredChunk(offsets, sizes, place))
+            boxes = _list(entry_fields.get("chunks"), self._where)
+            budget -= len(boxes)
+            if budget < 0:
+                raise self._bad(f"does not locate a part of {name}")
+            chunks = self._chunks(name, boxes, places)
             if math.prod(shape):
                 problem = check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
                 if problem:
                     raise self._bad(f"has parts of {name} that {problem}")
             self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
 
+    def _places(self, table: dict[Any, Any]) -> Places:
+        """Return the place of each item by its name, and for a part of a tensor, its offsets."""
+        places: Places = {}
+        for index, info in table.items():
+            fields = _state(index, f"{_DCP}.MetadataIndex", self._where)
+            name = fields.get("fqn")
+            if not isinstance(name, str):
+                raise self._bad("has an invalid name of a tensor")
+            offsets = None
+            if fields.get("offset") is not None:
+                offsets = _size(fields["offset"], self._where)
+            places[name, offsets] = self._place(info)
+        return places
+
+    def _dtype(self, properties: Any) -> str:
+        """Return the dtype of a tensor's properties.
+
+        PyTorch pickles TensorProperties as a tuple that starts with the dtype. A dict of fields is
+        accepted too.
+        """
+        state = properties.state if isinstance(properties, Made) else None
+        dtype = None
+        if isinstance(state, dict):
+            dtype = state.get("dtype")
+        elif isinstance(state, tuple):
+            dtype = state[0]
+        if not isinstance(dtype, Name) or str(dtype) not in _TYPES | _UNREAD:
+            raise self._bad("has a tensor without a dtype")
+        return dtype.name
+
+    def _chunks(self, name: str, boxes: list[Any], places: Places) -> list[StoredChunk]:
+        """Return the boxes of a tensor that are not empty, each with its place."""
+        chunks = []
+        for box in boxes:
+            fields = _state(box, f"{_DCP}.ChunkStorageMetadata", self._where)
+            offsets = _size(fields.get("offsets"), self._where)
+            sizes = _size(fields.get("sizes"), self._where)
+            place = places.get((name, offsets))
+            if place is None:
+                raise self._bad(f"does not locate a part of {name}")
+            # A rank without a part of a tensor may have written an empty one.
+            if math.prod(sizes):
+                chunks.append(StoredChunk(offsets, sizes, place))
+        return chunks
+
     def _place(self, info: Any) -> FileRange:
-        facts = _state(info, f"{_FILES}._StorageInfo", self._where)
-        file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
-            shown = repr(file[:100]) if isinstance(file, str) else "that is not text"
-            raise self._bad(f"names a file {shown}, which is not in the same folder")
-        if not all(type(n) is int and 0 <= n <= MAX_SIZE for n in (begin, length)):
+        fields = _state(info, f"{_FILES}._StorageInfo", self._where)
+        file = fields.get("relative_path")
+        begin = fields.get("offset")
+        length = fields.get("length")
+        # A name with a slash, or one that consists of dots, could be outside the folder.
+        if not isinstance(file, str):
+            raise self._bad("names a file that is not text, which is not in the same folder")
+        if not _FILE.fullmatch(file) or set(file) == {"."}:
+            raise self._bad(f"names a file {file[:100]!r}, which is not in the same folder")
+        if not _is_count(begin) or not _is_count(length):
             raise self._bad("has an invalid place in a file")
-        if facts.get("transform_descriptors"):
+        if fields.get("transform_descriptors"):
             raise self._bad("has tensors that an extension of the writer has transformed")
         return FileRange(file, begin, length)  # type: ignore[arg-type]
 
@@ -266,10 +306,15 @@ class DcpFolder:
         with damage(where):
             archive = zipfile.ZipFile(_Slice(self.folder / place.file, place))
             described, _ = torch_file.describe(archive, place.length, torch_file.NAMES, where)
-        return described, lambda key: torch_file.read_storage(archive, place.length, key, where)
+
+        def read(key: str) -> bytearray:
+            return torch_file.read_storage(archive, place.length, key, where)
+
+        return described, read
 
     def _part(self, place: FileRange, name: str) -> str:
-        return f"{self.folder / place.file}, bytes {place.begin} to {place.begin + place.length}, {name}:"
+        end = place.begin + place.length
+        return f"{self.folder / place.file}, bytes {place.begin} to {end}, {name}:"
 
     def _bad(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._where} {what}; use another checkpoint")
@@ -317,12 +362,15 @@ class _Slice(io.RawIOBase):
 def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
     """Return the fields of a pickled dataclass with this name."""
     if not isinstance(value, Made) or str(value.name) != name:
-        raise CheckpointError(f"{where} has something else instead of a {name.rpartition('.')[2]}; use another one")
+        class_name = name.rpartition(".")[2]
+        raise CheckpointError(f"{where} has something else instead of a {class_name}; use another one")
     state = value.state
     # The state of a frozen dataclass with slots is a pair of its dict and its slots.
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         state = state[1]
-    return state if isinstance(state, dict) else {}
+    if not isinstance(state, dict):
+        return {}
+    return state
 
 
 def _dict(value: Any, where: str) -> dict[Any, Any]:
@@ -341,7 +389,8 @@ def _size(value: Any, where: str) -> tuple[int, ...]:
     """Return the numbers of a pickled torch.Size."""
     if not isinstance(value, Made) or str(value.name) != "torch.Size":
         raise CheckpointError(f"{where} has something else instead of a shape; use another one")
-    (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
-    if not isinstance(counts, tuple | list) or len(counts) > MAX_DIMS or not all(_is_count(n) for n in counts):
+    # torch.Size is called with one tuple.
+    counts = value.arguments[0] if len(value.arguments) == 1 else None
+    if not isinstance(counts, tuple | list) or len(counts) > MAX_DIMS or not all(map(_is_count, counts)):
         raise CheckpointError(f"{where} has an invalid shape; use another one")
     return tuple(counts)

@@ -1,9 +1,9 @@
 """Convert a shardtrain checkpoint to a folder of torch.distributed.checkpoint, with PyTorch's own writer.
 
 The names are those of torchtitan v0.2: weights at the top, ``optimizer.state.NAME.exp_avg``,
-``optimizer.param_groups.NAME.lr``, ``train_state.step``, ``lr_scheduler.last_epoch``. PyTorch's writer uses one thread,
-because with several it may report a failed write as a success (pytorch/pytorch#191391). The folder gets its final name
-after all tensors were read back and are equal.
+``optimizer.param_groups.NAME.lr``, ``train_state.step``, ``lr_scheduler.last_epoch``. PyTorch's writer
+uses one thread, because with several it may report a failed write as a success (pytorch/pytorch#191391).
+The folder gets its final name after all tensors were read back and are equal.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def to_dcp(
     require_new(output)
     stored = manifest.read(checkpoint)
     for file in stored.files:
-        if damage := files.find_damage(checkpoint, file):
+        damage = files.find_damage(checkpoint, file)
+        if damage:
             raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
     module = models.find(str(model["name"]))
     norm = str(model.get("norm_type") or "rmsnorm")
@@ -77,56 +78,64 @@ def to_dcp(
     names = naming(kind, str(model["name"]), config)
     network = models.build(module, config)
     parameters = [name for name, _ in network.named_parameters()]
-    weights = [*parameters, *(name for name, _ in network.named_buffers())]
-    missing = [name for name in weights if WEIGHTS_PREFIX + name not in stored.tensors]
-    if missing:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} has no {missing[0]}; it is from another model, or contains adapters"
-        )
+    buffers = [name for name, _ in network.named_buffers()]
+
+    weights = parameters + buffers
+    for name in weights:
+        if WEIGHTS_PREFIX + name not in stored.tensors:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} has no {name}; it is from another model, or contains adapters"
+            )
+
     # Their name -> our name, and the name of the parameter that determines the order of rows.
     sources = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
+    # torchtitan's state dict has a tied head under both names, and loading needs both.
     if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
-        # torchtitan's state dict has a tied head under both names, and loading needs both.
         sources[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
+
     objects: dict[str, Any] = {}
     states = [f"optimizer.{name}.{moment}" for name in parameters for moment in MOMENTS]
     has_states = optimizer is not None and all(state in stored.tensors for state in states)
     if optimizer is not None and has_states:
-        optimizer_sources, objects = _optimizer(names, parameters, stored, optimizer)
-        sources |= optimizer_sources
+        for name in parameters:
+            for moment in MOMENTS:
+                theirs = f"optimizer.state.{names.theirs(name)}.{moment}"
+                sources[theirs] = (f"optimizer.{name}.{moment}", name)
+        objects = _objects(names, parameters, stored.facts["state"], optimizer)
     _write(checkpoint, stored, sources, objects, names, output)
     return len(sources), has_states
 
 
-def _optimizer(
-    names: Naming, parameters: list[str], stored: Manifest, options: Callable[[str], Options]
-) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
-    """Return the tensors of the optimizer, as ``sources`` in ``to_dcp``, and all other objects of the folder."""
-    sources: dict[str, tuple[str, str]] = {}
+def _objects(
+    names: Naming, parameters: list[str], state: Mapping[str, Any], options: Callable[[str], Options]
+) -> dict[str, Any]:
+    """Return the items of the folder that are not tensors: optimizer groups, counters and the schedule."""
     objects: dict[str, Any] = {}
     for name in parameters:
-        theirs = names.theirs(name)
-        for moment in MOMENTS:
-            sources[f"optimizer.state.{theirs}.{moment}"] = (f"optimizer.{name}.{moment}", name)
         group = dataclasses.asdict(options(name))
         # Loading needs every field of a group in this version of PyTorch, so take them from a new
         # optimizer.
         kind: type[torch.optim.Optimizer] = getattr(torch.optim, group.pop("name"))
-        one = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # type: ignore[call-arg]
-        group = {**{key: value for key, value in one.param_groups[0].items() if key != "params"}, **group}
-        objects |= {f"optimizer.param_groups.{theirs}.{key}": value for key, value in group.items()}
-    state = stored.facts["state"]
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # type: ignore[call-arg]
+        fields = optimizer.param_groups[0] | group
+        fields.pop("params")
+        for key, value in fields.items():
+            objects[f"optimizer.param_groups.{names.theirs(name)}.{key}"] = value
     objects["train_state.step"] = int(state["step"])
     objects["train_state.ntokens_seen"] = int(state.get("tokens_seen", 0))
+
     # Loading needs the full state of a schedule, so take it from a new one.
     if parameters:
         first = options(parameters[0])
-        schedule = torch.optim.lr_scheduler.LambdaLR(one, lambda _: 1.0).state_dict()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0).state_dict()
         updates = int(state.get("updates", state["step"]))
-        schedule |= {"last_epoch": updates, "_step_count": updates + 1}
-        schedule |= {"base_lrs": [first.initial_lr], "_last_lr": [first.lr]}
-        objects |= {f"lr_scheduler.{key}": value for key, value in schedule.items()}
-    return sources, objects
+        schedule["last_epoch"] = updates
+        schedule["_step_count"] = updates + 1
+        schedule["base_lrs"] = [first.initial_lr]
+        schedule["_last_lr"] = [first.lr]
+        for key, value in schedule.items():
+            objects[f"lr_scheduler.{key}"] = value
+    return objects
 
 
 def _write(
@@ -137,31 +146,40 @@ def _write(
     names: Naming,
     output: Path,
 ) -> None:
+    """Write the folder, then read every tensor back."""
+
     def read(theirs: str) -> Tensor:
         ours, parameter = sources[theirs]
-        kind = stored.tensors[ours]
-        data = weights_file.whole_bytes(stored, checkpoint, kind)
-        flat = torch.frombuffer(data, dtype=getattr(torch, kind.dtype)) if data else torch.empty(0)
-        return names.to_theirs(parameter, flat.view(kind.shape)).contiguous()
+        entry = stored.tensors[ours]
+        data = weights_file.whole_bytes(stored, checkpoint, entry)
+        # ``frombuffer`` rejects an empty buffer.
+        flat = torch.empty(0)
+        if data:
+            flat = torch.frombuffer(data, dtype=getattr(torch, entry.dtype))
+        return names.to_theirs(parameter, flat.view(entry.shape)).contiguous()
 
-    described: dict[str, Any] = {
-        theirs: torch.empty(stored.tensors[ours].shape, dtype=getattr(torch, stored.tensors[ours].dtype), device="meta")
-        for theirs, (ours, _) in sources.items()
-    }
+    # The planner reads each tensor when it is written, so the state dict only describes them.
+    items: dict[str, Any] = {}
+    for theirs, (ours, _) in sources.items():
+        entry = stored.tensors[ours]
+        items[theirs] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+    items |= objects
     with files.new_folder(output) as temporary:
         writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
-                dcp.save({**described, **objects}, storage_writer=writer, planner=_Reader(read), no_dist=True)
-        except dcp.api.CheckpointException as error:  # a BaseException
-            cause = next(iter(error.failures.values()), (error, None))[0]
-            if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):  # such as Ctrl-C
+                # One process writes the folder intentionally.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.save(items, storage_writer=writer, planner=_Reader(read), no_dist=True)
+        except dcp.api.CheckpointException as error:
+            # This is a BaseException that wraps any error, such as Ctrl-C.
+            cause, _ = next(iter(error.failures.values()), (error, None))
+            if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
                 raise cause from None
             raise StorageError(f"cannot write {output}: {cause}; choose another folder") from None
-        there = DcpFolder(temporary)
+        written = DcpFolder(temporary)
         for theirs in sources:
-            if not torch.equal(_bits(there.tensor(theirs)), _bits(read(theirs))):
+            if not torch.equal(_bits(written.tensor(theirs)), _bits(read(theirs))):
                 raise StorageError(f"{output}: {theirs} differs after it was written; check the disk")
 
 
