@@ -23,100 +23,136 @@ def main(words: Sequence[str]) -> int:
         "Merge adapters into the weights with which they were trained.",
         "shardtrain merge outputs --to outputs/merged",
     )
-    parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
+    parser.add_argument(
+        "adapters",
+        type=Path,
+        metavar="ADAPTERS",
+        help="a run, a step-N folder, or a PEFT folder",
+    )
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument(
         "--base", type=Path, help="checkpoint or Hugging Face folder of the base weights (default: from the run)"
     )
     parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
-    parser.add_argument("--config", type=Path, help="the run's TOML (default: the one next to the checkpoint)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="the run's TOML (default: the one next to the checkpoint)",
+    )
     dtype_help = "dtype of the merged weights (default: the dtype of the base weights)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
-    found = parser.read(words)
+    options = parser.read(words)
     from shardtrain.hf.folder_config import is_hub_folder
     from shardtrain.lora import peft
     from shardtrain.tools.convert.checkpoint_path import step_of
 
-    is_peft = peft.is_folder(found.adapters)
-    if is_peft:
-        reject_step(found.step, found.adapters)
-    elif is_hub_folder(found.adapters):
-        raise ConfigError(f"{found.adapters} is a full model without adapters; use it without merging")
+    if peft.is_folder(options.adapters):
+        reject_step(options.step, options.adapters)
+        _merge_peft(options)
+    elif is_hub_folder(options.adapters):
+        raise ConfigError(f"{options.adapters} is a full model without adapters; use it without merging")
     else:
-        found.adapters = step_of(found.adapters, found.config, found.step)
-    _merge(found, is_peft)
-    print(f"{found.to} contains the full model; shardtrain export {found.to} --to HF_DIR exports it")
+        options.adapters = step_of(options.adapters, options.config, options.step)
+        _merge_checkpoint(options)
+    print(f"{options.to} contains the full model; shardtrain export {options.to} --to HF_DIR exports it")
     return 0
 
 
-def _merge(found: Any, is_peft: bool) -> None:
+def _merge_peft(options: Any) -> None:
+    """Merge the adapters of a PEFT folder into ``--base``, whose path the folder does not record."""
+    from shardtrain import models
+    from shardtrain.hf import origin
+    from shardtrain.hf.hub_model import recognise
+    from shardtrain.lora import frozen, merging, peft
+    from shardtrain.tools.generate.locate_checkpoint import load_config
+
+    base = options.base
+    if base is None:
+        raise ConfigError(
+            f"{options.adapters} does not contain the path of its base model; name it with --base",
+        )
+    if (base / "config.json").exists():
+        hub = recognise(base)
+        module = models.find(hub.name)
+        shape = hub.config
+        facts = {"name": hub.name, "flavor": hub.flavor, "overrides": dict(hub.overrides)}
+    else:
+        config = load_config(base, options.config).config
+        module, shape = models.configured(config.model)
+        facts = _model_facts(config)
+
+    adapters = peft.PeftFolder(options.adapters, module, shape)
+    with frozen.FrozenWeights(base, module, shape) as weights:
+        # A PEFT folder may contain copies of weights that it did not train.
+        copies = adapters.copies.keys() & weights.shapes.keys()
+        adapters.check_copies({name: weights.read(name) for name in copies})
+        source = None
+        if weights.path is not None:
+            source = origin.of_path(weights.path, module, shape)
+        merging.merge(weights, adapters.spec, adapters.read, options.to, options.dtype, facts, source)
+
+
+def _merge_checkpoint(options: Any) -> None:
+    """Merge the adapters of a checkpoint into the base weights of its run, or ``--base``."""
     from shardtrain import models
     from shardtrain.hf import origin
     from shardtrain.hf.generation_config import with_tokens
-    from shardtrain.hf.hub_model import recognise
-    from shardtrain.lora import frozen, merging, peft
+    from shardtrain.lora import frozen, merging
     from shardtrain.tools.convert.checkpoint_path import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    # A PEFT folder does not record the path of its base weights, so the user must pass --base.
-    where = found.base if is_peft else found.adapters
-    if where is None:
-        raise ConfigError(f"{found.adapters} does not contain the path of its base model; name it with --base")
-    adapters: peft.PeftFolder | merging.Adapters | None = None if is_peft else merging.Adapters(where)
-    config = None
-    if is_peft and (where / "config.json").exists():
-        hub = recognise(where)
-        module, shape = models.find(hub.name), hub.config
-        model = {"name": hub.name, "flavor": hub.flavor, "overrides": dict(hub.overrides)}
-    else:
-        config = load_config(where, found.config).config
-        module, shape = models.configured(config.model)
-        model = _model_facts(config)
-
-    if adapters is None:
-        adapters, weights = peft.PeftFolder(found.adapters, module, shape), frozen.FrozenWeights(where, module, shape)
-    else:
-        assert config is not None and isinstance(adapters, merging.Adapters)
-        labels = adapters.num_labels(module)
-        weights = frozen.find(adapters.stored.facts, where, config, found.base, module, shape, labels)
-    with weights:
-        if isinstance(adapters, peft.PeftFolder):
-            copies = adapters.copies.keys() & weights.shapes.keys()
-            adapters.check_copies({name: weights.read(name) for name in copies})
-        begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
-        if begun is not None and config is not None and not is_peft and not found.keep_generation_config:
-            # The exported model takes its end tokens from these files, so add the tokens of the run's data now.
-            begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
-        merging.merge(weights, adapters.spec, adapters.read, found.to, found.dtype, model, begun)
+    path = options.adapters
+    adapters = merging.Adapters(path)
+    config = load_config(path, options.config).config
+    module, shape = models.configured(config.model)
+    facts = _model_facts(config)
+    labels = adapters.num_labels(module)
+    with frozen.find(adapters.stored.facts, path, config, options.base, module, shape, labels) as weights:
+        source = None
+        if weights.path is not None:
+            source = origin.of_path(weights.path, module, shape)
+        if source is not None and not options.keep_generation_config:
+            # The exported model takes its end tokens from these files, so add the tokens of the run's
+            # data now.
+            tokens = tokens_of_run(config, options.config is not None)
+            source, _ = with_tokens(source, tokens)
+        merging.merge(weights, adapters.spec, adapters.read, options.to, options.dtype, facts, source)
 
 
 def _model_facts(config: Config) -> dict[str, Any]:
     from shardtrain import tasks
 
     model = config.model
-    facts = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
-    return {**facts, "norm_type": model.norm_type, "labels": tasks.labels_of(config)}
+    return {
+        "name": model.name,
+        "flavor": model.flavor,
+        "overrides": dict(model.overrides),
+        "norm_type": model.norm_type,
+        "labels": tasks.labels_of(config),
+    }
 
 
-def export_adapter(found: Any, checkpoint: Path, module: Any, shape: Any, begun: str) -> None:
+def export_adapter(options: Any, checkpoint: Path, module: Any, shape: Any, base: str) -> None:
     """Write a PEFT folder. Print its files, and the changed fields of config.json that PEFT cannot store.
 
     Args:
-        found: Arguments of ``export``.
+        options: Arguments of ``export``.
         checkpoint: The checkpoint of the adapters.
         module: The model file.
         shape: Sizes of the model.
-        begun: Path of the base model, a checkpoint or a folder, or "" if unknown.
+        base: Path of the base model, a checkpoint or a folder, or "" if unknown.
     """
     from shardtrain.hf import origin
     from shardtrain.hf.hub_model import changed_fields
     from shardtrain.lora import adapter_export
 
-    names = adapter_export.export(
-        checkpoint, found.to, module, shape, found.base_model or begun, found.dtype or "float32"
-    )
-    print(f"{found.to}: {', '.join(names)}; read back and equal to the checkpoint")
-    source = origin.of_path(Path(begun), module, shape) if begun else None
-    if changed := changed_fields(getattr(module, "HUB", None), shape, source):
-        print(f"PEFT files cannot store these options; set them in config.json of the base model: {', '.join(changed)}")
+    base_model = options.base_model or base
+    dtype = options.dtype or "float32"
+    names = adapter_export.export(checkpoint, options.to, module, shape, base_model, dtype)
+    print(f"{options.to}: {', '.join(names)}; read back and equal to the checkpoint")
+    source = origin.of_path(Path(base), module, shape) if base else None
+    changed = changed_fields(getattr(module, "HUB", None), shape, source)
+    if changed:
+        fields = ", ".join(changed)
+        print(f"PEFT files cannot store these options; set them in config.json of the base model: {fields}")

@@ -1,11 +1,14 @@
 """Model card: README.md with YAML front matter, written from the run folder and the checkpoint.
 
-Unknown facts are omitted: the card guesses no license, base model or dataset. Options that cannot change results,
-such as launch and log options, are omitted too, and with them the names of machines. Secrets are redacted.
+Unknown facts are omitted: the card guesses no license, base model or dataset. Options that cannot change
+results, such as launch and log options, are omitted too, and with them the names of machines. Secrets are
+redacted.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -57,25 +60,18 @@ class Card:
     options: str = ""
     made_by: str = field(default_factory=versions)
 
+    # MERGE
     def text(self, of: str) -> str:
         """Return the text of the file. ``of`` identifies the exported weights: a SHA-256 in hex."""
-        tags = ["shardtrain", *([self.task] if self.task else [])]
-        front: dict[str, Any] = {"library_name": self.library}
-        if self.library == "transformers" and self.task not in ("classification", "reward_model"):
-            front["pipeline_tag"] = "text-generation"
-        for key, value in (("base_model", self.base_model), ("license", self.license), ("datasets", self.datasets)):
-            if value:
-                front[key] = list(value) if isinstance(value, tuple) else value
-        front["tags"] = tags
-        lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---"]
-        lines += ["", f"# {self.name}", ""]
-        began = ""
+        lines = self._front_matter()
+        base_model = ""
         if self.base_model:
-            began = f" Base model: [{self.base_model}](https://huggingface.co/{self.base_model})."
-        lines += [f"Trained with shardtrain.{began}", ""]
+            base_model = f" Base model: [{self.base_model}](https://huggingface.co/{self.base_model})."
+        lines += ["", f"# {self.name}", "", f"Trained with shardtrain.{base_model}", ""]
         if self.facts:
             lines += ["| | |", "|---|---|"]
             for name, value in self.facts:
+                # A bar or a line break would end the cell.
                 cell = " ".join(value.replace("|", "\\|").split())
                 lines.append(f"| {name} | {cell} |")
             lines.append("")
@@ -89,6 +85,24 @@ class Card:
         body = redact(visible("\n".join(lines)))
         return f"{body}\n<!-- shardtrain export {of} {_digest(body)} -->\n"
 
+    def _front_matter(self) -> list[str]:
+        """Return the lines of the YAML block that the hub reads. Every value is JSON, which is also YAML."""
+        fields: dict[str, Any] = {"library_name": self.library}
+        generates = self.task not in ("classification", "reward_model")
+        if self.library == "transformers" and generates:
+            fields["pipeline_tag"] = "text-generation"
+        if self.base_model:
+            fields["base_model"] = self.base_model
+        if self.license:
+            fields["license"] = self.license
+        if self.datasets:
+            fields["datasets"] = list(self.datasets)
+        fields["tags"] = ["shardtrain"]
+        if self.task:
+            fields["tags"].append(self.task)
+        lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items()]
+        return ["---", *lines, "---"]
+
 
 def is_own(text: str) -> bool:
     """True if shardtrain wrote the card and nobody has changed it since."""
@@ -99,25 +113,27 @@ def is_own(text: str) -> bool:
 def exported(folder: Path) -> str:
     """Return the identity of the exported weights from the card of a folder, or "" if the card is not shardtrain's."""
     try:
-        mark = _MARK.search(bounded_reads.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace"))
+        text = bounded_reads.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
+    mark = _MARK.search(text)
     return mark[1] if mark else ""
 
 
 def identity(checkpoint: Path, *options: object) -> str:
     """Return a hash of the options of an export and of the manifest, which contains a hash of each file."""
-    found = hashlib.sha256(manifest.read_bytes(checkpoint))
-    found.update(repr(options).encode())
-    return found.hexdigest()
+    digest = hashlib.sha256(manifest.read_bytes(checkpoint))
+    digest.update(repr(options).encode())
+    return digest.hexdigest()
 
 
 def of_folder(folder: Path, base_model: str = "") -> Card:
     """Return the card of a Hugging Face folder whose run is unknown."""
-    adapter = (folder / "adapter_config.json").is_file()
-    return Card(
-        os.path.basename(os.path.realpath(folder)), "peft" if adapter else "transformers", base_model=base_model
-    )
+    library = "transformers"
+    if (folder / "adapter_config.json").is_file():
+        library = "peft"
+    name = os.path.basename(os.path.realpath(folder))
+    return Card(name, library, base_model=base_model)
 
 
 def of_checkpoint(
@@ -125,61 +141,72 @@ def of_checkpoint(
 ) -> Card:
     """Return the card of an exported checkpoint from its manifest and the files of its run, if they exist."""
     run = RunFolder(Path(os.path.realpath(checkpoint)).parent.parent)
-    state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
-
-    # Facts from the run's configuration.
     config = None
-    facts = []
     if run.config.is_file():
-        try:
+        # An incompatible version may have written it.
+        with contextlib.suppress(ShardtrainError):
             config = configs.load(run.config).config
-        except ShardtrainError:  # written by an incompatible version
-            config = None
+
+    facts = []
     if config is not None:
-        model = config.model
-        facts += [("Model", derived.model_label(model)), ("Task", config.task.name)]
-        if config.task.teacher_path:
-            facts.append(("Teacher", config.task.teacher_path))
-        if config.lora.enable:
-            facts.append(("Adapters", f"rank {config.lora.rank}, alpha {config.lora.alpha:g}"))
-        if data := _data(config):
-            facts.append(("Data", ", ".join(data)))
+        facts += _model_rows(config)
 
     # Training progress and the last metrics.
-    if state.get("step"):
-        facts.append(("Steps", f"{state['step']:,}"))
-    if state.get("tokens_seen"):
-        facts.append(("Target tokens", f"{state['tokens_seen']:,} ({format_count(state['tokens_seen'])})"))
+    state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
     step = int(state.get("step") or 0)
+    tokens = state.get("tokens_seen")
+    if step:
+        facts.append(("Steps", f"{step:,}"))
+    if tokens:
+        facts.append(("Target tokens", f"{tokens:,} ({format_count(tokens)})"))
     facts += _measured(run.metrics, step, "Training")
     facts += _measured(run.validation, step, "Validation")
 
-    # Precision and parallelism.
-    if config is not None:
-        facts += [
-            ("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"),
-            ("Seed", str(config.debug.seed)),
-            ("Mesh", _mesh(config, run.world_size())),
-        ]
-        if trained_by := run.versions():
-            facts.append(("Trained by", trained_by))
-    return Card(
+    card = Card(
         name=name,
         library="peft" if adapter else "transformers",
-        task=config.task.name if config is not None and not config.task.name.endswith(".py") else "",
         base_model=base_model or _base_model(source),
         license=_license(source),
-        datasets=tuple(_hub_datasets(config)) if config is not None else (),
-        facts=tuple(facts),
-        options=_options(config) if config is not None else "",
     )
+    if config is None:
+        return dataclasses.replace(card, facts=tuple(facts))
+
+    # Precision and parallelism.
+    facts += [
+        ("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"),
+        ("Seed", str(config.debug.seed)),
+        ("Mesh", _mesh(config, run.world_size())),
+    ]
+    versions_of_run = run.versions()
+    if versions_of_run:
+        facts.append(("Trained by", versions_of_run))
+    # A task in a user's file has no name that others know.
+    task = config.task.name
+    if task.endswith(".py"):
+        task = ""
+    return dataclasses.replace(
+        card, task=task, datasets=tuple(_hub_datasets(config)), facts=tuple(facts), options=_options(config)
+    )
+
+
+def _model_rows(config: Config) -> list[tuple[str, str]]:
+    """Return rows about the model, the task and the data."""
+    rows = [("Model", derived.model_label(config.model)), ("Task", config.task.name)]
+    if config.task.teacher_path:
+        rows.append(("Teacher", config.task.teacher_path))
+    if config.lora.enable:
+        rows.append(("Adapters", f"rank {config.lora.rank}, alpha {config.lora.alpha:g}"))
+    data = _data(config)
+    if data:
+        rows.append(("Data", ", ".join(data)))
+    return rows
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
+def _measured(path: Path, step: int, title: str) -> list[tuple[str, str]]:
     """Return the metrics of the last record up to ``step`` as one row of the card, or [] if there is none."""
     last: dict[str, Any] = {}
     try:
@@ -188,21 +215,38 @@ def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
                 last = record
     except OSError:
         return []
-    names = ("loss", "perplexity", "accuracy", "reward_accuracy", "reward_margin", "cross_entropy", "divergence")
-    said = [f"{name} {last[name]:.4g}" for name in names if isinstance(last.get(name), int | float)]
-    return [(what, f"{', '.join(said)} (step {last['step']:,})")] if said else []
+    names = (
+        "loss",
+        "perplexity",
+        "accuracy",
+        "reward_accuracy",
+        "reward_margin",
+        "cross_entropy",
+        "divergence",
+    )
+    texts = [f"{name} {last[name]:.4g}" for name in names if isinstance(last.get(name), int | float)]
+    if not texts:
+        return []
+    return [(title, f"{', '.join(texts)} (step {last['step']:,})")]
 
 
 def _mesh(config: Config, world_size: int | None) -> str:
-    p = config.parallelism
+    parallelism = config.parallelism
     degrees = {
-        "replicate": p.data_parallel_replicate_degree, "shard": p.data_parallel_shard_degree,
-        "tensor": p.tensor_parallel_degree, "context": p.context_parallel_degree,
-        "pipeline": p.pipeline_parallel_degree, "expert": p.expert_parallel_degree,
-    }  # fmt: skip
+        "replicate": parallelism.data_parallel_replicate_degree,
+        "shard": parallelism.data_parallel_shard_degree,
+        "tensor": parallelism.tensor_parallel_degree,
+        "context": parallelism.context_parallel_degree,
+        "pipeline": parallelism.pipeline_parallel_degree,
+        "expert": parallelism.expert_parallel_degree,
+    }
+    text = "an unknown number of ranks"
+    if world_size:
+        text = "1 rank" if world_size == 1 else f"{world_size} ranks"
     split = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
-    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}" if world_size else "an unknown number of ranks"
-    return f"{ranks}{': ' + split if split else ''}"
+    if split:
+        text += f": {split}"
+    return text
 
 
 def _sources(config: Config) -> Iterable[tuple[str, str | None]]:
@@ -212,67 +256,85 @@ def _sources(config: Config) -> Iterable[tuple[str, str | None]]:
 
 
 def _data(config: Config) -> list[str]:
-    def of(dataset: str, path: str | None) -> str:
-        shown = path and (Path(path).name if path.startswith("/") else path)
-        return f"{dataset} {shown}" if shown else dataset
+    """Return the datasets of the run.
 
-    return [of(dataset, path) for dataset, path in _sources(config)]
+    An absolute path belongs to a machine, so it is shortened to its last part.
+    """
+    texts = []
+    for dataset, path in _sources(config):
+        if path and path.startswith("/"):
+            path = Path(path).name
+        texts.append(f"{dataset} {path}" if path else dataset)
+    return texts
 
 
 def _hub_datasets(config: Config) -> list[str]:
-    found = []
+    """Return the repositories on the Hugging Face Hub among the datasets of the run."""
+    repositories = []
     for dataset, path in _sources(config):
         if dataset == "huggingface" and path and _REPO.fullmatch(path) and not Path(path).exists():
-            found.append(path)
+            repositories.append(path)
         elif dataset in _HUB_DATASETS and not path:
-            found.append(_HUB_DATASETS[dataset])
-    return list(dict.fromkeys(found))
+            repositories.append(_HUB_DATASETS[dataset])
+    return list(dict.fromkeys(repositories))
 
 
 def _base_model(source: FolderSource | None) -> str:
     """Return the repository named by config.json of the initial weights, or ""."""
-    said = str((source.config if source is not None else {}).get("_name_or_path") or "")
-    return said if _REPO.fullmatch(said) and not Path(said).exists() else ""
+    if source is None:
+        return ""
+    name = str(source.config.get("_name_or_path") or "")
+    # A local folder may have a name with one slash, too.
+    if not _REPO.fullmatch(name) or Path(name).exists():
+        return ""
+    return name
 
 
 def _license(source: FolderSource | None) -> str:
     """Return the license in the card of the initial weights, or ""."""
+    if source is None:
+        return ""
     try:
-        text = (
-            bounded_reads.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace")
-            if source is not None
-            else ""
-        )
+        text = bounded_reads.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace")
     except (OSError, TypeError):
         return ""
     front = _FRONT.match(text.replace("\r\n", "\n"))
-    found = _LICENSE.search(front[1]) if front else None
+    if front is None:
+        return ""
+    found = _LICENSE.search(front[1])
     return found[1] if found else ""
 
 
 def _options(config: Config) -> str:
     """Return the changed options that may affect results, as a TOML file for ``shardtrain train``."""
-    plain = {(section, line) for section, lines in _sections(configs.resolved_toml(Config())) for line in lines}
+    defaults: set[tuple[str, str]] = set()
+    for section, lines in _sections(configs.resolved_toml(Config())):
+        defaults.update((section, line) for line in lines)
     text = ""
     for section, lines in _sections(configs.resolved_toml(config)):
         if any(section == name or section.startswith(f"{name}.") for name in _OF_A_MACHINE):
             continue
-        changed = [line for line in lines if line.strip() and (section, line) not in plain]
+        changed = [line for line in lines if line.strip() and (section, line) not in defaults]
         if changed:
             text += f"[{section}]\n" + "\n".join(changed) + "\n\n"
     text = text.replace(f'"{Path.home()}/', '"~/')
+
+    # If a value has several lines, some of them may be missing. Use the full configuration then.
     try:
         tomllib.loads(text)
-    except tomllib.TOMLDecodeError:  # a value has several lines, so use the full configuration
+    except tomllib.TOMLDecodeError:
         return configs.resolved_toml(config)
     return text
 
 
 def _sections(text: str) -> list[tuple[str, list[str]]]:
-    found: list[tuple[str, list[str]]] = []
+    """Split a TOML file into its sections, each with its lines."""
+    sections: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
-        if header := re.fullmatch(r"\[+([^\]]+)\]+", line.strip()):
-            found.append((header[1], []))
-        elif found and not line.startswith("#"):
-            found[-1][1].append(line)
-    return found
+        header = re.fullmatch(r"\[+([^\]]+)\]+", line.strip())
+        if header:
+            sections.append((header[1], []))
+        elif sections and not line.startswith("#"):
+            _, lines = sections[-1]
+            lines.append(line)
+    return sections

@@ -42,13 +42,14 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     Raises:
         ConfigError: none of them exists.
     """
-    run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
-    if config is None and not run.is_file():
+    config_of_run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
+    if config is None and not config_of_run.is_file():
         from shardtrain.hf import source
 
-        if noted := source.noted_model(checkpoint, manifest.read(checkpoint)):
-            return noted
-    path = config or run
+        imported_model = source.noted_model(checkpoint, manifest.read(checkpoint))
+        if imported_model:
+            return imported_model
+    path = config or config_of_run
     if not path.is_file():
         raise ConfigError(
             f"{path} does not exist, so the model of {checkpoint} is unknown; name the run's TOML with --config"
@@ -60,7 +61,6 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
 
     loaded = configs.load(path, [])
     model = loaded.config.model
-    training = loaded.config.training
     assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
     return {
         "name": model.name,
@@ -68,7 +68,7 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "overrides": dict(model.overrides),
         "norm_type": model.norm_type,
         "labels": tasks.labels_of(loaded.config),
-        "seq_len": training.seq_len,
+        "seq_len": loaded.config.training.seq_len,
         "base": derived.initial_weights(loaded.config),
         "tokenizer": assets if assets.is_dir() else None,
         "assets": str(assets),
@@ -86,7 +86,8 @@ def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) 
     from shardtrain.hf.generation_config import trained_tokens
 
     if folder is not None:
-        config = replace(config, model=replace(config.model, tokenizer_path=None, hf_assets_path=str(folder)))
+        model = replace(config.model, tokenizer_path=None, hf_assets_path=str(folder))
+        config = replace(config, model=model)
     path = config.model.tokenizer_path or config.model.hf_assets_path
     if path.endswith(".py") and not is_trusted:
         reason = "is Python code; name the run's configuration with --config if you trust it"

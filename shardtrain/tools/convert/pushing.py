@@ -33,7 +33,8 @@ class Push:
     """A repository with write access, and its state before the upload.
 
     Raises:
-        ConfigError: no token exists, the repository is not writable, or it is public although ``private`` is set.
+        ConfigError: no token exists, the repository is not writable, or it is public although ``private``
+            is set.
         StorageError: the hub cannot be reached.
     """
 
@@ -77,14 +78,20 @@ class Push:
     def _write_fix(self) -> str:
         return f"set HF_TOKEN to a token with write access ({TOKENS_PAGE})"
 
+    # MERGE
     def _look(self) -> tuple[str | None, list[str], str | None]:
         """Return commit, file names and card of the repository, or (None, [], None) if it does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
         def look() -> Any:
+            # The hub also hides private repositories of others. Creating one of the same name fails later.
             try:
-                return self._api.model_info(self.repo_id, files_metadata=True, timeout=self._hub.answer_seconds)
-            except RepositoryNotFoundError:  # or a private one of others: then creating it fails
+                return self._api.model_info(
+                    self.repo_id,
+                    files_metadata=True,
+                    timeout=self._hub.answer_seconds,
+                )
+            except RepositoryNotFoundError:
                 return None
 
         info = self._ask(look)
@@ -103,8 +110,13 @@ class Push:
 
     @property
     def keeps_card(self) -> bool:
-        """True if the upload keeps the repository's card: somebody else wrote or changed it, and overwriting is off."""
-        return self.card is not None and not card.is_own(self.card) and not self._overwrite_card
+        """True if the upload keeps the repository's card.
+
+        Somebody else wrote or changed it, and overwriting is off.
+        """
+        if self.card is None or self._overwrite_card:
+            return False
+        return not card.is_own(self.card)
 
     def send(self, folder: Path, tell: Callable[[str], None] = print) -> str:
         """Upload the files of a folder as one commit, verify their hashes, and return the address of the repository.
@@ -121,54 +133,71 @@ class Push:
             names.remove(CARD)
             tell(f"{CARD} of {self.repo_id} was not written by shardtrain, so it is kept; --overwrite_card replaces it")
         if self.head is None:
-            self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
-            tell(f"{self.repo_id}: created{', private' if self._private else ''}")
+            # The hub's default visibility, unless the user requested a private repository.
+            private = True if self._private else None
+            self._ask(lambda: self._api.create_repo(self.repo_id, private=private, exist_ok=False))
+            suffix = ", private" if private else ""
+            tell(f"{self.repo_id}: created{suffix}")
 
         # Upload large files before the commit that refers to them. If an upload fails, nothing is visible in
         # the repository, and the same command can continue.
-        additions: list[CommitOperationAdd] = []
+        operations: list[CommitOperationAdd | CommitOperationCopy | CommitOperationDelete] = []
         stored: list[str] = []
         for name in names:
             addition = CommitOperationAdd(name, str(folder / name))
             try:
-                self._call(partial(self._api.preupload_lfs_files, self.repo_id, [addition], free_memory=False))
+                self._call(
+                    partial(self._api.preupload_lfs_files, self.repo_id, [addition], free_memory=False),
+                )
             except ShardtrainError as error:
                 raise self._not_all(error, stored, names) from error
-            additions.append(addition)
+            operations.append(addition)
             if addition._is_uploaded:
                 stored.append(name)
                 tell(f"{name}: {format_bytes((folder / name).stat().st_size)}")
 
         # One commit adds the new files and deletes the weights of an earlier upload. The hub rejects it if
         # somebody has changed the repository in the meantime.
-        stale = [name for name in self.theirs if _WEIGHTS.fullmatch(name) and name not in names]
-        for name in stale:
-            tell(f"{name}: deleted from {self.repo_id}, because the new weights replace it")
-        operations: list[CommitOperationAdd | CommitOperationCopy | CommitOperationDelete]
-        operations = [*additions, *(CommitOperationDelete(name) for name in stale)]
+        for name in self.theirs:
+            if _WEIGHTS.fullmatch(name) and name not in names:
+                operations.append(CommitOperationDelete(name))
+                tell(f"{name}: deleted from {self.repo_id}, because the new weights replace it")
+        message = "Upload model with shardtrain"
         try:
-            done = self._call(
+            commit = self._call(
                 lambda: self._api.create_commit(
-                    self.repo_id, operations, commit_message="Upload model with shardtrain", parent_commit=self.head
+                    self.repo_id, operations, commit_message=message, parent_commit=self.head
                 )
             )
         except ShardtrainError as error:
             raise self._not_all(error, stored, names) from error
-
-        # Compare the hash of every file at that commit.
-        info = self._ask(lambda: self._api.model_info(self.repo_id, revision=done.oid, files_metadata=True))
-        there = {str(file.rfilename): file for file in info.siblings or []}
-        for name in names:
-            expected = expected_hash(there[name]) if name in there else None
-            if expected is None or hash_of_file(folder / name, expected[0]) != expected[1]:
-                what = "is not in" if name not in there else "has another hash in"
-                raise DataError(f"{name} {what} {self.repo_id} at {done.oid}; check its .gitignore, and push again")
+        self._verify(folder, names, commit.oid)
         return f"{self._hub.endpoint}/{self.repo_id}"
 
+    def _verify(self, folder: Path, names: list[str], commit: str) -> None:
+        """Compare the hash of every file at the commit. Raise DataError if one differs."""
+        info = self._ask(lambda: self._api.model_info(self.repo_id, revision=commit, files_metadata=True))
+        files = {str(file.rfilename): file for file in info.siblings or []}
+        for name in names:
+            problem = ""
+            if name not in files:
+                problem = "is not in"
+            else:
+                expected = expected_hash(files[name])
+                if expected is None or hash_of_file(folder / name, expected[0]) != expected[1]:
+                    problem = "has another hash in"
+            if problem:
+                raise DataError(
+                    f"{name} {problem} {self.repo_id} at {commit}; check its .gitignore, and push again",
+                )
+
     def _not_all(self, error: ShardtrainError, stored: list[str], names: list[str]) -> ShardtrainError:
-        there = f"{', '.join(stored)} of {len(names)} files are stored" if stored else "no large file is stored"
-        text = f"{error}; this upload is not visible in {self.repo_id} yet ({there}); run the same command to continue"
-        return type(error)(text)
+        """Return the error with the files that are already stored. They remain for the next attempt."""
+        progress = "no large file is stored"
+        if stored:
+            progress = f"{', '.join(stored)} of {len(names)} files are stored"
+        text = f"{error}; this upload is not visible in {self.repo_id} yet ({progress})"
+        return type(error)(f"{text}; run the same command to continue")
 
     def _ask(self, call: Callable[[], T]) -> T:
         return self._call(lambda: self._hub.ask(call))
@@ -183,22 +212,31 @@ class Push:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> ShardtrainError:
+        """Convert an error of the library."""
         if isinstance(error, ValueError) and "metadata in README.md" in str(error):
-            return ConfigError(f"the hub rejects the front matter of {CARD} ({describe_error(error)}); correct it")
+            return ConfigError(
+                f"the hub rejects the front matter of {CARD} ({describe_error(error)}); correct it",
+            )
         response = getattr(error, "response", None)
-        status = response.status_code if response is not None else None
+        if response is None:
+            return self._hub.explain(error)
+        status = response.status_code
         if status in (401, 403):
             return self._wrong(f"is not writable with the current token (status {status})", self._write_fix())
         if status == 404:
             return self._wrong("does not exist, or is not visible with the current token", self._write_fix())
         if status in (409, 412):
-            return self._wrong(
-                "was changed by somebody else during the upload", "check the change, and run the same command again"
+            fix = "check the change, and run the same command again"
+            return self._wrong("was changed by somebody else during the upload", fix)
+        # Status 429 and those from 500 on are temporary, so the hub's client explains them.
+        if 400 <= status < 500 and status != 429:
+            return StorageError(
+                f"{self._hub.endpoint} rejected the upload to {self.repo_id} ({describe_error(error)})",
             )
-        if status is not None and 400 <= status < 500 and status != 429:
-            return StorageError(f"{self._hub.endpoint} rejected the upload to {self.repo_id} ({describe_error(error)})")
         return self._hub.explain(error)
 
 
 def _is_sent(path: Path, folder: Path) -> bool:
-    return path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    """True for files that are not hidden and not in a hidden folder, such as ``.cache``."""
+    parts = path.relative_to(folder).parts
+    return path.is_file() and not any(part.startswith(".") for part in parts)

@@ -140,7 +140,7 @@ def recognise(
                 where="command line",
             )
         )
-    kinds = NAMINGS
+    kinds: tuple[str, ...] = NAMINGS
     if family not in _FAMILIES:
         kinds = (OWN,)
 
