@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,20 +63,23 @@ class Report:
     problems: list[str]
     bad: list[str]
 
+    # MERGE
     @property
     def exit_code(self) -> int:
         """Exit status of the verb."""
         if self.problems:
             return ConfigError.exit_code
-        return DataError.exit_code if self.bad else 0
+        if self.bad:
+            return DataError.exit_code
+        return 0
 
 
 def main(words: list[str]) -> int:
     """Run the verb and return its exit status."""
-    options = {name: VerbOption(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}
-    found = take(words, options, ("--json",), USAGE)
-    loaded = load(*found.configuration())
-    world_size = found.own.get("--world_size") or found.own.get("--nproc")
+    number = VerbOption(number_of(), "8", once=True)
+    taken = take(words, {"--world_size": number, "--nproc": number}, ("--json",), USAGE)
+    loaded = load(*taken.configuration())
+    world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
     problems = list(check(loaded))
     if world_size:
         problems += machine_notes(loaded, world_size, None, None)
@@ -87,8 +91,7 @@ def main(words: list[str]) -> int:
     if not world_size:
         world_size = environment.choose_processes_here(loaded.config, None).count
     report = examine(loaded.config, world_size)
-
-    if "--json" in found.own:
+    if "--json" in taken.own:
         document = {
             "datasets": report.tables,
             "warnings": report.warnings,
@@ -118,34 +121,42 @@ def examine(config: Config, world_size: int) -> Report:
     for survey, epoch in zip(training, _epochs(config, training, packings, world_size), strict=True):
         packing = packings.get(survey.name)
         report.tables[survey.name] = _facts(survey, packing) | epoch
-        _judge(survey, config, vocab_size, packing, BadRows.of(config.data), report)
+        _judge(survey, vocab_size, packing, BadRows.of(config.data), report)
 
     # Validation sets, and their documents that are also in the training data.
-    if config.validation.enable:
-        packings = _packings(config, config.validation, tokenizer)
-        for survey in surveys(config, config.validation, tokenizer):
-            packing = packings.get(survey.name)
-            name = f"validation: {survey.name}"
-            count = survey.rows(packing).num_rows if packing else survey.tally.documents
-            report.tables[name] = _facts(survey, packing) | {"sequences per pass": count}
+    if not config.validation.enable:
+        return report
+    packings = _packings(config, config.validation, tokenizer)
+    for survey in surveys(config, config.validation, tokenizer):
+        packing = packings.get(survey.name)
+        facts = _facts(survey, packing)
+        if packing:
+            policy = BadRows.of(config.data)
+            facts["sequences per pass"] = survey.rows(packing).num_rows
+        else:
             # Evaluating a task needs each row of a held-out set, so bad rows cannot be skipped.
-            policy = BadRows.of(config.data) if packing else BadRows()
-            _judge(survey, config, vocab_size, packing, policy, report)
-            count, examples = survey.shared_with(training)
-            if count:
-                report.warnings.append(
-                    f"validation set {survey.name}: {count} of {survey.tally.documents} documents are in the training "
-                    f"data ({', '.join(examples)}{', ...' if count > len(examples) else ''})"
-                )
+            policy = BadRows()
+            facts["sequences per pass"] = survey.tally.documents
+        report.tables[f"validation: {survey.name}"] = facts
+        _judge(survey, vocab_size, packing, policy, report)
+        num_shared, examples = survey.shared_with(training)
+        if num_shared:
+            if num_shared > len(examples):
+                examples.append("...")
+            report.warnings.append(
+                f"validation set {survey.name}: {num_shared} of {survey.tally.documents} documents are in the "
+                f"training data ({', '.join(examples)})"
+            )
     return report
 
 
 def _packings(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> dict[str, Packing]:
     """Return the packing of each source, by its name. A task of rows has none."""
-    if config.task.name not in OF_NEXT_TOKENS:
-        return {}
-    every = build_dataset.named_sources(config, section)
-    return {named.name: build_dataset.packing_of(config, section, tokenizer, named) for named in every}
+    packings: dict[str, Packing] = {}
+    if config.task.name in OF_NEXT_TOKENS:
+        for named in build_dataset.named_sources(config, section):
+            packings[named.name] = build_dataset.packing_of(config, section, tokenizer, named)
+    return packings
 
 
 def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> Iterator[Survey]:
@@ -153,18 +164,22 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
     for named in build_dataset.named_sources(config, section):
         module = sources.find(named.source.dataset, named.dataset_option)
         request = build_dataset.request_for(config, named)
+
+        # Prepared shards have tokens instead of rows.
         if hasattr(module, "open_line"):
             line: ShardTokenBuffer = module.open_line(request, tokenizer)
             size = sum(file.bytes for file in line.index.files())
             with WorkProgress(f"checking {named.name}", size) as progress:
                 yield survey_line(named.name, line, _Ticker(progress, line.num_documents))
             continue
+
         source = module.open_source(request)
         encoder: Encoder
         if config.task.name in OF_NEXT_TOKENS:
             encoder = open_encoder(tokenizer, config.data, named.source)
         else:
-            encoder = _TaskEncoder(config, "train" if section is config.training else "validation", tokenizer)
+            split = "train" if section is config.training else "validation"
+            encoder = _TaskEncoder(config, split, tokenizer)
         build_dataset.check_template(source, encoder, named)
         num_rows = source.num_rows if isinstance(source, Table) else None
         with WorkProgress(f"checking {named.name}", source.total_bytes) as progress:
@@ -187,16 +202,23 @@ class _TaskEncoder:
         self._split = split
         self._template = template_of(config.data, None, "row")
 
+    # MERGE
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Encode rows as training does. Return one document per row, or the reason why it has none."""
-        completed = rows if self._template is None else [attempt(self._template.row, row) for row in rows]
-        encoded = self._task.encode(completed, self._split)
-        return [one if isinstance(one, BadRow) else self._document(one) for one in encoded]
+        if self._template is not None:
+            rows = [attempt(self._template.row, row) for row in rows]
+        documents: list[Document | BadRow] = []
+        for row in self._task.encode(rows, self._split):
+            documents.append(row if isinstance(row, BadRow) else self._document(row))
+        return documents
 
     def _document(self, row: Any) -> Document:
-        texts = self._task.shown(row)
-        learned = np.concatenate([text.learned or np.zeros(len(text.tokens), bool) for text in texts])
-        return Document(np.concatenate([text.tokens for text in texts]).astype(np.int32), learned)
+        tokens = []
+        learned = []
+        for text in self._task.shown(row):
+            tokens.append(text.tokens)
+            learned.append(text.learned or np.zeros(len(text.tokens), bool))
+        return Document(np.concatenate(tokens).astype(np.int32), np.concatenate(learned))
 
 
 class _Ticker:
@@ -207,9 +229,12 @@ class _Ticker:
         self._total = total
         self._read = 0
 
+    # MERGE
     def __call__(self, count: int) -> None:
         self._read += count
-        self._progress.advance(self._read / self._total if self._total else 0.0, 0)
+        # Without a known total, the bar only shows the speed.
+        share = self._read / self._total if self._total else 0.0
+        self._progress.advance(share, 0)
 
 
 def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:
@@ -217,8 +242,11 @@ def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:
     tally = survey.tally
     lengths = survey.lengths
     num_duplicates, examples = survey.duplicates()
-    shape = (int(lengths.min()), int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0, 0)
-    return {
+    notes = []
+    for note, count in tally.notes.most_common():
+        noun = "row" if count == 1 else "rows"
+        notes.append(f"{count} {noun}: {note}")
+    facts = {
         "rows": tally.rows,
         "documents": tally.documents,
         "tokens": tally.tokens,
@@ -226,15 +254,22 @@ def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:
         "bad rows": tally.num_bad,
         "empty rows": tally.harmless.total(),
         "reasons": tally.reasons(),
-        "notes": [f"{count} {'row' if count == 1 else 'rows'}: {note}" for note, count in tally.notes.most_common()],
-        "shortest document": shape[0],
-        "median document": shape[1],
-        "longest document": shape[2],
-        **({"longer than seq_len": int((lengths - 1 > packing.seq_len).sum())} if packing else {}),
-        "duplicates": num_duplicates,
-        "first duplicates": [f"{again} = {first}" for again, first in examples],
-        "largest id": survey.max_id,
+        "notes": notes,
+        "shortest document": 0,
+        "median document": 0,
+        "longest document": 0,
     }
+    if len(lengths):
+        facts["shortest document"] = int(lengths.min())
+        facts["median document"] = int(np.median(lengths))
+        facts["longest document"] = int(lengths.max())
+    # The last token of a document is only a target.
+    if packing:
+        facts["longer than seq_len"] = int((lengths - 1 > packing.seq_len).sum())
+    facts["duplicates"] = num_duplicates
+    facts["first duplicates"] = [f"{again} = {first}" for again, first in examples]
+    facts["largest id"] = survey.max_id
+    return facts
 
 
 @dataclass
@@ -249,24 +284,28 @@ def _epochs(
 ) -> list[dict[str, Any]]:
     """Return the sequences and steps of one pass over each training set, counted as training does.
 
-    The last step of a pass may be smaller. In a mixture, the number of steps is that until the last row of a source is
-    reached with the configured weights and stages. It is missing if the row is never reached.
+    The last step of a pass may be smaller. In a mixture, the number of steps is that until the last row
+    of a source is reached with the configured weights and stages. It is missing if the row is never
+    reached.
     """
-    batch = derived.global_batch_size(config, world_size)
     if not packings:
         return [_row_epochs(config, surveys[0], world_size)]
     packed = [survey.rows(packings[survey.name]) for survey in surveys]
-    rows = [one.num_rows for one in packed]
-    ends: list[int | None] = list(rows)
-    if len(surveys) > 1 and all(rows):
-        feeds = [_Counted(one.num_targets / one.num_rows) for one in packed]
+    counts = [rows.num_rows for rows in packed]
+
+    # Position in the order of training after the last row of each source.
+    ends: list[int | None] = list(counts)
+    if len(surveys) > 1 and all(counts):
+        feeds = [_Counted(rows.num_targets / rows.num_rows) for rows in packed]
         mixture = Mixture(build_dataset.stages_of(config, feeds))
-        ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
+        ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(counts)]
+
+    batch_size = derived.global_batch_size(config, world_size)
     tables = []
-    for count, end in zip(rows, ends, strict=True):
-        table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch}
+    for count, end in zip(counts, ends, strict=True):
+        table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch_size}
         if end is not None:
-            table["steps per epoch"] = -(-end // batch)
+            table["steps per epoch"] = math.ceil(end / batch_size)
         tables.append(table)
     return tables
 
@@ -274,25 +313,30 @@ def _epochs(
 def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, Any]:
     """Return the rows of a task in an epoch, and its steps: the last one depends on ``training.last_batch``."""
     table = {"sequences per epoch": 0, "sequences per step": derived.global_batch_size(config, world_size)}
-    if survey.tally.documents:
-        every_good_row = dataclasses.replace(
-            config.data, bad_rows="skip", bad_rows_max_fraction=1.0, long_rows_max_fraction=1.0
-        )
-        stream = tasks.open_task(dataclasses.replace(config, data=every_good_row)).open_dataloader(
-            batch_rank=0,
-            num_batch_ranks=derived.data_parallel_degree(config, world_size),
-            accumulation=derived.accumulation_steps(config, world_size),
-        )
-        table["sequences per epoch"] = stream.num_samples or 0
-        table["steps per epoch"] = -(-(stream.places_per_epoch or 0) // stream.global_batch)
+    if not survey.tally.documents:
+        return table
+    # Count good rows also if there are too many bad ones, which the report contains.
+    data = dataclasses.replace(
+        config.data,
+        bad_rows="skip",
+        bad_rows_max_fraction=1.0,
+        long_rows_max_fraction=1.0,
+    )
+    task = tasks.open_task(dataclasses.replace(config, data=data))
+    stream = task.open_dataloader(
+        batch_rank=0,
+        num_batch_ranks=derived.data_parallel_degree(config, world_size),
+        accumulation=derived.accumulation_steps(config, world_size),
+    )
+    table["sequences per epoch"] = stream.num_samples or 0
+    table["steps per epoch"] = math.ceil((stream.places_per_epoch or 0) / stream.global_batch)
     return table
 
 
-def _judge(
-    survey: Survey, config: Config, vocab_size: int, packing: Packing | None, policy: BadRows, report: Report
-) -> None:
+def _judge(survey: Survey, vocab_size: int, packing: Packing | None, policy: BadRows, report: Report) -> None:
     """Add the problems of one dataset to the report."""
     tally = survey.tally
+    title = f"dataset {survey.name}"
     report.bad.extend(survey.damage)
 
     # Bad rows. data.bad_rows allows none of them, or a share.
@@ -301,48 +345,48 @@ def _judge(
         fix = f'correct or remove them, or set data.bad_rows="skip" and data.bad_rows_max_fraction={allowed}'
         if tally.num_bad == tally.rows:
             fix = "check training.dataset, data.format and the names of the columns"
-        report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
+        report.bad.append(f"{title} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
     packed = survey.rows(packing) if packing else None
     try:
         if policy.skip or not tally.num_bad:
-            policy.judge(tally, f"dataset {survey.name}")
+            policy.judge(tally, title)
         if packed and packed.packing.long_documents == "cut":
-            policy.judge_long(packed.dropped, tally.documents, f"dataset {survey.name}")
+            policy.judge_long(packed.dropped, tally.documents, title)
     except DataError as error:
         report.bad.append(str(error))
 
-    # No token with a target, or no sequence after packing.
-    if packed and tally.documents and not tally.learned and not survey.damage:
-        report.bad.append(f"dataset {survey.name} has no token that is learned; check data.format")
-    elif packed and tally.documents and not survey.damage and not packed.num_rows:
-        rule = f"has no sequence with packing {packed.packing.kind} and seq_len {packed.packing.seq_len}"
-        report.bad.append(f"dataset {survey.name} {rule}; check data.long_documents, and documents of one token")
+    # No token with a target, or no sequence after packing. Damage would explain both.
+    if packed and tally.documents and not survey.damage:
+        if not tally.learned:
+            report.bad.append(f"{title} has no token that is learned; check data.format")
+        elif not packed.num_rows:
+            rule = f"has no sequence with packing {packed.packing.kind} and seq_len {packed.packing.seq_len}"
+            report.bad.append(f"{title} {rule}; check data.long_documents, and documents of one token")
     if packed:
-        report.warnings.extend(f"dataset {survey.name}: {lost}" for lost in lost_documents(packed, tally.documents))
+        report.warnings.extend(f"{title}: {lost}" for lost in lost_documents(packed, tally.documents))
     if survey.max_id >= vocab_size:
         report.problems.append(
-            f"dataset {survey.name} has the id {survey.max_id}, but the model's vocabulary has {vocab_size} ids; set "
+            f"{title} has the id {survey.max_id}, but the model's vocabulary has {vocab_size} ids; set "
             f"model.overrides.vocab_size to {survey.max_id + 1} or more"
         )
     num_duplicates, _ = survey.duplicates()
     if num_duplicates > DUPLICATES_WARN * max(1, tally.documents):
         share = 100 * num_duplicates / tally.documents
-        report.warnings.append(
-            f"dataset {survey.name}: {share:.1f} % of the documents are exact copies of earlier ones"
-        )
+        report.warnings.append(f"{title}: {share:.1f} % of the documents are exact copies of earlier ones")
 
 
 def _as_text(report: Report) -> Iterator[str]:
     """Yield the lines of the printed report."""
     for name, table in report.tables.items():
         yield f"dataset {name}"
-        width = max(map(len, table))
-        for word, value in table.items():
-            if isinstance(value, list):
-                yield from (f"  {word:{width}}  {line}" for line in value)
-            else:
-                yield f"  {word:{width}}  {value:,}"
-    yield from (f"warning: {line}" for line in report.warnings)
-    yield from (f"problem: {line}" for line in [*report.problems, *report.bad])
+        width = max(len(fact) for fact in table)
+        for fact, value in table.items():
+            texts = value if isinstance(value, list) else [f"{value:,}"]
+            for text in texts:
+                yield f"  {fact:{width}}  {text}"
+    for warning in report.warnings:
+        yield f"warning: {warning}"
+    for problem in report.problems + report.bad:
+        yield f"problem: {problem}"
     if not report.warnings and not report.problems and not report.bad:
         yield "no problems"

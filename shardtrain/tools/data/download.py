@@ -13,7 +13,7 @@ import fnmatch
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -40,7 +40,10 @@ ASSETS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Names of the files that each kind of asset has, at the top of a repository."""
 STAGING = ".download"
-"""Folder within the target. It has the files that are not complete and checked yet, and is removed at the end."""
+"""Folder within the target.
+
+It has the files that are not complete and checked yet, and is removed at the end.
+"""
 
 
 def main(words: list[str]) -> int:
@@ -66,43 +69,56 @@ def main(words: list[str]) -> int:
     hub = Hub(options.repo_id, options.revision)
     with heartbeat(f"asking {hub.endpoint}"):
         commit, files = hub.files()
-    folder = Path(options.local_dir or ("assets/tokenizer" if options.tokenizer_path is not None else "assets/hf"))
     if options.tokenizer_path is None:
-        folder = folder / options.repo_id.rpartition("/")[2]
+        folder = Path(options.local_dir or "assets/hf") / options.repo_id.rpartition("/")[2]
+    else:
+        folder = Path(options.local_dir or "assets/tokenizer")
     names = _choose(options, list(files))
     print(f"{options.repo_id} at {commit}: {len(names)} files to {folder}", flush=True)
     try:
-        # Keep existing files whose hash matches the hub's.
         missing = []
         for name in names:
-            expected = expected_hash(files[name])
-            with heartbeat(f"reading {name}"):
-                is_there = (
-                    expected and (folder / name).is_file() and hash_of_file(folder / name, expected[0]) == expected[1]
-                )
-            if is_there:
+            if _is_complete(folder / name, name, files[name]):
                 print(f"{name}: exists already", flush=True)
             else:
                 missing.append(name)
-
         if missing:
-            folder.mkdir(parents=True, exist_ok=True)
-            num_bytes = sum(files[name].size or 0 for name in missing)
-            free = shutil.disk_usage(folder).free
-            if num_bytes > free:
-                raise StorageError(
-                    f"{folder} has {format_bytes(free)} free, but the files need "
-                    f"{format_bytes(num_bytes)}; free some space or name another --local_dir"
-                )
-            with _staging(folder) as staging:
-                for name in missing:
-                    # On a terminal, huggingface_hub shows a progress bar.
-                    with heartbeat(f"fetching {name}", 0 if sys.stderr.isatty() else None):
-                        done = fetch(hub, name, commit, files[name], staging, folder / name)
-                    print(done, flush=True)
+            _download(hub, commit, {name: files[name] for name in missing}, folder)
     except OSError as error:
         raise storage_errors.cannot("write", folder, error, "name another --local_dir") from error
     return 0
+
+
+def _is_complete(path: Path, name: str, facts: RepoSibling) -> bool:
+    """True if a file exists with the hash that the hub reports.
+
+    A file without a known hash is downloaded again.
+    """
+    expected = expected_hash(facts)
+    if not expected or not path.is_file():
+        return False
+    kind, value = expected
+    with heartbeat(f"reading {name}"):
+        return hash_of_file(path, kind) == value
+
+
+def _download(hub: Hub, commit: str, files: Mapping[str, RepoSibling], folder: Path) -> None:
+    """Download files to a folder. Raise StorageError if the disk has too little space for them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    num_bytes = sum(facts.size or 0 for facts in files.values())
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise StorageError(
+            f"{folder} has {format_bytes(free)} free, but the files need "
+            f"{format_bytes(num_bytes)}; free some space or name another --local_dir"
+        )
+    # On a terminal, huggingface_hub shows a progress bar instead.
+    heartbeat_seconds = 0 if sys.stderr.isatty() else None
+    with _staging(folder) as staging:
+        for name, facts in files.items():
+            with heartbeat(f"fetching {name}", heartbeat_seconds):
+                line = fetch(hub, name, commit, facts, staging, folder / name)
+            print(line, flush=True)
 
 
 def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, target: Path) -> str:
@@ -115,19 +131,23 @@ def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, t
         OSError: the file cannot be moved.
         ConfigError, StorageError: as ``Hub.download``.
     """
-    expected = expected_hash(facts)
     path = hub.download(name, commit, staging)
-    if expected and hash_of_file(path, expected[0]) != expected[1]:
-        # A file in the library's cache may be damaged, so download again without the cache.
-        path.unlink()
-        path = hub.download(name, commit, staging, force=True)
-        found = hash_of_file(path, expected[0])
-        if found != expected[1]:
-            raise DataError(f"{name} has the hash {found} instead of {expected[1]}; it was deleted, try again")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    note = ", no hash known"
+    expected = expected_hash(facts)
+    if expected:
+        note = ""
+        kind, value = expected
+        if hash_of_file(path, kind) != value:
+            # A file in the library's cache may be damaged, so download again without the cache.
+            path.unlink()
+            path = hub.download(name, commit, staging, force=True)
+            actual = hash_of_file(path, kind)
+            if actual != value:
+                raise DataError(f"{name} has the hash {actual} instead of {value}; it was deleted, try again")
     size = path.stat().st_size
+    target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(path, target)
-    return f"{name}: {format_bytes(size)}{'' if expected else ', no hash known'}"
+    return f"{name}: {format_bytes(size)}{note}"
 
 
 @contextmanager
@@ -139,7 +159,8 @@ def _staging(folder: Path) -> Iterator[Path]:
     """
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
-    with open(staging / ".lock", "a", opener=atomic_io.open_file) as lock:  # NFS locks only what is open for writing
+    # NFS only locks files that are open for writing.
+    with open(staging / ".lock", "a", opener=atomic_io.open_file) as lock:
         # Another process has the lock, or has just removed the file with its folder. In the second
         # case the lock would be useless, because no other process can open the removed file.
         try:
@@ -158,20 +179,22 @@ def _staging(folder: Path) -> Iterator[Path]:
         try:
             yield staging
         except DataError:
-            shutil.rmtree(staging, ignore_errors=True)  # do not resume from wrong data
+            # Never resume from wrong data.
+            shutil.rmtree(staging, ignore_errors=True)
             raise
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
+def _choose(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Return the names of the files of the requested kinds.
 
     Raises:
         ConfigError: the repository has no file of a kind, or a file with an unsafe name.
     """
-    for name in known:
+    for name in names:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
+        is_outside = path.is_absolute() or ".." in path.parts or not path.parts
+        if is_outside or "\\" in name or "\0" in name:
             raise ConfigError(
                 Problem(
                     "--repo_id",
@@ -180,29 +203,44 @@ def _choose(options: argparse.Namespace, known: Sequence[str]) -> list[str]:
                     fix="do not use this repository",
                 )
             )
-    below = f"{options.tokenizer_path.strip('/')}/" if options.tokenizer_path else ""
+    prefix = ""
+    if options.tokenizer_path:
+        prefix = options.tokenizer_path.strip("/") + "/"
     chosen: dict[str, None] = {}
     for kind in options.assets:
-        found = [name for name in known if _matches(name.removeprefix(below), ASSETS[kind]) and name.startswith(below)]
-        if kind == "index" and not found and "model.safetensors" in known:
+        matching = []
+        for name in names:
+            if name.startswith(prefix) and _matches(name.removeprefix(prefix), ASSETS[kind]):
+                matching.append(name)
+        # A model in one file needs no index.
+        if kind == "index" and not matching and "model.safetensors" in names:
             print("index: none, the weights are one file")
-        elif not found:
-            where = f"{options.repo_id}/{below}".rstrip("/")
-            names = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
-            raise ConfigError(
-                Problem(
-                    "--assets",
-                    kind,
-                    rule=f"matches no file of {where}, which has {names or 'no files'}",
-                    fix="check --repo_id, or request other assets",
-                )
-            )
-        chosen |= dict.fromkeys(sorted(found))
+        elif not matching:
+            raise _no_file(options, kind, prefix, names)
+        chosen |= dict.fromkeys(sorted(matching))
     return list(chosen)
 
 
+def _no_file(options: argparse.Namespace, kind: str, prefix: str, names: Sequence[str]) -> ConfigError:
+    where = f"{options.repo_id}/{prefix}".rstrip("/")
+    some_names = ", ".join(sorted(names)[:8]) or "no files"
+    if len(names) > 8:
+        some_names += ", ..."
+    return ConfigError(
+        Problem(
+            "--assets",
+            kind,
+            rule=f"matches no file of {where}, which has {some_names}",
+            fix="check --repo_id, or request other assets",
+        )
+    )
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    """True if a name matches one of the patterns. A ``*`` does not match a slash."""
+    depth = name.count("/")
+    same_depth = [pattern for pattern in patterns if pattern.count("/") == depth]
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in same_depth)
 
 
 def _parser() -> StrictArgumentParser:
@@ -215,9 +253,20 @@ def _parser() -> StrictArgumentParser:
     )
     parser.add_argument("--repo_id", required=True, metavar="ORG/NAME", help="e.g. meta-llama/Llama-3.1-8B")
     kinds = ", ".join(ASSETS)
-    parser.add_argument("--assets", nargs="+", default=["tokenizer"], choices=tuple(ASSETS), help=f"kinds: {kinds}")
+    parser.add_argument(
+        "--assets",
+        nargs="+",
+        default=["tokenizer"],
+        choices=tuple(ASSETS),
+        help=f"kinds: {kinds}",
+    )
     parser.add_argument("--all", action="store_true", help="download all kinds of assets")
-    parser.add_argument("--local_dir", type=output_name, metavar="DIR", help="the files go to DIR/NAME (assets/hf)")
+    parser.add_argument(
+        "--local_dir",
+        type=output_name,
+        metavar="DIR",
+        help="the files go to DIR/NAME (assets/hf)",
+    )
     parser.add_argument("--tokenizer_path", metavar="FOLDER", help="folder of the tokenizer in the repository (a name "
                         "from torchtitan of 2024); the files then go to DIR/FOLDER (assets/tokenizer)")  # fmt: skip
     parser.add_argument("--revision", default="main", help="branch, tag or commit (main)")

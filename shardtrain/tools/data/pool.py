@@ -1,7 +1,7 @@
 """Worker processes for numbered units of work, with results in JSON.
 
-The outcome does not depend on the number of processes. Units are started in order. If several fail, the error of the
-earliest is raised, after all units before it are done.
+The outcome does not depend on the number of processes. Units are started in order. If several fail, the
+error of the earliest is raised, after all units before it are done.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shardtrain.utils import errors
 from shardtrain.utils.errors import (
     ConfigError,
     DataError,
@@ -44,20 +43,29 @@ class _Worker:
     units: deque[int] = field(default_factory=deque)
 
 
-def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[tuple[int | None, dict[str, Any]]]:
+def run(
+    num_units: int, skip: set[int], work: Work, processes: int
+) -> Iterator[
+    tuple[
+        int | None,
+        dict[str, Any],
+    ]
+]:
     """Run ``work(unit, say)`` in forked processes for units 0..num_units-1 except ``skip``.
 
     ``say`` reports progress. Its argument and the result of ``work`` are JSON objects.
 
     Yields:
-        ``(unit, result)`` for each finished unit, in any order, and ``(None, progress)`` at least twice a second.
+        ``(unit, result)`` for each finished unit, in any order, and ``(None, progress)`` at least twice a
+            second.
 
     Raises:
         ShardtrainError: the error of the first unit that failed.
         PeerError: a process died.
     """
     todo = (unit for unit in range(num_units) if unit not in skip)
-    workers = _start(min(processes, max(1, num_units - len(skip))), work)
+    num_workers = min(processes, max(1, num_units - len(skip)))
+    workers = _start(num_workers, work)
     failed: dict[int, ShardtrainError] = {}
     try:
         while True:
@@ -75,8 +83,9 @@ def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[
 
             # Wait for units before the first failed one, because an earlier failure must be
             # reported instead.
-            first = min(failed, default=num_units)
-            if not any(unit < first for worker in workers for unit in worker.units):
+            first_failed = min(failed, default=num_units)
+            earliest = min((unit for worker in workers for unit in worker.units), default=num_units)
+            if earliest >= first_failed:
                 break
             yield from _receive(workers, failed)
         if failed:
@@ -92,8 +101,9 @@ def _start(count: int, work: Work) -> list[_Worker]:
     workers: list[_Worker] = []
     for _ in range(count):
         ours, theirs = context.Pipe()
-        others = [worker.connection for worker in workers]
-        process = context.Process(target=_serve, args=(theirs, [ours, *others], work), daemon=True)
+        # A fork copies our ends of all pipes. The process closes these copies.
+        copies = [ours, *(worker.connection for worker in workers)]
+        process = context.Process(target=_serve, args=(theirs, copies, work), daemon=True)
         process.start()
         theirs.close()
         workers.append(_Worker(process, ours))
@@ -108,7 +118,14 @@ def _stop(workers: list[_Worker]) -> None:
         worker.process.join()
 
 
-def _receive(workers: list[_Worker], failed: dict[int, ShardtrainError]) -> Iterator[tuple[int | None, dict[str, Any]]]:
+def _receive(
+    workers: list[_Worker], failed: dict[int, ShardtrainError]
+) -> Iterator[
+    tuple[
+        int | None,
+        dict[str, Any],
+    ]
+]:
     """Wait up to ``_LOOK_SECONDS`` for messages of the processes, and yield progress and results."""
     by_connection = {worker.connection: worker for worker in workers}
     ready = wait(list(by_connection), timeout=_LOOK_SECONDS)
@@ -131,11 +148,15 @@ def _death(worker: _Worker) -> str:
     """Describe how a process ended."""
     worker.process.join(5)
     code = worker.process.exitcode
-    how = f"signal {-code} ({signal.Signals(-code).name})" if code is not None and code < 0 else f"status {code}"
-    hint = "; the machine may be out of memory: use fewer --processes" if code == -signal.SIGKILL else ""
+    reason = f"status {code}"
+    if code is not None and code < 0:
+        reason = f"signal {-code} ({signal.Signals(-code).name})"
+    # The kernel kills the largest process with this signal.
+    if code == -signal.SIGKILL:
+        reason += "; the machine may be out of memory: use fewer --processes"
     unit = f" at unit {worker.units[0]}" if worker.units else ""
     return (
-        f"process {worker.process.pid} died{unit} with {how}{hint}; start the same command again: it continues where "
+        f"process {worker.process.pid} died{unit} with {reason}; start the same command again: it continues where "
         "it stopped"
     )
 
@@ -208,10 +229,11 @@ def _send(connection: Connection, message: dict[str, Any]) -> None:
 
 def _error(message: dict[str, Any]) -> ShardtrainError:
     """Rebuild the error of a process from its message."""
-    kinds: tuple[type[ShardtrainError], ...] = (ConfigError, DataError, StorageError, OutOfMemoryError)
-    kind = next((kind for kind in kinds if kind.__name__ == message["failed"]), None)
-    if kind is ConfigError:
-        return ConfigError(message["problems"])
-    if kind is not None:
-        return kind("\n".join(message["problems"]))
-    return errors.ShardtrainError("a process that prepares data failed:\n" + "\n".join(message["problems"]))
+    problems = message["problems"]
+    text = "\n".join(problems)
+    if message["failed"] == "ConfigError":
+        return ConfigError(problems)
+    for kind in (DataError, StorageError, OutOfMemoryError):
+        if message["failed"] == kind.__name__:
+            return kind(text)
+    return ShardtrainError(f"a process that prepares data failed:\n{text}")

@@ -1,8 +1,8 @@
 """``shardtrain data prepare``: tokenize text into shards on all cores. The bytes do not depend on the number of cores.
 
 The source is split into units of some megabytes. Worker processes tokenize units into files in the folder
-``unfinished``. The main process appends these files to the shards in the order of the source, and saves its progress
-every few seconds. A killed command continues from the saved progress.
+``unfinished``. The main process appends these files to the shards in the order of the source, and saves
+its progress every few seconds. A killed command continues from the saved progress.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ FIT_DOCUMENTS = 100_000
 A run fits fewer in 0.1 s when it starts.
 """
 _BLOCKS_AT_ONCE = 16
+_COUNTS_OF_FIT = ("num_rows", "num_targets", "cut", "dropped", "single")
 SAVE_SECONDS = 10.0
 """Time between two saves of the progress."""
 _PROGRESS = "progress.json"
@@ -85,7 +86,7 @@ class PrepareJob:
 
 def main(words: list[str]) -> int:
     """Run the verb and return its exit status."""
-    found = take(
+    taken = take(
         words,
         {
             "--output": VerbOption(output_name, "FOLDER", once=True),
@@ -94,7 +95,7 @@ def main(words: list[str]) -> int:
         },
         usage=USAGE,
     )
-    if not found.own.get("--output"):
+    if not taken.own.get("--output"):
         raise ConfigError(
             Problem(
                 "--output",
@@ -104,13 +105,14 @@ def main(words: list[str]) -> int:
                 where=COMMAND_LINE,
             )
         )
-    loaded = load(*found.configuration())
-    if problems := check(loaded):
-        raise ConfigError(list(problems))
-    processes = found.own.get("--processes") or len(os.sched_getaffinity(0))
-    folder = Path(found.own["--output"])
+    loaded = load(*taken.configuration())
+    problems = list(check(loaded))
+    if problems:
+        raise ConfigError(problems)
+    processes = taken.own.get("--processes") or len(os.sched_getaffinity(0))
+    folder = Path(taken.own["--output"])
     try:
-        for job in jobs(loaded.config, folder, found.own.get("--shard_tokens")):
+        for job in jobs(loaded.config, folder, taken.own.get("--shard_tokens")):
             print(prepare(job, processes), flush=True)
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
@@ -164,30 +166,36 @@ def prepare(job: PrepareJob, processes: int) -> str:
         StorageError: a file cannot be written.
         PeerError: a process died.
     """
+    unfinished = job.folder / UNFINISHED
     if (job.folder / INDEX).exists():
         index = read_index(job.folder, "--output")
         _same_facts(job, {**index.prepared_from, "files": index.sources})
-        shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
-        return "\n".join([f"{job.folder} is prepared already: {_contents(index)}", *_fit(job, processes)])
+        shutil.rmtree(unfinished, ignore_errors=True)
+        lines = [f"{job.folder} is prepared already: {_contents(index)}"]
+        return "\n".join(lines + _fit(job, processes))
+
     _refuse_foreign(job.folder)
     with storing(job.folder):
-        (job.folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir(parents=True, exist_ok=True)
     with _locked(job.folder):
         work = _Work(job)
         try:
-            with work.progress as done:
+            with work.progress as progress:
                 work.run(processes)
                 index = work.finish()
         finally:
             work.close()
         # A process of a killed command may still write here, so errors are ignored. The index marks
         # a complete folder.
-        shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
-    seconds = max(done.seconds, 1e-9)
-    speed = f" ({done.megabytes(1.0) / seconds:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s)"
-    if not work.tokens:
-        speed = ""  # an earlier command tokenized everything
-    lines = [f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}{speed}"]
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+    seconds = max(progress.seconds, 1e-9)
+    result = f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}"
+    # If an earlier command tokenized everything, this one has no speed.
+    if work.tokens:
+        megabytes_per_second = progress.megabytes(1.0) / seconds
+        result += f" ({megabytes_per_second:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s)"
+    lines = [result]
     lines += [f"  skipped {reason}" for reason in work.tally.reasons()]
     return "\n".join(lines + _fit(job, processes))
 
@@ -203,37 +211,44 @@ def _fit(job: PrepareJob, processes: int) -> list[str]:
         return []
     if fitted.table_of(line, packing, "--output", refuses_many=False) is not None:
         return []
-    groups = range(0, fitted.num_blocks(line), _BLOCKS_AT_ONCE)
+
+    num_blocks = fitted.num_blocks(line)
+    starts = range(0, num_blocks, _BLOCKS_AT_ONCE)
 
     def work(number: int, say: pool.Say) -> dict[str, Any]:
-        blocks = range(groups[number], min(groups[number] + _BLOCKS_AT_ONCE, fitted.num_blocks(line)))
+        first = starts[number]
+        blocks = range(first, min(first + _BLOCKS_AT_ONCE, num_blocks))
         fits = [fitted.fit_block(line, block, packing) for block in blocks]
         say({})  # exits this process if the command has ended
         answers = []
         for fit in fits:
-            counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")}
-            answers.append({**counts, "order": base64.b64encode(fit.to_bytes()).decode()})
+            answer = {name: getattr(fit, name) for name in _COUNTS_OF_FIT}
+            answer["order"] = base64.b64encode(fit.to_bytes()).decode()
+            answers.append(answer)
         return {"blocks": answers}
 
+    # Processes finish in any order, but blocks are written in the order of the documents.
     began = time.monotonic()
-    waiting = dict[int, list[dict[str, Any]]]()
-    merged = 0
+    waiting: dict[int, list[dict[str, Any]]] = {}
+    num_written = 0
     with storing(job.folder):
-        writer = FitTableWriter(job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
+        writer = FitTableWriter(job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, num_blocks)
         try:
-            with WorkProgress(f"fitting {job.name}", None) as shown:
-                for number, news in pool.run(len(groups), set(), work, processes):
+            with WorkProgress(f"fitting {job.name}", None) as progress:
+                for number, news in pool.run(len(starts), set(), work, processes):
                     if number is not None:
                         waiting[number] = news["blocks"]
-                    while (blocks := waiting.pop(merged, None)) is not None:
+                    while num_written in waiting:
+                        blocks = waiting.pop(num_written)
                         writer.add((block, base64.b64decode(block["order"])) for block in blocks)
-                        merged += 1
-                    shown.advance(merged / len(groups), round(merged / len(groups) * line.num_tokens))
-            rows = writer.finish()
+                        num_written += 1
+                    share = num_written / len(starts)
+                    progress.advance(share, round(share * line.num_tokens))
+            num_rows = writer.finish()
         finally:
             writer.close()
     seconds = format_seconds(time.monotonic() - began)
-    return [f"  fitted into {rows:,} rows of {packing.seq_len} ({packing.kind}), in {seconds}"]
+    return [f"  fitted into {num_rows:,} rows of {packing.seq_len} ({packing.kind}), in {seconds}"]
 
 
 class _Work:
@@ -258,36 +273,48 @@ class _Work:
         self._share_done = (self.merged + len(self._waiting)) / max(1, len(self._units))
         self.progress = WorkProgress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
 
+    # MERGE
     def run(self, processes: int) -> None:
         """Tokenize all units and append them to the shards."""
         job = self.job
-        policy = BadRows.of(self.job.config.data)
+        policy = BadRows.of(job.config.data)
+        num_units = len(self._units)
 
         def work(number: int, say: pool.Say) -> dict[str, Any]:
-            return work_units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
+            return work_units.write_unit(
+                self.folder,
+                job.source,
+                job.encoder,
+                policy,
+                self._units[number],
+                say,
+            )
 
         # Each shard of a source has one reader, so a few shards keep only a few processes busy.
-        if not isinstance(job.source, Table) and len(self._units) < processes:
-            count = len(self._units)
-            parts, have = ("1 part", "has") if count == 1 else (f"{count} parts", "have")
+        if not isinstance(job.source, Table) and num_units < processes:
+            parts = f"{num_units} parts"
+            verb = "have"
+            if num_units == 1:
+                parts = "1 part"
+                verb = "has"
             print(
-                f"dataset {job.name} has {parts} (compressed files, row groups) with one reader each, so {count} "
-                f"of {processes} processes {have} work; split it into more files to use all",
+                f"dataset {job.name} has {parts} (compressed files, row groups) with one reader each, so "
+                f"{num_units} of {processes} processes {verb} work; split it into more files to use all",
                 file=sys.stderr,
             )
 
         # Units finish in any order, but are appended in the order of the source.
-        rows = 0
+        num_rows = 0
         skip = {*range(self.merged), *self._waiting}
         self._merge()
-        for number, news in pool.run(len(self._units), skip, work, processes):
+        for number, news in pool.run(num_units, skip, work, processes):
             if number is not None:
                 self._waiting[number] = news
                 self._merge()
             else:
-                rows += news.get("rows", 0)
+                num_rows += news.get("rows", 0)
                 self.tokens += news.get("tokens", 0)
-            self.progress.advance(self._share(rows), self.tokens)
+            self.progress.advance(self._share(num_rows), self.tokens)
             if time.monotonic() - self._saved >= SAVE_SECONDS:
                 self.save()
         self.save()
@@ -317,7 +344,8 @@ class _Work:
         # The order matters: after a kill, units that the saved progress does not include are
         # appended again.
         position = self._writer.position()
-        self._write_state({"merged": self.merged, "position": position, "tally": work_units.tally_to_json(self.tally)})
+        tally = work_units.tally_to_json(self.tally)
+        self._write_state({"merged": self.merged, "position": position, "tally": tally})
         for number in self._to_remove:
             work_units.remove_unit(self.folder, self._units[number])
         self._to_remove = []
@@ -366,8 +394,9 @@ class _Work:
         return state
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
+        content = json.dumps({**state, "facts": dict(self.job.facts)})
         with storing(self.folder):
-            atomic_io.write(self.folder / _PROGRESS, json.dumps({**state, "facts": dict(self.job.facts)}), durable=True)
+            atomic_io.write(self.folder / _PROGRESS, content, durable=True)
 
     def _find_finished(self) -> None:
         """Keep the finished units of an earlier command, and remove its unfinished ones."""
@@ -386,26 +415,38 @@ class _Work:
 
 def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
     """Raise ConfigError if a folder was prepared from another source or with other options."""
-    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))  # JSON turns tuples into lists
+    # JSON turns tuples into lists, so convert before comparing.
+    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))
     different = [key for key in now if now[key] != facts.get(key)]
     if not different:
         return
     key = different[0]
-    what = f"another {key}"
+    before = facts.get(key)
     if key == "files":
-        before = facts.get(key) or {}
-        name = next(name for name in sorted({*before, *now[key]}) if before.get(name) != now[key].get(name))
-        what = f"another content of {name}" if name in before else f"a set without {name}"
+        origin = _changed_file(before or {}, now[key])
     elif isinstance(now[key], str | int) and not key.endswith(("tokenizer", "encoder")):
-        what = f"{key} {facts.get(key)!r}, not {now[key]!r}"
+        origin = f"{key} {before!r}, not {now[key]!r}"
+    else:
+        # Fingerprints and nested values say nothing to a user.
+        origin = f"another {key}"
     raise ConfigError(
         Problem(
             "--output",
             str(job.folder),
-            rule=f"was prepared from {what}",
+            rule=f"was prepared from {origin}",
             fix="name another folder, or remove this one",
         )
     )
+
+
+def _changed_file(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the first file whose content differs between two sets of files."""
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            if name in before:
+                return f"another content of {name}"
+            return f"a set without {name}"
+    return "other files"
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -420,18 +461,22 @@ def _refuse_foreign(folder: Path) -> None:
                 where=COMMAND_LINE,
             )
         )
-    if folder.is_dir() and not (folder / UNFINISHED).is_dir():
-        inside = sorted(path.name for path in folder.iterdir())
-        if inside:
-            raise ConfigError(
-                Problem(
-                    "--output",
-                    str(folder),
-                    rule=f"is not empty ({', '.join(inside[:3])}{', ...' if len(inside) > 3 else ''})",
-                    fix="name a new or empty folder",
-                    where=COMMAND_LINE,
-                )
+    if not folder.is_dir() or (folder / UNFINISHED).is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    if names:
+        some_names = ", ".join(names[:3])
+        if len(names) > 3:
+            some_names += ", ..."
+        raise ConfigError(
+            Problem(
+                "--output",
+                str(folder),
+                rule=f"is not empty ({some_names})",
+                fix="name a new or empty folder",
+                where=COMMAND_LINE,
             )
+        )
 
 
 @contextmanager
@@ -460,8 +505,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _contents(index: ShardIndex) -> str:
     """Describe the content of a prepared folder."""
+    tokens = f"{index.num_tokens:,} tokens"
     learned = index.tally.get("learned", index.num_tokens)
-    masked = f" ({learned:,} learned)" if learned != index.num_tokens else ""
+    if learned != index.num_tokens:
+        tokens += f" ({learned:,} learned)"
+    shards = f"{len(index.shards)} shards" if len(index.shards) > 1 else f"{len(index.shards)} shard"
     size = format_bytes(sum(file.bytes for file in index.files()))
-    files = f"{len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}"
-    return f"{index.num_documents:,} documents, {index.num_tokens:,} tokens{masked} in {files}, {size}"
+    return f"{index.num_documents:,} documents, {tokens} in {shards}, {size}"

@@ -5,6 +5,7 @@ It finds leaks between documents and wrong targets of this model and these data 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,9 @@ MAX_CHANGES = 4
 EXPERTS_TOLERANCE = 1e-5
 """Largest change of a logit by rounding in a model with experts, relative to the largest logit.
 
-Without experts, the sums of other documents do not change, so their logits must be bitwise equal. With experts, the
-changed token may select other experts. Tokens of other documents then move to other rows of an expert's batch, where a
-matrix product may round differently. That is about 1e-7 per layer.
+Without experts, the sums of other documents do not change, so their logits must be bitwise equal. With
+experts, the changed token may select other experts. Tokens of other documents then move to other rows of
+an expert's batch, where a matrix product may round differently. That is about 1e-7 per layer.
 """
 
 
@@ -49,7 +50,8 @@ class TokenChange:
         place: Index of the changed token in the sequence.
         stop: Index after the document's last token.
         leaks: Indices whose logits moved in other documents, by document.
-        blind: The logits of the changed token or of the next one did not move. Then the other logits prove nothing.
+        blind: The logits of the changed token or of the next one did not move. Then the other logits
+            prove nothing.
     """
 
     document: int
@@ -66,10 +68,12 @@ class ProbeReport:
     changes: list[TokenChange]
     wrong: list[str]
 
+    # MERGE
     @property
     def clean(self) -> bool:
         """True if there is no leak, no blind change, and no wrong target or position."""
-        return not self.wrong and not any(c.leaks or c.blind for c in self.changes)
+        has_fault = any(change.leaks or change.blind for change in self.changes)
+        return not self.wrong and not has_fault
 
 
 def main(words: list[str]) -> int:
@@ -79,17 +83,20 @@ def main(words: list[str]) -> int:
         ConfigError: the configuration is wrong, its documents are not kept apart, or its model is too large.
         DataError: no sequence of the data has two documents.
     """
-    found = take(words, {}, usage=USAGE)
+    taken = take(words, {}, usage=USAGE)
     from shardtrain import config as configs
 
-    loaded = configs.load(*found.configuration())
-    if problems := configs.check(loaded):
-        raise ConfigError(list(problems))
+    loaded = configs.load(*taken.configuration())
+    problems = list(configs.check(loaded))
+    if problems:
+        raise ConfigError(problems)
     model, has_experts = _model(loaded.config)
     batch, tokenizer = _row(loaded.config)
     tolerance = EXPERTS_TOLERANCE if has_experts else 0.0
-    report = probe(model, batch, tolerance=tolerance, ends_are_inputs=_kind(loaded) == "concat")
-    print("\n".join([*show_boundaries(batch, tokenizer), "", *verdicts(report)]))
+    ends_are_inputs = _kind(loaded) == "concat"
+    report = probe(model, batch, tolerance=tolerance, ends_are_inputs=ends_are_inputs)
+    lines = [*show_boundaries(batch, tokenizer), "", *verdicts(report)]
+    print("\n".join(lines))
     return 0 if report.clean else 1
 
 
@@ -107,7 +114,8 @@ def probe(
         batch: The batch, with ``documents_BT``.
         learned_BT: True for tokens that may be targets with a loss. None for all.
         tolerance: Largest change of a logit by rounding, relative to the largest logit.
-        ends_are_inputs: The last token of a document is in the row, as with "concat" packing. Otherwise it is only a
+        ends_are_inputs: The last token of a document is in the row, as with "concat" packing. Otherwise
+            it is only a
             target, and cannot be compared with the row.
 
     Raises:
@@ -124,22 +132,24 @@ def probe(
     stops = lengths.cumsum(0).tolist()
 
     # Change the first token of some documents, spread over the sequence.
-    count = len(stops)
-    picked = {round(i * (count - 1) / (MAX_CHANGES - 1)) for i in range(MAX_CHANGES)}
+    distance = (len(stops) - 1) / (MAX_CHANGES - 1)
+    picked = {round(number * distance) for number in range(MAX_CHANGES)}
     tokens_BT = batch.tokens_BT[:1]
     rest = (batch.positions_BT[:1], batch.documents_BT[:1])
     changes = []
     with torch.no_grad():
         logits_TV = model(tokens_BT, *rest)[0]
+        limit = tolerance * logits_TV.abs().max()
         for index in sorted(picked):
             place = stops[index] - int(lengths[index])
             changed_BT = tokens_BT.clone()
             changed_BT[0, place] = (changed_BT[0, place] + 1) % logits_TV.size(-1)
-            moved_T = (model(changed_BT, *rest)[0] - logits_TV).abs().amax(-1)
+            differences_TV = (model(changed_BT, *rest)[0] - logits_TV).abs()
             # Negated, so NaN counts as moved.
-            moved_T = ~(moved_T <= tolerance * logits_TV.abs().max())
+            moved_T = ~(differences_TV.amax(-1) <= limit)
             changes.append(_change(int(numbers[index]), place, stops[index], moved_T, documents_T))
-    return ProbeReport(changes, _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch))
+    wrong = _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch)
+    return ProbeReport(changes, wrong)
 
 
 def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> TokenChange:
@@ -171,11 +181,17 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
         if documents[t] != documents[t + 1]:
             if not ends_are_inputs:
                 continue
-            wrong.append(f"loss across a boundary: place {t} of document {documents[t]} is last but has a target")
+            wrong.append(
+                f"loss across a boundary: place {t} of document {documents[t]} is last but has a target",
+            )
         elif target != tokens[t + 1]:
-            wrong.append(f"shifted target: place {t} has the target {target}, but the next token is {tokens[t + 1]}")
+            wrong.append(
+                f"shifted target: place {t} has the target {target}, but the next token is {tokens[t + 1]}",
+            )
         elif learned_BT is not None and not learned_BT[0, t + 1]:
-            wrong.append(f"loss on a masked token: place {t} has the target {target}, which must not be learned")
+            wrong.append(
+                f"loss on a masked token: place {t} has the target {target}, which must not be learned",
+            )
     if all(target == IGNORE for target in targets):
         wrong.append("no target of the sequence has a loss")
     return wrong
@@ -202,22 +218,29 @@ def _wrong_positions(batch: Batch) -> list[str]:
 def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
     """Return the report as lines: each change, up to ``most`` wrong targets or positions, and the verdict."""
     lines = []
-    bad = 0
-    for c in report.changes:
-        start = f"document {c.document}, token at place {c.place} changed:"
-        faults = [f"LEAK from document {c.document} into document {n}: {_ranges(p)}" for n, p in c.leaks.items()]
-        if c.blind:
+    num_faults = 0
+    for change in report.changes:
+        start = f"document {change.document}, token at place {change.place} changed:"
+        faults = []
+        for other, places in change.leaks.items():
+            faults.append(f"LEAK from document {change.document} into document {other}: {_ranges(places)}")
+        if change.blind:
             faults.append("BLIND: its own document did not move, so this model cannot be probed")
-        lines += [f"{start} {fault}" for fault in faults]
-        bad += len(faults)
+        num_faults += len(faults)
         if not faults:
-            lines.append(f"{start} its own logits moved (places {_ranges(range(c.place, c.stop))}), no other: no leak")
+            own_places = _ranges(range(change.place, change.stop))
+            lines.append(f"{start} its own logits moved (places {own_places}), no other: no leak")
+        for fault in faults:
+            lines.append(f"{start} {fault}")
     lines += report.wrong[:most]
     if len(report.wrong) > most:
         lines.append(f"... and {len(report.wrong) - most} more")
     if report.clean:
         return [*lines, "verdict: no leak; every target with loss is the next token of its own document"]
-    return [*lines, f"verdict: {bad} leaks or blind changes, {len(report.wrong)} wrong targets or positions"]
+    return [
+        *lines,
+        f"verdict: {num_faults} leaks or blind changes, {len(report.wrong)} wrong targets or positions",
+    ]
 
 
 def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: int = 8) -> list[str]:
@@ -229,16 +252,21 @@ def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: i
     targets = batch.targets_BT[0].tolist()
     positions = batch.positions_BT[0].tolist()
     documents = batch.documents_BT[0].tolist()
-    with_loss = sum(target != IGNORE for target in targets)
-    count = len(set(documents))
-    lines = [f"sequence of {len(tokens)} tokens in {count} documents; {with_loss} targets have a loss"]
+    num_losses = sum(target != IGNORE for target in targets)
+    num_documents = len(set(documents))
+    lines = [
+        f"sequence of {len(tokens)} tokens in {num_documents} documents; {num_losses} targets have a loss",
+    ]
     boundaries = [t for t in range(1, len(tokens)) if documents[t] != documents[t - 1]]
     for boundary in boundaries[:most]:
         lines.append(f"boundary of documents {documents[boundary - 1]} and {documents[boundary]}:")
         for t in range(max(0, boundary - around), min(len(tokens), boundary + around)):
-            target = "no loss" if targets[t] == IGNORE else f"-> {tokenizer.decode([targets[t]], True)!r}"
+            target = "no loss"
+            if targets[t] != IGNORE:
+                target = f"-> {tokenizer.decode([targets[t]], True)!r}"
             token = repr(tokenizer.decode([tokens[t]], True))
-            lines.append(f"  place {t:6}  document {documents[t]:4}  position {positions[t]:6}  {token:14} {target}")
+            place = f"place {t:6}  document {documents[t]:4}  position {positions[t]:6}"
+            lines.append(f"  {place}  {token:14} {target}")
     if len(boundaries) > most:
         lines.append(f"... and {len(boundaries) - most} more boundaries")
     return lines
@@ -256,8 +284,12 @@ def _ranges(places: Sequence[int]) -> str:
             runs[-1][1] = place
         else:
             runs.append([place, place])
-    text = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:8]]
-    return ", ".join(text) + (", ..." if len(runs) > 8 else "")
+    texts = []
+    for first, last in runs[:8]:
+        texts.append(str(first) if first == last else f"{first}-{last}")
+    if len(runs) > 8:
+        texts.append("...")
+    return ", ".join(texts)
 
 
 def _model(config: Any) -> tuple[nn.Module, bool]:
@@ -271,29 +303,27 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     models.check_documents(module, config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = models.build(module, shape)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if count > MAX_PARAMETERS:
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    max_billions = MAX_PARAMETERS / 1e9
+    if billions > max_billions:
         raise ConfigError(
             Problem(
                 "model.flavor",
                 config.model.flavor,
-                rule=(
-                    f"has {count / 1e9:.1f} billion parameters, more than the "
-                    f"{MAX_PARAMETERS / 1e9:.0f} that probe runs"
-                ),
-                fix=(
-                    "use a smaller flavor or --model.overrides.num_layers 2; with the same [data] its mask is the same"
-                ),
+                rule=f"has {billions:.1f} billion parameters, more than the {max_billions:.0f} that probe runs",
+                fix="use a smaller flavor or --model.overrides.num_layers 2; with the same [data] its mask is the same",
             )
         )
     to_empty(model)
     for buffer in model.buffers():
         buffer.zero_()
+    # Draw with unit gain instead of the model's initialization, whose small or zero weights would hide
+    # the effect of some parts.
     for name, parameter in model.named_parameters():
-        # Unit gain instead of the model's initialization, whose small or zero weights would hide
-        # the effect of some parts.
-        gain = Draw("normal", std=parameter.size(-1) ** -0.5) if parameter.ndim > 1 else Draw("ones")
-        init_weights.draw_(parameter, name, gain, config.debug.seed)
+        distribution = Draw("ones")
+        if parameter.ndim > 1:
+            distribution = Draw("normal", std=parameter.size(-1) ** -0.5)
+        init_weights.draw_(parameter, name, distribution, config.debug.seed)
     return model, bool(module.LAYOUT.expert)
 
 
@@ -306,7 +336,8 @@ def _kind(loaded: Any) -> str:
 
     config = loaded.config
     named = build_dataset.named_sources(config, config.training)[0]
-    return str(build_dataset.packing_of(config, config.training, build_dataset.tokenizer_of(config), named).kind)
+    tokenizer = build_dataset.tokenizer_of(config)
+    return str(build_dataset.packing_of(config, config.training, tokenizer, named).kind)
 
 
 def _row(config: Any) -> tuple[Batch, Tokenizer]:
@@ -328,7 +359,7 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
             )
         )
     stream = data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
-    for _, batch in zip(range(MAX_BATCHES), stream, strict=False):
+    for batch in itertools.islice(stream, MAX_BATCHES):
         if batch.documents_BT is None:
             raise ConfigError(
                 Problem(
@@ -338,12 +369,18 @@ def _row(config: Any) -> tuple[Batch, Tokenizer]:
                     fix='set it to "on"',
                 )
             )
-        for row, documents_T in enumerate(batch.documents_BT):
-            if bool((documents_T != documents_T[0]).any()):
-                one = slice(row, row + 1)
-                columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)
-                tokens_BT, targets_BT, positions_BT, ids_B = (column[one] for column in columns)
-                return data.Batch(tokens_BT, targets_BT, positions_BT, ids_B, batch.documents_BT[one]), stream.tokenizer
+        for number, documents_T in enumerate(batch.documents_BT):
+            has_several = bool((documents_T != documents_T[0]).any())
+            if has_several:
+                row = slice(number, number + 1)
+                batch_of_row = data.Batch(
+                    batch.tokens_BT[row],
+                    batch.targets_BT[row],
+                    batch.positions_BT[row],
+                    batch.sample_ids_B[row],
+                    batch.documents_BT[row],
+                )
+                return batch_of_row, stream.tokenizer
     raise DataError(
         f"no sequence of the first {MAX_BATCHES} batches has two documents; "
         "use a larger training.seq_len, or "

@@ -99,42 +99,53 @@ class ShownRow:
 
 def main(words: list[str]) -> int:
     """Run the verb and return its exit status."""
-    names = ("--step", "--rows", "--world_size", "--nproc")
-    numbers = {name: VerbOption(number_of(), "4", once=True) for name in names}
+    number = VerbOption(number_of(), "4", once=True)
+    numbers = dict.fromkeys(("--step", "--rows", "--world_size", "--nproc"), number)
     taken = take(words, numbers, ["--json"], USAGE)
-    config, world_size = _open(*taken.configuration(), taken.own.get("--world_size") or taken.own.get("--nproc"))
+    world_size = taken.own.get("--world_size") or taken.own.get("--nproc")
+    config, world_size = _open(*taken.configuration(), world_size)
+    step = taken.own.get("--step", 1)
     batch_size = derived.global_batch_size(config, world_size)
-    first = (taken.own.get("--step", 1) - 1) * batch_size
-    color = sys.stdout.isatty() and not config.metrics.disable_color_printing
-    if "--json" not in taken.own:
-        print(_LEGEND[color])
-    found = False
+    first = (step - 1) * batch_size
     count = min(taken.own.get("--rows", 3), batch_size)
-    if config.task.name not in OF_NEXT_TOKENS:
-        for row, tokenizer in task_rows(config, first, count):
-            found = True
-            print(json.dumps(asdict(row)) if "--json" in taken.own else render_row(row, tokenizer, color))
+
+    as_json = "--json" in taken.own
+    color = sys.stdout.isatty() and not config.metrics.disable_color_printing
+    if not as_json:
+        print(_LEGEND[color])
+    if config.task.name in OF_NEXT_TOKENS:
+        num_shown = _print_sequences(config, first, count, as_json, color)
     else:
-        loader = open_rows(config)
-        num_padding = num_tokens = 0
-        for shown in rows(loader, config, first, count):
-            found = True
-            num_padding += shown.filler
-            num_tokens += config.training.seq_len
-            print(json.dumps(asdict(shown)) if "--json" in taken.own else render(shown, loader.tokenizer, color))
-        if found and "--json" not in taken.own:
-            print(padding_line(num_padding / num_tokens, loader.padding_by_source()))
-    if not found:
+        num_shown = 0
+        for row, tokenizer in task_rows(config, first, count):
+            num_shown += 1
+            print(json.dumps(asdict(row)) if as_json else render_row(row, tokenizer, color))
+    if not num_shown:
         raise ConfigError(
             Problem(
                 "--step",
-                taken.own.get("--step", 1),
+                step,
                 rule="is beyond the end of the data",
                 fix="name an earlier step",
                 where=COMMAND_LINE,
             )
         )
     return 0
+
+
+def _print_sequences(config: Config, first: int, count: int, as_json: bool, color: bool) -> int:
+    """Print sequences and, as text, the share of padding in them. Return the number of sequences."""
+    loader = open_rows(config)
+    num_shown = 0
+    num_padding = 0
+    for shown in rows(loader, config, first, count):
+        num_shown += 1
+        num_padding += shown.filler
+        print(json.dumps(asdict(shown)) if as_json else render(shown, loader.tokenizer, color))
+    if num_shown and not as_json:
+        num_tokens = num_shown * config.training.seq_len
+        print(padding_line(num_padding / num_tokens, loader.padding_by_source()))
+    return num_shown
 
 
 def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) -> tuple[Config, int]:
@@ -145,16 +156,27 @@ def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) 
         world_size = world_size or run.world_size()
     else:
         loaded = configs.load(path, overrides)
-    if problems := configs.check(loaded):
+    problems = configs.check(loaded)
+    if problems:
         raise ConfigError(problems)
     return loaded.config, world_size or 1
 
 
 def open_rows(config: Config) -> data.DataLoader:
     """Open the data with one sequence per batch, in the order of training."""
-    options = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
+    options = replace(
+        config.training.dataloader,
+        num_workers=0,
+        prefetch_factor=None,
+        persistent_workers=False,
+    )
     training = replace(config.training, local_batch_size=1, dataloader=options)
-    return data.open_dataloader(replace(config, training=training), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    return data.open_dataloader(
+        replace(config, training=training),
+        batch_rank=0,
+        num_batch_ranks=1,
+        accumulation=1,
+    )
 
 
 def rows(loader: data.DataLoader, config: Config, first: int, count: int) -> Iterator[ShownSequence]:
@@ -186,17 +208,22 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
         ConfigError: the task does not define how to show a row.
     """
     # With "rollover", no row at the end of an epoch is dropped.
-    task = tasks.open_task(replace(config, training=replace(config.training, last_batch="rollover")))
+    training = replace(config.training, last_batch="rollover")
+    task = tasks.open_task(replace(config, training=training))
     assert isinstance(task, tasks.RowTask)
     stream = task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
     tokenizer: Tokenizer = tokenizer_of(config)
-    last = first + count if stream.end is None else min(first + count, stream.end)
-    for position in range(first, last):
+    end = first + count
+    if stream.end is not None:
+        end = min(end, stream.end)
+    for position in range(first, end):
         (number,) = stream.feed.rows_at(position, position + 1)
         texts = []
         for text in task.shown(stream.feed.read(position, number)):
+            # A text without a mask, such as a prompt, is not learned.
+            mask = text.learned or [False] * len(text.tokens)
             pieces: list[TokenRun] = []
-            for token, learned in zip(text.tokens, text.learned or [False] * len(text.tokens), strict=True):
+            for token, learned in zip(text.tokens, mask, strict=True):
                 _append(pieces, learned, token)
             texts.append((text.name, pieces))
         yield ShownRow(position, config.training.dataset, number, texts), tokenizer
@@ -207,11 +234,12 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
 
     The last target, which is no input, belongs to the last document.
     """
-    sample = int(batch.sample_ids_B[row])
     tokens = batch.tokens_BT[row].tolist()
     targets = batch.targets_BT[row].tolist()
     positions = batch.positions_BT[row].tolist()
-    documents = [0] * len(tokens) if batch.documents_BT is None else batch.documents_BT[row].tolist()
+    documents = [0] * len(tokens)
+    if batch.documents_BT is not None:
+        documents = batch.documents_BT[row].tolist()
     length = _without_filler(tokens, targets, documents, pad_id)
 
     # Targets are shifted by one: a token is learned if it is the target of the token before it. The
@@ -227,10 +255,16 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
         # The last token of a document may be only a target, and no input.
         if ends and targets[column] != IGNORE:
             _append(parts[-1].pieces, True, targets[column])
+
+    # The upper bits of a sample id are the number of its source. A sequence of padding has a negative id.
+    sample_id = int(batch.sample_ids_B[row])
+    dataset = "filler"
+    sample = -1
+    if sample_id >= 0:
+        dataset = names[sample_id >> SOURCE_BITS]
+        sample = sample_id & ((1 << SOURCE_BITS) - 1)
     num_targets = sum(target != IGNORE for target in targets)
-    dataset = "filler" if sample < 0 else names[sample >> SOURCE_BITS]
-    number = sample & ((1 << SOURCE_BITS) - 1) if sample >= 0 else -1
-    return ShownSequence(position, dataset, number, num_targets, parts, filler=len(tokens) - length)
+    return ShownSequence(position, dataset, sample, num_targets, parts, filler=len(tokens) - length)
 
 
 def _without_filler(tokens: list[int], targets: list[int], documents: list[int], pad_id: int) -> int:
@@ -238,11 +272,14 @@ def _without_filler(tokens: list[int], targets: list[int], documents: list[int],
 
     With document numbers, padding is a separate document.
     """
-    fills = [token == pad_id and target == IGNORE for token, target in zip(tokens, targets, strict=True)]
+    length = len(tokens)
+    while length and tokens[length - 1] == pad_id and targets[length - 1] == IGNORE:
+        length -= 1
     if documents[-1]:
-        start = documents.index(documents[-1])
-        return start if all(fills[start:]) else len(tokens)
-    return len(tokens) - next((count for count, fill in enumerate(reversed(fills)) if not fill), len(tokens))
+        # The pad token may also end a document, which is not padding.
+        start_of_last = documents.index(documents[-1])
+        return start_of_last if length <= start_of_last else len(tokens)
+    return length
 
 
 def _append(pieces: list[TokenRun], learned: bool, token: int) -> None:
@@ -253,43 +290,50 @@ def _append(pieces: list[TokenRun], learned: bool, token: int) -> None:
 
 def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
     """Format a sequence: a header, and each document with a header."""
-    frame, end = (_FRAME, _END) if color else ("", "")
-    count = len(shown.parts)
-    lines = [
-        f"{frame}== position {shown.position}: sample {shown.sample} of {shown.dataset}, "
-        f"{shown.num_targets} targets, {count} {'document' if count == 1 else 'documents'}{end}"
-    ]
+    noun = "document" if len(shown.parts) == 1 else "documents"
+    title = f"== position {shown.position}: sample {shown.sample} of {shown.dataset}"
+    lines = [_framed(f"{title}, {shown.num_targets} targets, {len(shown.parts)} {noun}", color)]
     for number, part in enumerate(shown.parts):
         last = part.first_position + part.num_tokens - 1
-        lines.append(f"{frame}-- document {number}: positions {part.first_position}..{last}{end}")
+        lines.append(_framed(f"-- document {number}: positions {part.first_position}..{last}", color))
         lines.append(_marked(part.pieces, tokenizer, color))
     if shown.filler:
-        lines.append(f"{frame}-- {shown.filler} filler tokens{end}")
+        lines.append(_framed(f"-- {shown.filler} filler tokens", color))
     return "\n".join(lines)
 
 
 def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
     """Format a row of a task: a header, and each text with a header."""
-    frame, end = (_FRAME, _END) if color else ("", "")
-    lines = [f"{frame}== position {row.position}: row {row.sample} of {row.dataset}{end}"]
+    lines = [_framed(f"== position {row.position}: row {row.sample} of {row.dataset}", color)]
     for name, pieces in row.texts:
-        learned = sum(len(piece.tokens) for piece in pieces if piece.learned)
-        count = sum(len(piece.tokens) for piece in pieces)
-        lines.append(f"{frame}-- {name}: {count} tokens, {learned} of them learned{end}")
+        num_tokens = 0
+        num_learned = 0
+        for piece in pieces:
+            num_tokens += len(piece.tokens)
+            if piece.learned:
+                num_learned += len(piece.tokens)
+        lines.append(_framed(f"-- {name}: {num_tokens} tokens, {num_learned} of them learned", color))
         lines.append(_marked(pieces, tokenizer, color))
     return "\n".join(lines)
+
+
+def _framed(text: str, color: bool) -> str:
+    if not color:
+        return text
+    return f"{_FRAME}{text}{_END}"
 
 
 def _marked(pieces: list[TokenRun], tokenizer: Tokenizer, color: bool) -> str:
     """Decode a document and mark the learned text.
 
-    All tokens are decoded together and the text is cut where pieces end, because a piece decoded by itself may lose or
-    gain a space. So the text without the marks is the text that is trained on.
+    All tokens are decoded together and the text is cut where pieces end, because a piece decoded by
+    itself may lose or gain a space. So the text without the marks is the text that is trained on.
     """
     tokens = [token for piece in pieces for token in piece.tokens]
     text = tokenizer.decode(tokens, keep_special=True)
     marked = []
-    num_tokens = start = 0
+    num_tokens = 0
+    start = 0
     for number, piece in enumerate(pieces, start=1):
         num_tokens += len(piece.tokens)
         stop = len(text)
@@ -297,19 +341,34 @@ def _marked(pieces: list[TokenRun], tokenizer: Tokenizer, color: bool) -> str:
             # A piece may end within a character. Its bytes then decode to another character than in
             # the entire text, so cut before the first difference.
             before = tokenizer.decode(tokens[:num_tokens], keep_special=True)
-            differs = (i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1])
-            stop = max(start, next(differs, min(len(before), len(text))))
+            stop = max(start, _common_length(before, text))
         marked.append(_mark(_safe(text[start:stop]), piece.learned, color))
         start = stop
     return "".join(marked)
 
 
+def _common_length(one: str, other: str) -> int:
+    """Return the number of characters before the first difference."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
 def _mark(text: str, is_learned: bool, color: bool) -> str:
     if color:
-        return f"{_LEARNED if is_learned else _IGNORED}{text}{_END}"
+        code = _LEARNED if is_learned else _IGNORED
+        return f"{code}{text}{_END}"
     return f"«{text}»" if is_learned else text
 
 
 def _safe(text: str) -> str:
     """Escape control characters except newline and tab, so the text cannot control the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in text:
+        if character not in "\n\t" and not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)

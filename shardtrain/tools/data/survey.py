@@ -1,12 +1,13 @@
 """Statistics of a dataset from one pass over it: counts, lengths, bad rows and a hash of each document.
 
-They need 16 bytes of memory per document. Documents are equal if their tokens are. With hashes of 64 bits, one in about
-40 passes over 10^9 documents has a false pair.
+They need 16 bytes of memory per document. Documents are equal if their tokens are. With hashes of 64
+bits, one in about 40 passes over 10^9 documents has a false pair.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
@@ -54,21 +55,27 @@ class Survey:
     damage: list[str] = field(default_factory=list)
     place: Callable[[int], str] = str
 
+    # MERGE
     def duplicates(self) -> tuple[int, list[tuple[str, str]]]:
         """Return the number of documents that repeat an earlier one, and examples.
 
         An example is the place of the repetition and the place of the first occurrence.
         """
-        # first[which[d]] is the first document with the same hash as document d.
-        _, first, which = np.unique(self.hashes, return_index=True, return_inverse=True)
-        again = np.flatnonzero(first[which] != np.arange(len(which)))
-        examples = [(self.place(int(d)), self.place(int(first[which[d]]))) for d in again[:_EXAMPLES]]
-        return len(again), examples
+        # first_of_hash[which[d]] is the first document with the same hash as document d.
+        _, first_of_hash, which = np.unique(self.hashes, return_index=True, return_inverse=True)
+        first = first_of_hash[which]
+        repeated = np.flatnonzero(first != np.arange(len(which)))
+        examples = []
+        for document in repeated[:_EXAMPLES]:
+            examples.append((self.place(int(document)), self.place(int(first[document]))))
+        return len(repeated), examples
 
     def shared_with(self, others: list[Survey]) -> tuple[int, list[str]]:
         """Return the number of documents that other datasets also contain, and the places of some of them."""
-        theirs = np.concatenate([other.hashes for other in others]) if others else np.array([], np.uint64)
-        shared = np.flatnonzero(np.isin(self.hashes, theirs))
+        hashes_of_others = np.array([], np.uint64)
+        if others:
+            hashes_of_others = np.concatenate([other.hashes for other in others])
+        shared = np.flatnonzero(np.isin(self.hashes, hashes_of_others))
         return len(shared), [self.place(int(document)) for document in shared[:_EXAMPLES]]
 
     def rows(self, packing: Packing) -> Rows:
@@ -105,17 +112,25 @@ class _Collector:
         self._first_targets = array("I")
         self._max_id = -1
 
+    # MERGE
     def add(self, tokens: npt.NDArray[Any], learned: Mask | None) -> None:
         content = np.ascontiguousarray(tokens, dtype="<i4")
         digest = hashlib.blake2b(content.tobytes(), digest_size=8).digest()
         self._hashes.append(int.from_bytes(digest, "little"))
         self._lengths.append(len(content))
-        self._first_targets.append(1 if learned is None else 1 + int(np.append(learned[1:], True).argmax()))
+        # The first token of a document is not a target. The appended entry stands for a document without
+        # targets.
+        first_target = 1
+        if learned is not None:
+            first_target += int(np.append(learned[1:], True).argmax())
+        self._first_targets.append(first_target)
         if len(content):
             self._max_id = max(self._max_id, int(content.max()))
 
     def into(self, survey: Survey) -> Survey:
-        survey.hashes = np.frombuffer(self._hashes, dtype=np.uint64) if len(self._hashes) else survey.hashes
+        # ``frombuffer`` rejects an empty buffer.
+        if len(self._hashes):
+            survey.hashes = np.frombuffer(self._hashes, dtype=np.uint64)
         survey.lengths = np.array(self._lengths, dtype=np.int64)
         survey.first_targets = np.array(self._first_targets, dtype=np.int64)
         survey.max_id = self._max_id
@@ -129,26 +144,28 @@ def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Calla
     """
     survey = Survey(name)
     collector = _Collector()
-    everything = BadRows(skip=True, max_fraction=1.0)
+    skip_all = BadRows(skip=True, max_fraction=1.0)
     documents_before = array("Q")
-    first_keys = list[Key]()
+    first_keys: list[Key] = []
     for chunk in chunks(iter(every_row(source))):
         documents_before.append(survey.tally.documents)
-        first_keys.append(chunk[0][0])
-        for document in read_documents(source, encoder, everything, survey.tally, chunk):
+        first_key, _ = chunk[0]
+        first_keys.append(first_key)
+        for document in read_documents(source, encoder, skip_all, survey.tally, chunk):
             collector.add(document.tokens, document.learned)
         tick(len(chunk))
 
     def place(number: int) -> str:
         """Read the part with a document again, and count up to it."""
         part = bisect_right(documents_before, number) - 1
-        shard, row = first_keys[part]
-        left = number - documents_before[part]
-        for offset, content in enumerate(islice(rows_of(source, shard, row), 4096)):
-            if not isinstance(content, BadRow) and isinstance(encoder.encode([content])[0], Document):
-                if left == 0:
-                    return place_of(source, (shard, row + offset))
-                left -= 1
+        shard, first_row = first_keys[part]
+        remaining = number - documents_before[part]
+        for row, content in enumerate(islice(rows_of(source, shard, first_row), 4096), start=first_row):
+            if isinstance(content, BadRow) or not isinstance(encoder.encode([content])[0], Document):
+                continue
+            if remaining == 0:
+                return place_of(source, (shard, row))
+            remaining -= 1
         return f"document {number}"
 
     survey.place = place
@@ -163,24 +180,34 @@ def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) 
     """
     survey = Survey(name)
     collector = _Collector()
-    for _, wrong in verify(line):
-        survey.damage += wrong
+    for _, damages in verify(line):
+        survey.damage += damages
+
     starts = line.document_starts()
     at = 0
     while at < line.num_documents and not survey.damage:
         # Take documents of about one block of tokens together, at least one.
-        stop = max(at + 1, int(np.searchsorted(starts, starts[at] + _BLOCK_TOKENS)))
-        stop = min(stop, line.num_documents)
+        stop = int(np.searchsorted(starts, starts[at] + _BLOCK_TOKENS))
+        stop = min(max(at + 1, stop), line.num_documents)
         base = int(starts[at])
-        end = int(starts[stop]) if stop < line.num_documents else line.num_tokens
+        end = line.num_tokens
+        if stop < line.num_documents:
+            end = int(starts[stop])
         tokens = line.tokens(base, end)
         learned = line.learned(base, end)
-        for first, last in zip(starts[at:stop] - base, [*(starts[at + 1 : stop] - base), end - base], strict=True):
+        offsets = np.append(starts[at:stop], end) - base
+        for first, last in itertools.pairwise(offsets):
             collector.add(tokens[first:last], learned[first:last])
         survey.tally.learned += int(learned.sum())
         tick(stop - at)
         at = stop
-    survey.tally.rows = survey.tally.documents = line.num_documents
+    survey.tally.rows = line.num_documents
+    survey.tally.documents = line.num_documents
     survey.tally.tokens = line.num_tokens
-    survey.place = lambda number: f"document {number}"
+    survey.place = _document_number
     return collector.into(survey)
+
+
+def _document_number(number: int) -> str:
+    """Name a document of prepared shards, which do not record the rows that they came from."""
+    return f"document {number}"

@@ -1,7 +1,8 @@
 """``shardtrain data tokenizer train``: train a byte-level BPE tokenizer on the user's files.
 
-It is the byte pair encoding of Sennrich et al. 2016 (arXiv 1508.07909) over bytes (Radford et al. 2019), so every text
-can be encoded and decoded exactly. Numbers are split into groups of three digits, as in Llama 3.
+It is the byte pair encoding of Sennrich et al. 2016 (arXiv 1508.07909) over bytes (Radford et al. 2019),
+so every text can be encoded and decoded exactly. Numbers are split into groups of three digits, as in
+Llama 3.
 """
 
 from __future__ import annotations
@@ -84,18 +85,20 @@ class TrainingTexts:
                 self.bytes += len(part.encode())
                 yield part
 
+    # MERGE
     def _documents(self) -> Iterator[str]:
+        read_text = partial(text, path=self._field)
         for source in self._sources:
             for key, row in every_row(source):
-                found = attempt(partial(text, path=self._field), row)
-                if isinstance(found, str):
+                document = attempt(read_text, row)
+                if isinstance(document, str):
                     self.documents += 1
-                    yield found
-                elif not found.harmless:
+                    yield document
+                elif not document.harmless:
                     self.skipped += 1
                     if not self._skip:
                         fix = "correct or remove the row, name its column with --text_field, or use --skip_bad_rows"
-                        raise DataError(f"{place_of(source, key)}: {found.reason}; {fix}")
+                        raise DataError(f"{place_of(source, key)}: {document.reason}; {fix}")
 
 
 def main(words: list[str]) -> int:
@@ -108,7 +111,12 @@ def main(words: list[str]) -> int:
     """
     help_if_asked(words, _parser().format_help())
     if not words or words[0] != "train":
-        problem = Problem("shardtrain data tokenizer", words[0] if words else None, "requires an action", "use train")
+        problem = Problem(
+            "shardtrain data tokenizer",
+            words[0] if words else None,
+            "requires an action",
+            "use train",
+        )
         raise ConfigError(problem)
     options = _parser().read(words[1:])
     special = _check(options)
@@ -116,7 +124,9 @@ def main(words: list[str]) -> int:
     texts = TrainingTexts(options.input, options.dataset, options.text_field, options.skip_bad_rows)
     trained = train(texts, options.vocab_size, special)
     if texts.bytes == 0:
-        raise DataError(f"the input has no text in column {options.text_field!r}; name its column with --text_field")
+        raise DataError(
+            f"the input has no text in column {options.text_field!r}; name its column with --text_field",
+        )
     save(trained, folder)
     _report(open_tokenizer(str(folder), "--output"), texts, options.vocab_size, folder)
     return 0
@@ -189,7 +199,10 @@ def _parser() -> StrictArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> list[str]:
-    """Return the special tokens, with the begin and end tokens first. Raise ConfigError for unusable options."""
+    """Return the special tokens, with the begin and end tokens first.
+
+    Raise ConfigError for unusable options.
+    """
     special = [BOS, EOS, PAD, *options.special]
     problems: list[Problem | str] = []
     if len(set(special)) < len(special) or "" in special:
@@ -214,13 +227,13 @@ def _check(options: argparse.Namespace) -> list[str]:
     folder = Path(options.output)
     if folder.is_file():
         problems.append(Problem("--output", options.output, "is a file", "name a folder"))
-    there = [name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()]
-    if there and not options.force:
+    existing = [name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()]
+    if existing and not options.force:
         problems.append(
             Problem(
                 "--output",
                 options.output,
-                rule=f"already contains {' and '.join(there)}",
+                rule=f"already contains {' and '.join(existing)}",
                 fix="name another folder, or use --force",
             )
         )
@@ -244,7 +257,8 @@ def _guess(path: str | None) -> str:
             )
         )
     file = Path(path)
-    if not file.exists() and not any(sign in path for sign in "*?["):
+    is_pattern = any(sign in path for sign in "*?[")
+    if not is_pattern and not file.exists():
         raise ConfigError(
             Problem(
                 "--input",
@@ -258,7 +272,10 @@ def _guess(path: str | None) -> str:
     uncompressed_name = file.name.lower()
     for ending in COMPRESSIONS:
         uncompressed_name = uncompressed_name.removesuffix(ending)
-    dataset = "text" if uncompressed_name.endswith(".py") else dataset_of(file.name)
+    # A Python file is text here. For training, it would be a dataset's code.
+    dataset = dataset_of(file.name)
+    if uncompressed_name.endswith(".py"):
+        dataset = "text"
     if dataset is None:
         raise ConfigError(
             Problem(
@@ -272,15 +289,23 @@ def _guess(path: str | None) -> str:
 
 
 def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Path) -> None:
-    parts = texts.held_out or texts.first
-    where = "held-out text" if texts.held_out else "the text it was trained on (there is too little to hold some out)"
-    ids = tokenizer.encode_batch(parts)
-    num_bytes = sum(len(part.encode()) for part in parts)
-    num_tokens = sum(map(len, ids))
-    wrong = sum(tokenizer.decode(one, keep_special=True) != part for one, part in zip(ids, parts, strict=True))
+    """Print the compression of text that was not trained on, if there is some, and check that it decodes exactly."""
+    parts = texts.held_out
+    origin = "held-out text"
+    if not parts:
+        parts = texts.first
+        origin = "the text it was trained on (there is too little to hold some out)"
+    num_bytes = 0
+    num_tokens = 0
+    num_equal = 0
+    for part, ids in zip(parts, tokenizer.encode_batch(parts), strict=True):
+        num_bytes += len(part.encode())
+        num_tokens += len(ids)
+        num_equal += tokenizer.decode(ids, keep_special=True) == part
+    bytes_per_token = num_bytes / max(num_tokens, 1)
     print(f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows skipped")
     if tokenizer.vocab_size < wanted:
         print(f"{tokenizer.vocab_size} ids instead of {wanted}: the text has no more pairs to merge")
-    print(f"{num_bytes / max(num_tokens, 1):.2f} bytes per token on {where}: {num_bytes} bytes, {num_tokens} tokens")
-    print(f"{len(parts) - wrong} of {len(parts)} parts are unchanged after encoding and decoding")
+    print(f"{bytes_per_token:.2f} bytes per token on {origin}: {num_bytes} bytes, {num_tokens} tokens")
+    print(f"{num_equal} of {len(parts)} parts are unchanged after encoding and decoding")
     print(f"wrote {folder / 'tokenizer.json'} with {tokenizer.vocab_size} ids")

@@ -12,8 +12,8 @@ from shardtrain.utils.units import format_count, format_seconds
 class WorkProgress(Progress):
     """Progress of reading an input.
 
-    ``total_bytes`` is the size of the input, or None if unknown. ``done`` is the share in 0..1 that an earlier run has
-    completed, which does not count in the speed.
+    ``total_bytes`` is the size of the input, or None if unknown. ``done`` is the share in 0..1 that an
+    earlier run has completed, which does not count in the speed.
     """
 
     def __init__(self, title: str, total_bytes: int | None, done: float = 0.0) -> None:
@@ -31,13 +31,17 @@ class WorkProgress(Progress):
             not_silent()
         self.show(done, [f"{100 * done:.1f} %", *self.speeds(done, tokens)])
 
+    # MERGE
     def speeds(self, done: float, tokens: int) -> list[str]:
         """Return speed and time left, without those that are unknown."""
         seconds = max(self.seconds, 1e-9)
-        share = done - self._done_before
-        parts = [f"{self.megabytes(done) / seconds:.2f} MB/s"] if self._total_bytes else []
+        parts = []
+        if self._total_bytes:
+            parts.append(f"{self.megabytes(done) / seconds:.2f} MB/s")
         if tokens:
             parts.append(f"{format_count(round(tokens / seconds))} tokens/s")
+        # Work of an earlier run says nothing about the speed of this one.
+        share = done - self._done_before
         if share > 0:
             parts.append(f"{format_seconds((1 - done) / share * seconds)} left")
         return parts

@@ -1,13 +1,14 @@
 """Units of work of ``data prepare``: a part of a source that one process tokenizes into its own files.
 
-Units depend only on the source and not on the number of processes, so their concatenated files always have the same
-bytes. The ``.json`` file of a unit is written last and marks it as finished.
+Units depend only on the source and not on the number of processes, so their concatenated files always
+have the same bytes. The ``.json`` file of a unit is written last and marks it as finished.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -58,10 +59,15 @@ def rows_per_unit(source: Table | Shards) -> int | None:
 class Units:
     """The units of a source, in its order, created on access."""
 
+    # MERGE
     def __init__(self, source: Table | Shards) -> None:
         self._rows = rows_per_unit(source)
-        self._num_rows = source.num_rows if isinstance(source, Table) else 0
-        self._num = -(-self._num_rows // self._rows) if self._rows else getattr(source, "num_shards", 0)
+        if isinstance(source, Table):
+            self._num_rows = source.num_rows
+            self._num = math.ceil(self._num_rows / self._rows) if self._rows else 0
+        else:
+            self._num_rows = 0
+            self._num = source.num_shards
 
     def __len__(self) -> int:
         return self._num
@@ -87,7 +93,15 @@ def unit_rows(source: Table | Shards, unit: Unit) -> Iterator[tuple[Key, Row]]:
 
 
 def documents_of(
-    source: Table | Shards, encoder: Encoder, policy: BadRows, tally: RowStats, unit: Unit, tick: Callable[[], None]
+    source: Table | Shards,
+    encoder: Encoder,
+    policy: BadRows,
+    tally: RowStats,
+    unit: Unit,
+    tick: Callable[
+        [],
+        None,
+    ],
 ) -> Iterator[Document]:
     """Yield the documents of a unit. ``tick`` is called after each chunk of rows."""
     for chunk in chunks(unit_rows(source, unit)):
@@ -152,7 +166,9 @@ def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
         tally_from_json(done["tally"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return done if done.get("unit") == unit.number else None
+    if done.get("unit") != unit.number:
+        return None
+    return done
 
 
 def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: ShardWriter) -> None:
@@ -160,10 +176,16 @@ def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: Shard
     with storing(folder):
         for content in _blocks(folder / unit_name(unit, "lengths"), 4):
             writer.add_documents(np.frombuffer(content, dtype="<i4"))
-        masks = _blocks(folder / unit_name(unit, "learned"), 1, writer.dtype) if "learned" in done["files"] else None
+
+        # Blocks of both files have the same number of tokens.
+        masks = None
+        if "learned" in done["files"]:
+            masks = _blocks(folder / unit_name(unit, "learned"), 1, writer.dtype)
         for content in _blocks(folder / unit_name(unit, "tokens"), writer.dtype.itemsize, writer.dtype):
             tokens = np.frombuffer(content, dtype=writer.dtype)
-            mask = None if masks is None else np.frombuffer(next(masks), dtype=np.uint8) != 0
+            mask = None
+            if masks is not None:
+                mask = np.frombuffer(next(masks), dtype=np.uint8) != 0
             writer.add_tokens(tokens, mask)
 
 
@@ -211,15 +233,20 @@ class _UnitFiles:
             file.close()
             Path(file.name).unlink(missing_ok=True)
 
+    # MERGE
     def _flush(self) -> None:
         if not self._documents:
             return
+        lengths = np.array([len(document.tokens) for document in self._documents], dtype="<i4")
         tokens = np.concatenate([document.tokens for document in self._documents])
         if len(tokens):
             low = int(tokens.min())
             high = int(tokens.max())
-            if low < 0 or high >= self._vocab_size:
-                raise beyond_vocabulary(low if low < 0 else high, self._vocab_size)
+            if low < 0:
+                raise beyond_vocabulary(low, self._vocab_size)
+            if high >= self._vocab_size:
+                raise beyond_vocabulary(high, self._vocab_size)
+
         # The file of masks is created at the first token that is not learned. Ones are written for
         # all earlier tokens.
         mask = _mask_of(self._documents)
@@ -227,11 +254,14 @@ class _UnitFiles:
             self._masked = True
             self._create("learned")
             for at in range(0, self._num_tokens, _BLOCK_BYTES):
-                self._write("learned", np.ones(min(_BLOCK_BYTES, self._num_tokens - at), dtype=np.uint8))
+                count = min(_BLOCK_BYTES, self._num_tokens - at)
+                self._write("learned", np.ones(count, dtype=np.uint8))
         self._write("tokens", tokens.astype(self._dtype))
-        self._write("lengths", np.array([len(document.tokens) for document in self._documents], dtype="<i4"))
+        self._write("lengths", lengths)
         if self._masked:
-            self._write("learned", np.ones(len(tokens), np.uint8) if mask is None else mask.astype(np.uint8))
+            if mask is None:
+                mask = np.ones(len(tokens), dtype=np.bool_)
+            self._write("learned", mask.astype(np.uint8))
         self._num_tokens += len(tokens)
         self._documents = []
         self._held = 0
@@ -243,24 +273,41 @@ class _UnitFiles:
         self._digests[ending] = hashlib.sha256()
 
     def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
-        content = np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"")
+        # An empty array cannot be cast.
+        content = memoryview(b"")
+        if len(values):
+            content = np.ascontiguousarray(values).data.cast("B")
         self._digests[ending].update(content)
         # An unbuffered write may write only a part.
+        file = self._files[ending]
         while len(content):
-            content = content[self._files[ending].write(content) :]
+            num_written = file.write(content)
+            content = content[num_written:]
 
 
 def _mask_of(documents: list[Document]) -> Mask | None:
     """Return the concatenated masks of documents, or None if all tokens are learned."""
-    if all(document.learned is None or bool(document.learned.all()) for document in documents):
+    masks = []
+    all_learned = True
+    for document in documents:
+        mask = document.learned
+        if mask is None:
+            mask = np.ones(len(document.tokens), dtype=np.bool_)
+        elif not mask.all():
+            all_learned = False
+        masks.append(mask)
+    if all_learned:
         return None
-    parts = [np.ones(len(d.tokens), dtype=np.bool_) if d.learned is None else d.learned for d in documents]
-    return np.concatenate(parts)
+    return np.concatenate(masks)
 
 
 def tally_to_json(tally: RowStats) -> dict[str, Any]:
     """Convert counts to JSON values."""
-    return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(tally).items()}
+    table = dict(vars(tally))
+    for name, value in table.items():
+        if isinstance(value, Counter):
+            table[name] = dict(value)
+    return table
 
 
 def tally_from_json(table: Mapping[str, Any]) -> RowStats:
@@ -269,8 +316,10 @@ def tally_from_json(table: Mapping[str, Any]) -> RowStats:
     Raises:
         KeyError, TypeError: a key is missing or unknown.
     """
-    counters = {name: Counter(table[name]) for name in ("bad", "harmless", "notes")}
-    return RowStats(**{**table, **counters})
+    values = dict(table)
+    for name in ("bad", "harmless", "notes"):
+        values[name] = Counter(table[name])
+    return RowStats(**values)
 
 
 def _sha256(path: Path) -> str:
@@ -283,10 +332,13 @@ def _sha256(path: Path) -> str:
 def _blocks(path: Path, item_bytes: int, dtype: np.dtype[Any] | None = None) -> Iterator[bytes]:
     """Yield a file in blocks of about 4 MiB.
 
-    A block has as many values of ``item_bytes`` as values of ``dtype`` fit into 4 MiB, so files with different sizes of
-    values can be read in step.
+    A block has as many values of ``item_bytes`` as values of ``dtype`` fit into 4 MiB, so files with
+    different sizes of values can be read in step.
     """
-    num_values = _BLOCK_BYTES // (dtype.itemsize if dtype is not None else item_bytes)
+    bytes_per_value = item_bytes
+    if dtype is not None:
+        bytes_per_value = dtype.itemsize
+    num_values = _BLOCK_BYTES // bytes_per_value
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         while content := file.read(num_values * item_bytes):
             yield content
