@@ -93,13 +93,8 @@ def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tup
     if len(hosts) == 1:
         return inside, source
 
-    card_rates = [
-        _cards_rate(facts["cards"])
-        for rank, facts in reports.of(
-            "network",
-        ).items()
-        if rank in group
-    ]
+    networks = reports.of("network")
+    card_rates = [_cards_rate(facts["cards"]) for rank, facts in networks.items() if rank in group]
     between = min(card_rates, default=0.0) / max(1, groups_at_once)
     if not between:
         return 0.0, ""

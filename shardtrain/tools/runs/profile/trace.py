@@ -160,15 +160,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a trace with the required fields. Parse one event at a time to bound memory."""
     events = []
     try:
-        with (
-            gzip.open(path)
-            if path.suffix == ".gz"
-            else open(
-                path,
-                "rb",
-                opener=atomic_io.without_waiting,
-            ) as file
-        ):
+        with _open(path) as file:
             text = io.TextIOWrapper(io.BufferedReader(_Bounded(file, path)))
             for number, event in enumerate(_parsed(text, path)):
                 if number == MOST_EVENTS:
@@ -189,6 +181,12 @@ def _events(path: Path) -> list[dict[str, Any]]:
             f"{path} is not a trace: {str(error)[:100]}; name one that the profiler wrote",
         ) from error
     return events
+
+
+def _open(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    return open(path, "rb", opener=atomic_io.without_waiting)
 
 
 class _Bounded(io.RawIOBase):

@@ -43,9 +43,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "folders",
         nargs="*",
-        default=[
-            "outputs",
-        ],
+        default=["outputs"],
         metavar="RUN",
         help="run folders, or a folder that contains them",
     )
