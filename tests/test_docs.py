@@ -79,6 +79,10 @@ SMALLER = {
     ),
     "python main.py --params=examples/universal_trainer/parameters.yml --job.dump_folder outputs/universal_trainer": "",
     "./run_tests.sh": "--collect-only -q tests/utils/test_units.py",
+    "shardtrain verify debug --certificate outputs/certificate.json": "--quick --dimension task",
+    "shardtrain train debug --training.steps 2 --job.certificate outputs/certificate.json": (
+        "--model.overrides.num_layers 1 --training.seq_len 32"
+    ),
     "shardtrain verify": "--mesh dp_shard=2",  # the default list of meshes takes half a minute
     'shardtrain verify debug --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (
         "--model.overrides.num_layers 2 --training.seq_len 32"

@@ -161,20 +161,20 @@ def write(path: str, document: Mapping[str, Any]) -> None:
     content = {**document, CHECKSUM: _sha256(_canonical(document))}
     text = json.dumps(content, indent=2, allow_nan=False) + "\n"
     with storage_errors.writing(Path(path).parent, "name another file"):
-        atomic_io.write(path, text, durable=True)
+        atomic_io.write(path, text, durable=True, create_folder=True)
 
 
 def require_writable(path: str, option: str) -> None:
     """Raise ConfigError if a certificate cannot be written to ``path``, before minutes of work."""
-    parent = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
         raise ConfigError(Problem(option, path, "is a folder", "name a file", "command line"))
-    if not os.path.isdir(parent):
-        raise ConfigError(Problem(option, path, "is in a folder that does not exist", "create it", "command line"))
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(
-            Problem(option, path, "is in a folder that cannot be written", "name another", "command line")
-        )
+    # The folder is created when the file is written, so check the first parent that exists.
+    parent = Path(os.path.abspath(path)).parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        rule = f"cannot be written: {parent} is not a folder that you can write to"
+        raise ConfigError(Problem(option, path, rule, "name another file", "command line"))
 
 
 def read(path: str, option: str) -> tuple[dict[str, Any], str]:

@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.tools.verify import certificate
         from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
 
-        return certificate.main(request, loaded, MeshEngine(comparable, plan, probe, verify, small_copy))
+        return certificate.main(request, loaded, MeshEngine(comparable, plan, _probe_in_float32, verify, small_copy))
     loaded = load(request)
     if request.real:
         from shardtrain.tools.verify import real

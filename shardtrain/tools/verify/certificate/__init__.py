@@ -29,6 +29,7 @@ from shardtrain.tools.verify.certificate.dimensions import (
     ALL_STEPS,
     DIMENSIONS,
     MESH,
+    PRECISION,
     VALIDATION,
     Variant,
     VariantRequest,
@@ -41,6 +42,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.temporary import temporary_folder
 
+PRECISION_MESHES = ("dp_shard=2",)
 QUICK_MESHES = ("dp_shard=2", "tp=2", "pp=2")
 
 
@@ -105,11 +107,14 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
             )
         elif reason:
             results[dimension.name] = DimensionResult(dimension.name, "does not apply", reason=reason)
-        elif dimension.name != MESH:
+        elif dimension.name not in (MESH, PRECISION):
             variants[dimension.name] = list(dimension.variants(wanted))
     compared = _run_variants(run, variants)
     if MESH in names and MESH not in results:
         compared[MESH] = _compare_meshes(run, request, trainer, engine)
+    if PRECISION in names and PRECISION not in results:
+        meshes = request.meshes or PRECISION_MESHES
+        compared[PRECISION] = _compare_synthetic(run, request, trainer, engine, meshes, "own")
     for name, comparisons in compared.items():
         verdict = comparison.verdict_of(comparisons, accepts_impossible)
         results[name] = DimensionResult(name, verdict, tuple(comparisons))
@@ -159,17 +164,23 @@ def _shaken(run: SmallRun) -> TrialErrors:
 
 
 def _compare_meshes(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[VariantResult]:
-    """Compare each mesh and schedule with synthetic data, as ``verify`` does without a certificate."""
+    """Compare each requested mesh, or those of the default list, in float32."""
     names = request.meshes
     if request.quick and not names:
         names = QUICK_MESHES
         own = mesh_plans.own_axes(run.user)
         if own and own not in names:
             names = (own, *names)
-    options = dataclasses.replace(request, meshes=tuple(names), allow_impossible=True)
-    loaded = engine.comparable(run.with_stand_ins)
-    task = engine.plan(loaded, options)
-    folder = run.folder / "meshes"
+    return _compare_synthetic(run, request, trainer, engine, tuple(names), "float32")
+
+
+def _compare_synthetic(
+    run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine, meshes: Sequence[str], precision: str
+) -> list[VariantResult]:
+    """Compare meshes with synthetic data, as ``verify`` does without a certificate."""
+    options = dataclasses.replace(request, meshes=tuple(meshes), allow_impossible=True, precision=precision)
+    task = engine.plan(engine.comparable(run.with_stand_ins), options)
+    folder = run.folder / f"synthetic-{precision}"
     folder.mkdir()
     task, _ = engine.probe(task, folder)
     return [comparison.of_mesh(row) for row in engine.verify(task, trainer, folder)]

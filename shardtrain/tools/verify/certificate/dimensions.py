@@ -19,6 +19,7 @@ from shardtrain.tools.verify.meshes import changed, own_axes
 from shardtrain.utils.errors import ConfigError
 
 MESH = "mesh"
+PRECISION = "precision"
 VALIDATION = "validation"
 ALL_STEPS = range(1, STEPS + 1)
 Sections = Mapping[str, Mapping[str, Any]]
@@ -256,13 +257,23 @@ def mesh_reason(run: SmallRun) -> str:
     return f"task.name={name} has its own loss; the dimension task compares it on meshes"
 
 
+def precision_reason(run: SmallRun) -> str:
+    """All other dimensions compute in float32, so only a run in another precision has this one."""
+    config = run.user.config
+    dtypes = {config.training.dtype, derived.compute_dtype(config), config.training.mixed_precision_reduce}
+    if dtypes == {"float32"} and not config.model.converters:
+        return "the run computes in float32"
+    return mesh_reason(run)
+
+
 def no_variants(_: VariantRequest) -> Iterator[Variant]:
-    """The dimension mesh runs the comparison of ``verify`` without trials."""
+    """The dimensions mesh and precision run the comparison of ``verify`` without trials."""
     yield from ()
 
 
 DIMENSIONS = (
     Dimension(MESH, mesh_reason, no_variants),
+    Dimension(PRECISION, precision_reason, no_variants),
     Dimension("task", always_applies, task_variants),
     Dimension("accumulation", always_applies, accumulation_variants),
     Dimension("packing", packing_reason, packing_variants),
