@@ -296,6 +296,8 @@ def _reduce_rounding(
         "eps": 1e-2,
         "no_weight_decay": [],
         "implementation": "for-loop",
+        "state_dtype": "default",
+        "bf16_stochastic_round": False,
     }
     sections["lr_scheduler"] = {"name": "warmup_stable_decay", "warmup_steps": 0, "total_steps": None}
     sections["compile"] = {"enable": False}
@@ -337,6 +339,10 @@ def _own_precision(config: Config, notes: list[str]) -> dict[str, dict[str, Any]
             "dtype": training.dtype,
             "mixed_precision_param": training.mixed_precision_param,
             "mixed_precision_reduce": training.mixed_precision_reduce,
+        },
+        "optimizer": {
+            "state_dtype": config.optimizer.state_dtype,
+            "bf16_stochastic_round": config.optimizer.bf16_stochastic_round,
         },
         "model": {"converters": list(config.model.converters)},
     }

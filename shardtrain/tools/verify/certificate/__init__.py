@@ -183,7 +183,7 @@ def _compare_synthetic(
     folder = run.folder / f"synthetic-{precision}"
     folder.mkdir()
     task, _ = engine.probe(task, folder)
-    return [comparison.of_mesh(row) for row in engine.verify(task, trainer, folder)]
+    return [comparison.of_mesh(row, precision == "own") for row in engine.verify(task, trainer, folder)]
 
 
 def document_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardtrain.tools.verify.certificate.trial import NumberError
@@ -26,24 +26,31 @@ _ORDER = ("initial", "gradient", "loss", "norm", "weights", "validation")
 class WorstDifference:
     """The number of a comparison that is closest to its tolerance, or furthest beyond it.
 
-    ``error`` is None if a number is missing or not finite.
+    ``error`` is None if a number is missing or not finite. ``step`` and ``tensor`` are None if only the largest error
+    of all steps and tensors is known, and ``tolerance`` if each tensor has a measured one.
     """
 
     kind: str
-    step: int
-    tensor: str
+    step: int | None
+    tensor: str | None
     error: float | None
-    tolerance: float
+    tolerance: float | None
 
     def __str__(self) -> str:
         """One phrase: ``gradient of embed.weight in step 2: 3.1e-07 (1e-05 is rounding)``."""
-        of = f" of {self.tensor}" if self.tensor else ""
+        place = f" of {self.tensor}" if self.tensor else ""
+        if self.step is not None:
+            place += f" in step {self.step}"
         if self.error is None:
-            return f"{self.kind}{of} in step {self.step} is missing or not finite"
+            return f"{self.kind}{place} is missing or not finite"
         if not self.error:
             return "none: bitwise equal"
-        rounding = f"{self.tolerance:.0e} is rounding" if self.tolerance else "must be bitwise equal"
-        return f"{self.kind}{of} in step {self.step}: {self.error:.1e} ({rounding})"
+        rounding = "must be bitwise equal"
+        if self.tolerance is None:
+            rounding = "rounding is measured for each tensor"
+        elif self.tolerance:
+            rounding = f"{self.tolerance:.0e} is rounding"
+        return f"{self.kind}{place}: {self.error:.1e} ({rounding})"
 
 
 @dataclass(frozen=True)
@@ -115,12 +122,14 @@ def _tolerance(kind: str, effect: float) -> float:
     return max(usual, min(ROUNDING * effect, MOST * usual))
 
 
-def of_mesh(row: MeshResult) -> VariantResult:
-    """Convert a row of ``verify``'s table."""
+def of_mesh(row: MeshResult, has_measured_tolerances: bool = False) -> VariantResult:
+    """Convert a row of ``verify``'s table. With measured tolerances, that of the largest error is not known."""
     compared = ", ".join(text for text in (row.mesh, row.schedule, row.options) if text)
     worst = None
     if row.gradient is not None:
         worst = _largest_of(row)
+        if has_measured_tolerances:
+            worst = replace(worst, tolerance=None)
     first = row.first or row.cause
     cause = row.cause if row.first else ""
     return VariantResult(compared, row.verdict, worst, first, cause, round(row.seconds, 1))
@@ -130,11 +139,11 @@ def _largest_of(row: MeshResult) -> WorstDifference:
     """Return the error of a row that is largest relative to its tolerance. Such a row names no step."""
     errors = {"loss": row.loss, "gradient": row.gradient, "norm": row.norm, "weights": row.weights}
     if row.initial:
-        return WorstDifference("initial", 0, f"{row.initial} tensors", None, 0.0)
+        return WorstDifference("initial", None, f"{row.initial} tensors", None, 0.0)
     kind = max(errors, key=lambda name: (errors[name] or 0.0) / USUAL[name])
     error = errors[kind]
     finite = error if error is not None and math.isfinite(error) else None
-    return WorstDifference(kind, 0, "", finite, USUAL[kind])
+    return WorstDifference(kind, None, None, finite, USUAL[kind])
 
 
 def verdict_of(comparisons: Sequence[VariantResult], accepts_impossible: bool) -> str:

@@ -188,7 +188,14 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
         "validation": _defaults(Validation()),
         "parallelism": _defaults(Parallelism(data_parallel_shard_degree=1)),
         "model": {"converters": [], "check": False, "print_after_conversion": False},
-        "optimizer": {"lr": 1e-2, "eps": ROUNDING_EPS, "early_step_in_backward": False, "no_weight_decay": []},
+        "optimizer": {
+            "lr": 1e-2,
+            "eps": ROUNDING_EPS,
+            "early_step_in_backward": False,
+            "no_weight_decay": [],
+            "state_dtype": "default",
+            "bf16_stochastic_round": False,
+        },
         "lr_scheduler": {"name": "warmup_stable_decay", "warmup_steps": 1, "total_steps": None, "decay_ratio": None},
         "training": {
             "steps": STEPS,

@@ -8,7 +8,9 @@ import pytest
 
 from shardtrain import cli, config
 from shardtrain.config import presets
+from shardtrain.tools import verify
 from shardtrain.tools.verify.certificate.stand_ins import with_stand_ins
+from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.train.step_sums import StepSums
 
 TASKS = {
@@ -43,6 +45,15 @@ def test_missing_data_and_tokenizers_are_replaced_and_named(tmp_path):
     assert loaded.config.model.hf_assets_path == "bytes" and loaded.config.training.dataset == "python_stdlib"
     assert [note.partition(" ")[0] for note in notes] == ["stand-in:", "stand-in:"]
     assert with_stand_ins(config.load("debug", []), tmp_path)[1] == []
+
+
+def test_rounding_of_states_is_off_in_float32():
+    options = ["--optimizer.bf16_stochastic_round", "true", "--optimizer.state_dtype", "bfloat16"]
+    task = verify.plan(config.load(None, options), VerifyOptions(meshes=("tp=2",)))
+    (plan,) = task.plans
+    assert plan.problem == "" and plan.loaded.config.optimizer.state_dtype == "default"
+    task = verify.plan(config.load(None, options), VerifyOptions(meshes=("tp=2",), precision="own"))
+    assert task.plans[0].loaded.config.optimizer.bf16_stochastic_round
 
 
 @pytest.mark.nightly("each takes up to a minute")
