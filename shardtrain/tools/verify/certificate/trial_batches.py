@@ -39,7 +39,7 @@ def end_after(loader: DataLoader, rows: int) -> None:
     # A loader of documents reads the end from its pipeline, and one of rows from itself.
     opened: Any = loader._opened
     if is_dataclass(opened) and hasattr(opened, "end"):
-        loader._opened = replace(opened, end=rows)  # type: ignore[type-var]
+        loader._opened = replace(opened, end=rows)  # type: ignore[assignment,type-var]
 
 
 def separate_documents(batch: Batch, pad_id: int) -> Batch:

@@ -168,7 +168,7 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
         _keep(numbers, "gradient", run.state.step + 1, gradients)
         update(optimizer, *applies)
 
-    run.runner.update = recorded_update  # type: ignore[method-assign]
+    run.runner.update = recorded_update  # type: ignore[assignment,method-assign]
 
 
 @torch.no_grad()
