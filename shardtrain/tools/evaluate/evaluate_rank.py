@@ -20,58 +20,75 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
 
-def run(asked: EvaluateOptions) -> None:
+def run(options: EvaluateOptions) -> None:
     """Run ``evaluate`` as one rank of the job that the environment describes.
 
     Raises:
         ShardtrainError: an error that the user can correct.
     """
-    loaded = load_config(asked.source, asked.config, asked.tokenizer)
-    with join(asked.device or loaded.config.training.device) as world:
+    loaded = load_config(options.source, options.config, options.tokenizer)
+    with join(options.device or loaded.config.training.device) as world:
         use_fastest_kernels(loaded.config, world.device)
-        often = None if world.rank == 0 else 0
-        with heartbeat(f"opening {asked.source}", often):
+        is_first = world.rank == 0
+        # Only rank 0 reports progress.
+        heartbeat_seconds = None if is_first else 0
+        with heartbeat(f"opening {options.source}", heartbeat_seconds):
             opened = open_model(
-                asked.source, asked.config, asked.dtype, world, tokenizer_path=asked.tokenizer, step=asked.step
+                options.source,
+                options.config,
+                options.dtype,
+                world,
+                tokenizer_path=options.tokenizer,
+                step=options.step,
             )
-            opened = opened.with_data(**asked.data_options)
-        if world.rank == 0:
-            print(f"shardtrain evaluate: {opened.name}", file=sys.stderr, flush=True)
-        wanted = _sections(asked, opened)
-        found: dict[str, Any] = {"model": opened.name}
-        if wanted:
-            found["sets"] = {}
-        for name, section in wanted.items():
-            read = sets.RowsRead()
-            with heartbeat(f"measuring {name}", often, far=read.far):
-                of_set = sets.row_by_row(opened, section, asked.data_options) if asked.data else opened
-                form = of_set.config.data.format
-                if world.rank == 0 and form != opened.config.data.format:
-                    print(f'shardtrain evaluate: {name}: data.format="{form}", by its columns', file=sys.stderr)
-                found["sets"][name] = sets.measure(of_set, section, read)
-            if world.rank == 0 and not asked.data:
-                steps = opened.config.validation.steps
-                print(f"shardtrain evaluate: {name}: {read.far()} (validation.steps={steps})", file=sys.stderr)
-        if asked.tasks:
+            opened = opened.with_data(**options.data_options)
+        if is_first:
+            _say(opened.name)
+
+        results: dict[str, Any] = {"model": opened.name}
+        sections = _sections(options, opened)
+        if sections:
+            results["sets"] = {}
+        for name, section in sections.items():
+            progress = sets.RowsRead()
+            with heartbeat(f"measuring {name}", heartbeat_seconds, far=progress.far):
+                opened_for_set = opened
+                if options.data:
+                    opened_for_set = sets.row_by_row(opened, section, options.data_options)
+                row_format = opened_for_set.config.data.format
+                if is_first and row_format != opened.config.data.format:
+                    _say(f'{name}: data.format="{row_format}", by its columns')
+                results["sets"][name] = sets.measure(opened_for_set, section, progress)
+            if is_first and not options.data:
+                _say(f"{name}: {progress.far()} (validation.steps={opened.config.validation.steps})")
+        if options.tasks:
             from shardtrain.tools.evaluate import tasks
 
-            found["tasks"] = tasks.measure(opened, asked, is_first=world.rank == 0)
-        if world.rank > 0:
+            results["tasks"] = tasks.measure(opened, options, is_first=is_first)
+        if not is_first:
             return
-        text = json.dumps(found, indent=2, allow_nan=False)
+
+        text = json.dumps(results, indent=2, allow_nan=False)
         print(text)
-        if asked.output is not None:
-            with storage_errors.writing(asked.output, "name another file"):
-                files.write_durable(asked.output, (text + "\n").encode())
+        if options.output is not None:
+            with storage_errors.writing(options.output, "name another file"):
+                files.write_durable(options.output, (text + "\n").encode())
 
 
-def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:
+def _say(text: str) -> None:
+    print(f"shardtrain evaluate: {text}", file=sys.stderr, flush=True)
+
+
+def _sections(options: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:
     """Return the datasets by name: those of ``--data``, or [validation] without ``--tasks``."""
     config = opened.config
-    if asked.data:
-        seq_len = sets.seq_len_of(opened, asked)
-        return {name: sets.section_of(path, asked.batch_size, seq_len) for name, path in asked.data.items()}
-    if asked.tasks:
+    if options.data:
+        seq_len = sets.seq_len_of(opened, options)
+        sections = {}
+        for name, path in options.data.items():
+            sections[name] = sets.section_of(path, options.batch_size, seq_len)
+        return sections
+    if options.tasks:
         return {}
     if not config.validation.dataset:
         raise ConfigError(

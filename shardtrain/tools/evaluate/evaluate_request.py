@@ -47,7 +47,11 @@ class SetOptions(ModelOptions):
 class RowOptions:
     """Options for reading rows, shared by the command line and the Python function."""
 
-    seq_len: int | None = option(2048, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
+    seq_len: int | None = option(
+        2048,
+        "tokens per sequence in --data (the run's, at most 2048)",
+        positional=True,
+    )
     text_field: str | None = option(
         None, "field of the text in --data (data.text_field of the run)", rare=True, positional=True, metavar="NAME"
     )
@@ -59,7 +63,11 @@ class EvaluateOptions(RowOptions, SetOptions):
     """The options of ``shardtrain evaluate``."""
 
     # None means the sequence length of the run's training, limited to a maximum.
-    seq_len: int | None = option(None, "tokens per sequence in --data (the run's, at most 2048)", positional=True)
+    seq_len: int | None = option(
+        None,
+        "tokens per sequence in --data (the run's, at most 2048)",
+        positional=True,
+    )
     tasks: tuple[str, ...] = option((), "tasks of lm-eval (requires shardtrain[eval])", metavar="A,B")
     include_path: Path | None = option(None, "folder of your own task files; their code is run", rare=True)
     num_fewshot: int | None = option(None, "examples before each question of a task (the task's own)")
@@ -79,30 +87,51 @@ def read(words: list[str]) -> EvaluateOptions:
     """
     values = vars(_parser().read(words))
     values["data"], problems = _sets(values["data"])
-    names = (name.strip() for name in (values["tasks"] or "").split(","))
-    values["tasks"] = tuple(name for name in names if name)
-    of_data = {name: values.pop(name) for name in list(values) if name.startswith("data.")}
-    of_data["data.text_field"] = values["text_field"]
-    if values["add_bos"] is not None:
-        of_data["data.add_bos"] = str(values["add_bos"]).lower()
-    overrides = [f"--{name}={value}" for name, value in of_data.items() if value is not None]
-    given = values["data_options"] = data_options(configs.load(None, overrides))
+    task_names = [name.strip() for name in (values["tasks"] or "").split(",")]
+    values["tasks"] = tuple(filter(None, task_names))
+    values["data_options"] = _take_data_options(values)
     options = EvaluateOptions(**values)
-
     problems += _wrong_values(options)
-    for name in ("include_path", "num_fewshot", "limit"):
-        if getattr(options, name) is not None and not options.tasks:
-            problems.append(_problem(f"--{name}", getattr(options, name), "has no effect without --tasks"))
-    if "add_bos" in given and options.data and not options.tasks and all(map(Path.is_dir, options.data.values())):
-        problems.append(_problem("--add_bos", given["add_bos"], "has no effect on folders of prepared tokens"))
-    if options.seq_len is not None and not options.data:
-        problems.append(_problem("--seq_len", options.seq_len, "has no effect without --data"))
-    if not options.data:
-        for name in sorted(given.keys() - {"add_bos"}):
-            problems.append(_problem(f"--data.{name}", given[name], "has no effect without --data"))
+    problems += _unused_options(options)
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def _take_data_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of [data] from the parsed values, and return their checked values."""
+    texts = {}
+    for name in list(values):
+        if name.startswith("data."):
+            texts[name] = values.pop(name)
+    texts["data.text_field"] = values["text_field"]
+    if values["add_bos"] is not None:
+        texts["data.add_bos"] = str(values["add_bos"]).lower()
+    overrides = [f"--{name}={text}" for name, text in texts.items() if text is not None]
+    return data_options(configs.load(None, overrides))
+
+
+def _unused_options(options: EvaluateOptions) -> list[Problem]:
+    """Return a problem for each option that has no effect with the others."""
+    problems = []
+    for name in ("include_path", "num_fewshot", "limit"):
+        value = getattr(options, name)
+        if value is not None and not options.tasks:
+            problems.append(_problem(f"--{name}", value, "has no effect without --tasks"))
+    given = options.data_options
+    # Prepared tokens begin as they were prepared.
+    only_prepared = bool(options.data) and all(path.is_dir() for path in options.data.values())
+    if "add_bos" in given and only_prepared and not options.tasks:
+        problems.append(
+            _problem("--add_bos", given["add_bos"], "has no effect on folders of prepared tokens"),
+        )
+    if options.data:
+        return problems
+    if options.seq_len is not None:
+        problems.append(_problem("--seq_len", options.seq_len, "has no effect without --data"))
+    for name in sorted(given.keys() - {"add_bos"}):
+        problems.append(_problem(f"--data.{name}", given[name], "has no effect without --data"))
+    return problems
 
 
 def data_options(loaded: configs.Loaded) -> dict[str, Any]:
@@ -129,32 +158,38 @@ def _parser() -> StrictArgumentParser:
 
 
 def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
-    found: dict[str, Path] = {}
+    """Return the datasets of ``--data`` by name, and the problems of wrong values."""
+    paths: dict[str, Path] = {}
     problems = []
     for word in words:
-        name, mark, path = word.partition("=")
-        if not mark or not name or not path:
-            problems.append(_problem("--data", word, "is not NAME=FILE", "write it like --data books=books.jsonl"))
-        elif name in found:
-            problems.append(_problem("--data", word, "has the name of another dataset", "choose another name"))
-        elif not Path(path).exists():
+        name, equals, text = word.partition("=")
+        path = Path(text)
+        if not equals or not name or not text:
+            problems.append(
+                _problem("--data", word, "is not NAME=FILE", "write it like --data books=books.jsonl"),
+            )
+        elif name in paths:
+            problems.append(
+                _problem("--data", word, "has the name of another dataset", "choose another name"),
+            )
+        elif not path.exists():
             problems.append(_problem("--data", word, "names a file that does not exist", "correct the path"))
-        elif Path(path).is_file() and dataset_of(path) is None:
+        elif path.is_file() and dataset_of(text) is None:
             fix = f"use a file with one of the endings {known_endings()}"
             problems.append(_problem("--data", word, "has an ending of no known format", fix))
-        found.setdefault(name, Path(path))
-    return found, problems
+        paths.setdefault(name, path)
+    return paths, problems
 
 
-def _wrong_values(r: EvaluateOptions) -> list[Problem]:
+def _wrong_values(options: EvaluateOptions) -> list[Problem]:
     problems = []
     for name, least in (("batch_size", 1), ("nproc", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
-        value = getattr(r, name)
+        value = getattr(options, name)
         if value is not None and value < least:
-            problems.append(_problem(f"--{name}", value, f"must be at least {least}", f"write it like {max(least, 8)}"))
-    if r.seq_len is not None and r.seq_len % max(r.nproc, 1):
-        rule = f"is not a multiple of --nproc={r.nproc}, because sequences are split over the processes"
-        problems.append(_problem("--seq_len", r.seq_len, rule, "use a multiple"))
+            problems.append(_problem(f"--{name}", value, f"must be at least {least}", "write it like 8"))
+    if options.seq_len is not None and options.seq_len % max(options.nproc, 1):
+        rule = f"is not a multiple of --nproc={options.nproc}, because sequences are split over the processes"
+        problems.append(_problem("--seq_len", options.seq_len, rule, "use a multiple"))
     return problems
 
 

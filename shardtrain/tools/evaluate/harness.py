@@ -5,7 +5,9 @@ Shape suffixes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,17 +46,17 @@ class Engine(TemplateLM):
     def eot_token_id(self) -> int:
         """EOS token, or BOS if the tokenizer has no EOS. Raises ConfigError without both."""
         tokenizer = self._opened.tokenizer
-        found = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
-        if found is None:
-            raise ConfigError(
-                Problem(
-                    "--tasks",
-                    None,
-                    rule="requires a token that ends documents, but the tokenizer has none",
-                    fix="use the model's own tokenizer",
-                )
+        for token_id in (tokenizer.eos_id, tokenizer.bos_id):
+            if token_id is not None:
+                return token_id
+        raise ConfigError(
+            Problem(
+                "--tasks",
+                None,
+                rule="requires a token that ends documents, but the tokenizer has none",
+                fix="use the model's own tokenizer",
             )
-        return found
+        )
 
     @property
     def prefix_token_id(self) -> int:
@@ -68,7 +70,9 @@ class Engine(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokenize a text. Special tokens spelled in the text are recognized."""
         ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
-        return ids if add_special_tokens is False else self._ends.begin(ids)
+        if add_special_tokens is False:
+            return ids
+        return self._ends.begin(ids)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text.
@@ -79,7 +83,12 @@ class Engine(TemplateLM):
         owners: list[int] = []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+            for window in get_rolling_token_windows(
+                ids,
+                self.prefix_token_id,
+                self.max_length,
+                context_len=1,
+            ):
                 context, continuation = make_disjoint_window(window)
                 windows.append((("", ""), context, continuation))
                 owners.append(number)
@@ -94,33 +103,42 @@ class Engine(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood, and True if greedy decoding would produce it."""
         # The input is the text without its last token. The targets are the tokens of the continuation.
-        rows = []
+        inputs: list[list[int]] = []
+        continuations: list[list[int]] = []
         for _texts, context, continuation in requests:
-            whole = [*context, *continuation][-(self.max_length + 1) :]
-            rows.append((whole[:-1], continuation[-self.max_length :]))
-        found: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+            ids = context + continuation
+            inputs.append(ids[-(self.max_length + 1) :][:-1])
+            continuations.append(continuation[-self.max_length :])
+
         # Batch rows of similar length, because the longest row of a batch determines the cost of a pass.
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+        order = sorted(range(len(inputs)), key=lambda i: -len(inputs[i]))
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(inputs)
         for start in range(0, len(order), self._batch_size):
             numbers = order[start : start + self._batch_size]
             # Position of the earliest input token that predicts a token of a continuation.
-            first = min(len(rows[i][0]) - len(rows[i][1]) for i in numbers)
-            logits_BtV = self._logits([rows[i][0] for i in numbers], first)
+            first = min(len(inputs[i]) - len(continuations[i]) for i in numbers)
+            logits_BtV = self._logits([inputs[i] for i in numbers], first)
             for i, logits_tV in zip(numbers, logits_BtV, strict=True):
-                length = len(rows[i][0]) - first
-                continuation = rows[i][1]
-                logs_tV = logits_tV[length - len(continuation) : length].float().log_softmax(-1)
-                targets_t = torch.tensor(continuation, dtype=torch.int64, device=self._device)
-                value = logs_tV.gather(-1, targets_t[:, None]).sum()
-                found[i] = (float(value), bool((logs_tV.argmax(-1) == targets_t).all()))
-        return found
+                stop = len(inputs[i]) - first
+                logits_tV = logits_tV[stop - len(continuations[i]) : stop]
+                results[i] = self._score(logits_tV, continuations[i])
+        return results
+
+    def _score(self, logits_tV: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """Return the log-likelihood of a continuation, and True if each token is the most likely one."""
+        logs_tV = logits_tV.float().log_softmax(-1)
+        targets_t = torch.tensor(continuation, dtype=torch.int64, device=self._device)
+        log_likelihood = logs_tV.gather(-1, targets_t[:, None]).sum()
+        is_greedy = (logs_tV.argmax(-1) == targets_t).all()
+        return float(log_likelihood), bool(is_greedy)
 
     def _logits(self, rows: Sequence[Sequence[int]], first: int) -> Tensor:
         """Return logits (B, T - first, V) of right-padded rows. Causal attention cannot see the padding."""
         width = self._opened.width
-        size = max(map(len, rows))
-        T = -(-size // width) * width
-        tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
+        # Tensor-parallel ranks split the sequence evenly.
+        T = math.ceil(max(map(len, rows)) / width) * width
+        padded_rows = [[*row, *[0] * (T - len(row))] for row in rows]
+        tokens_BT = torch.tensor(padded_rows, device=self._device)
         positions_BT = torch.arange(T, device=self._device).expand(len(rows), -1)
 
         # Skip the earlier logits, because a head with a large vocabulary costs as much as several layers.
@@ -129,23 +147,61 @@ class Engine(TemplateLM):
             return (inputs[0][:, first:].clone(memory_format=torch.contiguous_format), *inputs[1:])
 
         model = self._opened.model
-        is_complete = width == 1 and first > 0
-        hooks = (
-            [model.get_submodule(self._opened.layout.last[-1]).register_forward_pre_hook(cut)] if is_complete else []
-        )
-        try:
+        with contextlib.ExitStack() as stack:
+            # With several ranks, the head's input is only a part of the sequence.
+            if width == 1 and first > 0:
+                head = model.get_submodule(self._opened.layout.last[-1])
+                stack.callback(head.register_forward_pre_hook(cut).remove)
             logits_BTV: Tensor = model(tokens_BT, positions_BT)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return logits_BTV[:, first:] if logits_BTV.size(1) == T else logits_BTV
+        # Without the hook, or with a head that is tied to the embedding, all tokens have logits.
+        if logits_BTV.size(1) == T:
+            logits_BTV = logits_BTV[:, first:]
+        return logits_BTV
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate a continuation of each context, up to a stop text of the task."""
         opened = self._opened
-        found = [""] * len(requests)
-        passes = sum(_asked(request.args[1])[2] for request in requests) // self._batch_size
-        packed_linear.use_where_it_pays(opened.model, passes, min(len(requests), self._batch_size))
+        num_tokens = sum(_read_options(request.args[1])[2] for request in requests)
+        num_passes = num_tokens // self._batch_size
+        packed_linear.use_where_it_pays(opened.model, num_passes, min(len(requests), self._batch_size))
+
+        # Group requests by their options.
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for numbers in groups.values():
+            options = requests[numbers[0]].args[1]
+            contexts = [requests[number].args[0] for number in numbers]
+            for number, text in zip(numbers, self._generate(numbers, contexts, options), strict=True):
+                texts[number] = text
+        return texts
+
+    def _generate(
+        self,
+        numbers: Sequence[int],
+        contexts: Sequence[str],
+        options: dict[str, Any],
+    ) -> list[str]:
+        """Generate the continuations of requests with the same options.
+
+        ``numbers`` determine random draws.
+        """
+        opened = self._opened
+        sampling, stops, max_new_tokens = _read_options(options)
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            raise ConfigError(
+                Problem(
+                    "--tasks",
+                    None,
+                    rule=(
+                        f"requests {max_new_tokens} new tokens, but the model was trained on "
+                        f"sequences of {self.max_length}"
+                    ),
+                    fix="choose another task",
+                )
+            )
         generator = Generator(
             opened.model,
             opened.layout,
@@ -153,61 +209,56 @@ class Engine(TemplateLM):
             use_cache=opened.token_mixing is None,
             width=opened.width,
         )
-
-        # Group requests by their options. Batch prompts of similar length within a group.
-        groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(number)
         stop_ids = opened.end_ids or frozenset({self.eot_token_id})
-        for members in groups.values():
-            sampling, stops, new_tokens = _asked(requests[members[0]].args[1])
-            room = self.max_length - new_tokens
-            if room < 1:
-                raise ConfigError(
-                    Problem(
-                        "--tasks",
-                        None,
-                        rule=(
-                            f"requests {new_tokens} new tokens, but the model was trained on "
-                            f"sequences of {self.max_length}"
-                        ),
-                        fix="choose another task",
-                    )
-                )
-            prompts = {i: self.tok_encode(requests[i].args[0])[-room:] or [self.prefix_token_id] for i in members}
-            members.sort(key=lambda i: -len(prompts[i]))
-            for start in range(0, len(members), self._batch_size):
-                numbers = members[start : start + self._batch_size]
-                texts = [Text(opened.tokenizer, prompts[i], stop_ids, stops) for i in numbers]
-                new = generator.generate(
-                    [prompts[i] for i in numbers],
-                    new_tokens,
-                    sampling,
-                    numbers=numbers,
-                    stop_ids=stop_ids,
-                    watch=lambda row, ids, texts=texts: texts[row].has_ended(ids),  # type: ignore[misc]
-                )
-                for i, text, ids in zip(numbers, texts, new, strict=True):
-                    found[i] = text.of(ids)
-        return found
+        # If a context is too long, its end is more important than its beginning.
+        prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
+        texts = [Text(opened.tokenizer, prompt, stop_ids, stops) for prompt in prompts]
+
+        # Batch prompts of similar length.
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        results = [""] * len(prompts)
+        for start in range(0, len(order), self._batch_size):
+            batch = order[start : start + self._batch_size]
+
+            def watch(row: int, new: list[int], batch: list[int] = batch) -> bool:
+                return texts[batch[row]].has_ended(new)
+
+            new_tokens = generator.generate(
+                [prompts[i] for i in batch],
+                max_new_tokens,
+                sampling,
+                numbers=[numbers[i] for i in batch],
+                stop_ids=stop_ids,
+                watch=watch,
+            )
+            for i, new in zip(batch, new_tokens, strict=True):
+                results[i] = texts[i].of(new)
+        return results
 
 
-def _asked(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
+def _read_options(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
     """Return the sampling, stop texts and maximum of new tokens from a task's generation options."""
-    until = options.get("until") or []
-    names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    limit = next((int(options[name]) for name in names if options.get(name) is not None), _NEW_TOKENS)
-    unknown = sorted(set(options) - {"until", "do_sample", "temperature", "top_k", "top_p", *names})
+    names_of_limit = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    unknown = set(options) - {"until", "do_sample", "temperature", "top_k", "top_p", *names_of_limit}
     if unknown:
         raise ConfigError(
             Problem(
                 "--tasks",
                 None,
-                rule=f"has unsupported generation options: {', '.join(unknown)}",
+                rule=f"has unsupported generation options: {', '.join(sorted(unknown))}",
                 fix="choose another task",
             )
         )
-    draws = options.get("do_sample", bool(options.get("temperature")))
-    temperature = float(options.get("temperature", 1.0)) if draws else 0.0
-    sampling = Sampling(1.0, temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))
-    return sampling, [until] if isinstance(until, str) else list(until), limit
+    limits = [int(options[name]) for name in names_of_limit if options.get(name) is not None]
+    limit = limits[0] if limits else _NEW_TOKENS
+    until = options.get("until") or []
+    if isinstance(until, str):
+        until = [until]
+
+    # As in transformers, options of sampling have no effect without ``do_sample``.
+    temperature = 0.0
+    if options.get("do_sample", bool(options.get("temperature"))):
+        temperature = float(options.get("temperature", 1.0))
+    top_k = int(options.get("top_k") or 0)
+    top_p = float(options.get("top_p") or 1.0)
+    return Sampling(1.0, temperature, top_k, top_p), list(until), limit

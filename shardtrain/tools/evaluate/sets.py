@@ -28,7 +28,10 @@ from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Prob
 
 _TOKENS_AT_ONCE = 2**22
 _MOST_SEQ_LEN = 2048
-"""Maximum of the default sequence length. Many models support much longer sequences than an evaluation needs."""
+"""Maximum of the default sequence length.
+
+Many models support much longer sequences than an evaluation needs.
+"""
 _MOST_TOKENS = 2**26
 """Maximum number of tokens in a batch. The input tensors of such a batch take 1.5 GiB."""
 
@@ -50,13 +53,18 @@ class RowsRead:
         >>> RowsRead(1200, 14594).far(), RowsRead(1200).far(), RowsRead().far()
         ('1,200 of 14,594 sequences', '1,200 sequences', '')
         """
-        of = f" of {self.total:,}" if self.total else ""
-        return f"{self.rows:,}{of} sequences" if self.rows else ""
+        if not self.rows:
+            return ""
+        if not self.total:
+            return f"{self.rows:,} sequences"
+        return f"{self.rows:,} of {self.total:,} sequences"
 
 
 def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
     """Return [validation] options for a file, or for a folder of prepared tokens."""
-    dataset = (dataset_of(path.name) or "") if path.is_file() else "tokens"
+    dataset = "tokens"
+    if path.is_file():
+        dataset = dataset_of(path.name) or ""
     return Validation(
         dataset=dataset, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
     )
@@ -82,10 +90,12 @@ def section_of_run(opened: OpenedModel) -> Validation:
 def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, Any]) -> OpenedModel:
     """Return the model with the [data] options for a dataset other than the run's. Collective.
 
-    Each row has its own sequence, so the order of the rows does not matter. A row longer than a sequence continues in
-    the next one. ``data.format`` is detected from the columns. ``options`` override these defaults.
+    Each row has its own sequence, so the order of the rows does not matter. A row longer than a sequence
+    continues in the next one. ``data.format`` is detected from the columns. ``options`` override these
+    defaults.
     """
-    opened = opened.with_data(**{"packing": "padded", "long_documents": "split", "document_mask": "auto", **options})
+    defaults = {"packing": "padded", "long_documents": "split", "document_mask": "auto"}
+    opened = opened.with_data(**{**defaults, **options})
     if "format" in options:
         return opened
     config = dataclasses.replace(opened.config, validation=section)
@@ -93,10 +103,12 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
         return opened.with_data(format=format_of_rows(config, section))
 
 
-def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = None) -> dict[str, float | int | None]:
+def measure(
+    opened: OpenedModel, section: Validation, progress: RowsRead | None = None
+) -> dict[str, float | int | None]:
     """Return the mean loss per target token in nats, the perplexity, and bits per byte of the text. Collective.
 
-    Every rank reads all rows, because each layer is split over all ranks. ``read`` receives the progress. At most
+    Every rank reads all rows, because each layer is split over all ranks. ``progress`` is updated. At most
     ``section.steps`` batches are read, or all if it is negative. A perplexity too large for a float is None.
 
     Raises:
@@ -104,13 +116,65 @@ def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = No
         DataError: the dataset has no target token.
         NumericalError: the loss is not finite.
     """
-    text = _Bytes(opened.tokenizer)  # report a missing tokenizer before opening the data
-    if section.seq_len % opened.width:
+    progress = progress or RowsRead()
+    # Report a missing tokenizer before opening the data.
+    text = _Bytes(opened.tokenizer)
+    _check_size(section, opened.width)
+    config = dataclasses.replace(opened.config, validation=section)
+    with together(config):
+        stream = data.open_dataloader(
+            config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+        )
+    if stream.masks_documents:
+        document_isolation.check(opened.model, models.find(config.model.name))
+    device = next(opened.model.parameters()).device
+    progress.total = stream.num_samples
+    num_batches = None if section.steps < 0 else section.steps
+
+    # Keep the sum on the device, in float64. Reading it in each step would synchronize with the device.
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    num_tokens = 0
+    with torch.inference_mode():
+        for batch in itertools.islice(stream, num_batches):
+            on_device = _without_filler(batch, opened.width).to(device)
+            documents = document_argument([on_device])
+            logits_BTV = opened.model(on_device.tokens_BT, on_device.positions_BT, **documents)
+            loss += cross_entropy_sum(logits_BTV, on_device.targets_BT)
+            num_tokens += batch.num_targets
+            progress.rows += batch.num_rows
+            text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
+    # This stops the workers that prefetch batches.
+    stream.seek(0)
+
+    if not num_tokens:
+        raise DataError(
+            f"{section.dataset_path}: none of the {progress.rows} sequences has a target token; use other data"
+        )
+    loss_sum = loss.item()
+    mean = loss_sum / num_tokens
+    if not math.isfinite(mean):
+        raise NumericalError(f"the loss on {section.dataset_path} is {mean}; compute in another --dtype")
+    num_bytes = text.count()
+    bits = loss_sum / math.log(2)
+    return {
+        "loss": mean,
+        "perplexity": math.exp(mean) if mean < 709 else None,
+        "bits_per_byte": bits / num_bytes if num_bytes else None,
+        "tokens": num_tokens,
+        "bytes": num_bytes,
+        "rows": stream.num_documents,
+        "sequences": progress.rows,
+    }
+
+
+def _check_size(section: Validation, width: int) -> None:
+    """Raise ConfigError if sequences cannot be split over the ranks, or a batch would be too large."""
+    if section.seq_len % width:
         raise ConfigError(
             Problem(
                 "validation.seq_len",
                 section.seq_len,
-                rule=f"is not a multiple of {opened.width}, the number of ranks over which sequences are split",
+                rule=f"is not a multiple of {width}, the number of ranks over which sequences are split",
                 fix="use --data and --seq_len",
             )
         )
@@ -123,45 +187,6 @@ def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = No
                 fix="use shorter sequences, or fewer rows per batch",
             )
         )
-    config = dataclasses.replace(opened.config, validation=section)
-    with together(config):
-        stream = data.open_dataloader(
-            config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
-        )
-    if stream.masks_documents:
-        document_isolation.check(opened.model, models.find(config.model.name))
-    device = next(opened.model.parameters()).device
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = 0
-    rows = 0
-    read = read or RowsRead()
-    read.total = stream.num_samples
-    # Keep the sum on the device, in float64. Reading it in each step would synchronize with the device.
-    with torch.inference_mode():
-        for batch in itertools.islice(stream, None if section.steps < 0 else section.steps):
-            there = _without_filler(batch, opened.width).to(device)
-            logits_BTV = opened.model(there.tokens_BT, there.positions_BT, **document_argument([there]))
-            loss += cross_entropy_sum(logits_BTV, there.targets_BT)
-            tokens += batch.num_targets
-            rows += batch.num_rows
-            read.rows = rows
-            text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
-    stream.seek(0)  # stops the workers that prefetch batches
-    if not tokens:
-        raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a target token; use other data")
-    mean = loss.item() / tokens
-    size = text.count()
-    if not math.isfinite(mean):
-        raise NumericalError(f"the loss on {section.dataset_path} is {mean}; compute in another --dtype")
-    return {
-        "loss": mean,
-        "perplexity": math.exp(mean) if mean < 709 else None,
-        "bits_per_byte": loss.item() / math.log(2) / size if size else None,
-        "tokens": tokens,
-        "bytes": size,
-        "rows": stream.num_documents,
-        "sequences": rows,
-    }
 
 
 def _without_filler(batch: data.Batch, width: int) -> data.Batch:
@@ -171,7 +196,8 @@ def _without_filler(batch: data.Batch, width: int) -> data.Batch:
     """
     if batch.lengths_B is None or batch.documents_BT is not None:
         return batch
-    length = -(-int(batch.lengths_B.max()) // width) * width
+    longest = int(batch.lengths_B.max())
+    length = math.ceil(longest / width) * width
     return dataclasses.replace(
         batch,
         tokens_BT=batch.tokens_BT[:, :length].contiguous(),
@@ -200,5 +226,6 @@ class _Bytes:
         return self._total
 
     def _spell(self) -> None:
-        self._total += len(self._tokenizer.decode(self._ids).encode()) if self._ids else 0
+        if self._ids:
+            self._total += len(self._tokenizer.decode(self._ids).encode())
         self._ids = []

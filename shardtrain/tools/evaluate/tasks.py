@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ _BOOTSTRAP = 1000
 """Number of bootstrap samples for the standard error of metrics without a formula."""
 
 
-def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) -> dict[str, Any]:
+def measure(opened: OpenedModel, options: EvaluateOptions, is_first: bool = True) -> dict[str, Any]:
     """Return the results by task name. Collective. lm-eval returns them only on the first rank of a node.
 
     Raises:
@@ -25,7 +26,7 @@ def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) 
         raise ConfigError(
             Problem(
                 "--tasks",
-                ",".join(asked.tasks),
+                ",".join(options.tasks),
                 rule="requires the lm-eval library, which is not installed",
                 fix='pip install "shardtrain[eval]"',
             )
@@ -35,43 +36,47 @@ def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) 
 
     from shardtrain.tools.evaluate.harness import Engine
 
-    include = str(asked.include_path) if asked.include_path is not None else None
     # Try the user's folder first, because indexing the library's thousands of files takes half a minute.
-    manager = TaskManager(include_path=include, include_defaults=False) if include else None
-    if manager is None or not set(asked.tasks) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=include)
-    check_known(asked.tasks, manager.all_tasks)
+    folder = None
+    manager = None
+    if options.include_path is not None:
+        folder = str(options.include_path)
+        manager = TaskManager(include_path=folder, include_defaults=False)
+    if manager is None or not set(options.tasks) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folder)
+    check_known(options.tasks, manager.all_tasks)
     results = simple_evaluate(
-        model=Engine(opened, asked.batch_size, is_first),
-        tasks=list(asked.tasks),
-        num_fewshot=asked.num_fewshot,
-        limit=asked.limit,
+        model=Engine(opened, options.batch_size, is_first),
+        tasks=list(options.tasks),
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
         log_samples=False,
         task_manager=manager,
         bootstrap_iters=_BOOTSTRAP,
     )
-    return _plain(results["results"]) if results else {}  # type: ignore[no-any-return]
+    if not results:
+        return {}
+    return _plain(results["results"])  # type: ignore[no-any-return]
 
 
 def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
     """Raise ConfigError for an unknown task. The message suggests a similar name."""
-    unknown = [name for name in tasks if name not in known]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        raise ConfigError(
-            Problem(
-                "--tasks",
-                unknown[0],
-                rule="is not a task of lm-eval",
-                fix=f"did you mean {near[0]}?" if near else "for your own tasks, set --include_path to their folder",
-            )
-        )
+    for name in tasks:
+        if name in known:
+            continue
+        fix = "for your own tasks, set --include_path to their folder"
+        similar = difflib.get_close_matches(name, known, 1)
+        if similar:
+            fix = f"did you mean {similar[0]}?"
+        raise ConfigError(Problem("--tasks", name, rule="is not a task of lm-eval", fix=fix))
 
 
 def _plain(value: Any) -> Any:
     """Convert results for JSON. NaN becomes None, and other types become str."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, float) and value != value:
+    if isinstance(value, float) and math.isnan(value):
         return None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    return str(value)

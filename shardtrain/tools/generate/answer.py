@@ -31,7 +31,7 @@ from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.redact import visible
 
 
-def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
+def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
     """Open the model and generate, as one rank of the job that the environment describes.
 
     Args:
@@ -40,39 +40,49 @@ def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
     Raises:
         ShardtrainError: an error that the user can correct.
     """
-    config = load_config(asked.source, asked.config, asked.tokenizer).config
-    with join(asked.device or config.training.device) as world:
+    config = load_config(options.source, options.config, options.tokenizer).config
+    with join(options.device or config.training.device) as world:
         is_first = world.rank == 0
+        # Only rank 0 reports progress.
+        heartbeat_seconds = None if is_first else 0
         use_fastest_kernels(config, world.device)
-        with heartbeat(f"opening {asked.source}", None if is_first else 0):
+        with heartbeat(f"opening {options.source}", heartbeat_seconds):
             opened = open_model(
-                asked.source,
-                asked.config,
-                asked.dtype,
+                options.source,
+                options.config,
+                options.dtype,
                 world,
-                tokenizer_path=asked.tokenizer,
-                base=asked.base,
-                adapter=asked.adapter,
-                step=asked.step,
-            ).with_data(add_bos=asked.add_bos)
-            batches = 1 if rows is None else math.ceil(len(rows) / asked.batch_size)
-            rows_at_once = 1 if rows is None else min(len(rows), asked.batch_size)
-            packed_linear.use_where_it_pays(opened.model, batches * asked.max_new_tokens, rows_at_once)
+                tokenizer_path=options.tokenizer,
+                base=options.base,
+                adapter=options.adapter,
+                step=options.step,
+            ).with_data(add_bos=options.add_bos)
+            num_rows = 1 if rows is None else len(rows)
+            num_batches = math.ceil(num_rows / options.batch_size)
+            rows_per_batch = min(num_rows, options.batch_size)
+            packed_linear.use_where_it_pays(
+                opened.model,
+                num_batches * options.max_new_tokens,
+                rows_per_batch,
+            )
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
-            if unused := unused_settings(opened.settings):
+            unused = unused_settings(opened.settings)
+            if unused:
                 advice = "set --temperature, --top_p and other options instead"
                 print(f"ignored generation settings of the model: {unused}; {advice}", file=sys.stderr)
-        answers = Answers(asked, opened, is_first)
+
+        answers = Answers(options, opened, is_first)
         if rows is None:
-            answers.print_one(asked.prompt or "")
-        else:
-            with heartbeat(f"generating {len(rows)} rows", None if is_first else 0):
-                found = answers.of(rows, asked.field)
-            if is_first and asked.output is not None:
-                check_output(asked.output)
-                write_rows(asked.output, rows, found, asked.prediction_field)
-                print(f"{asked.output}: {len(found)} rows", file=sys.stderr)
+            answers.print_one(options.prompt or "")
+            return
+        with heartbeat(f"generating {len(rows)} rows", heartbeat_seconds):
+            predictions = answers.of(rows, options.field)
+        if is_first and options.output is not None:
+            # Another process may have created the file in the meantime.
+            check_output(options.output)
+            write_rows(options.output, rows, predictions, options.prediction_field)
+            print(f"{options.output}: {len(predictions)} rows", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -95,9 +105,15 @@ class Answers:
         tokenizer = opened.tokenizer
         conversations = open_conversations(tokenizer, opened.config.data) if options.chat else None
         self._encoder = GenerationPrompts(tokenizer, opened.config.data, conversations)
-        self._sampling = Sampling(options.repetition_penalty, options.temperature, options.top_k, options.top_p)
+        self._sampling = Sampling(
+            options.repetition_penalty,
+            options.temperature,
+            options.top_k,
+            options.top_p,
+        )
         if opened.token_mixing is not None and not options.no_cache:
-            place, _, _ = opened.token_mixing.rule.partition(", but")  # the reason concerns ranks
+            # The second part of the rule concerns ranks.
+            place, _, _ = opened.token_mixing.rule.partition(", but")
             raise ConfigError(
                 Problem(
                     "model.name",
@@ -109,19 +125,22 @@ class Answers:
         self._generator = Generator(
             opened.model, opened.layout, tokenizer.vocab_size, not options.no_cache, opened.width
         )
+
         # A row ends at an end token, at the end of a turn, or at a stop text. A stop text that spells a
         # special token becomes an end token, because decoded text does not contain special tokens.
+        stop_ids = set(opened.end_ids)
         turn_end = None if conversations is None else conversations.turn_end()
-        ends = opened.end_ids if turn_end is None else opened.end_ids | {turn_end}
-        texts = []
+        if turn_end is not None:
+            stop_ids.add(turn_end)
+        stop_texts = []
         for stop in options.stops:
             ids = tokenizer.encode_spans([stop])[0][0].tolist()
             if len(ids) == 1 and ids[0] in tokenizer.special_ids:
-                ends |= {ids[0]}
+                stop_ids.add(ids[0])
             else:
-                texts.append(stop)
-        self._stop_ids = ends
-        self._stops = tuple(texts)
+                stop_texts.append(stop)
+        self._stop_ids = frozenset(stop_ids)
+        self._stops = tuple(stop_texts)
 
     def print_one(self, prompt: str) -> None:
         """Print the continuation of the prompt, token by token."""
@@ -136,10 +155,11 @@ class Answers:
                     fix="give another",
                 )
             ) from None
-        self._tell_length([ids])
+        self._warn_if_long([ids])
         text = self._text(ids)
         printer = Printer(text)
-        if sys.stdout.isatty() and not self._options.chat:  # a reader continues from the prompt; a pipe needs new text
+        # A reader continues from the prompt, and a pipe needs only the new text.
+        if sys.stdout.isatty() and not self._options.chat:
             self._print(prompt)
 
         def watch(_: int, new: list[int]) -> bool:
@@ -151,35 +171,41 @@ class Answers:
 
     def of(self, rows: Sequence[PromptRow], field: str) -> list[str]:
         """Return the continuation of each row's prompt. ``field`` is the name of the prompt field."""
-        prompts = [self._encoder.row(row, field, self._opened.config.data.tools_field) for row in rows]
-        self._tell_length(prompts)
+        tools_field = self._opened.config.data.tools_field
+        prompts = [self._encoder.row(row, field, tools_field) for row in rows]
+        self._warn_if_long(prompts)
         texts = [self._text(prompt) for prompt in prompts]
-        found = [""] * len(rows)
+
         # Batch rows of similar length, because the longest row of a batch determines the cost of a pass.
-        order = sorted(range(len(rows)), key=lambda i: len(prompts[i]))
+        order = sorted(range(len(rows)), key=lambda number: len(prompts[number]))
         batch_size = self._options.batch_size
+        predictions = [""] * len(rows)
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
 
             def watch(row: int, new: list[int], numbers: list[int] = numbers) -> bool:
                 return texts[numbers[row]].has_ended(new)
 
-            for i, new in zip(numbers, self._generate([prompts[i] for i in numbers], numbers, watch), strict=True):
-                found[i] = texts[i].of(new)
-        return found
+            prompts_of_batch = [prompts[number] for number in numbers]
+            new_of_batch = self._generate(prompts_of_batch, numbers, watch)
+            for number, new in zip(numbers, new_of_batch, strict=True):
+                predictions[number] = texts[number].of(new)
+        return predictions
 
     def _generate(self, prompts: list[list[int]], numbers: list[int], watch: Watch) -> list[list[int]]:
-        o = self._options
+        max_new_tokens = self._options.max_new_tokens
+        seed = self._options.seed
         return self._generator.generate(
-            prompts, o.max_new_tokens, self._sampling, o.seed, numbers, self._stop_ids, watch
+            prompts,
+            max_new_tokens,
+            self._sampling,
+            seed,
+            numbers,
+            self._stop_ids,
+            watch,
         )
 
-    def _text(self, prompt: list[int]) -> Text:
-        # The end token stays in the text: special tokens decode to nothing, and transformers keeps the text
-        # of other end tokens.
-        return Text(self._opened.tokenizer, prompt, frozenset(), self._stops)
-
-    def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:
+    def _warn_if_long(self, prompts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prompts)) + self._options.max_new_tokens
         trained = self._opened.config.training.seq_len
         if longest > trained and self._is_first:
@@ -189,7 +215,15 @@ class Answers:
                 file=sys.stderr,
             )
 
+    def _text(self, prompt: list[int]) -> Text:
+        # The end token stays in the text: special tokens decode to nothing, and transformers keeps the text
+        # of other end tokens.
+        return Text(self._opened.tokenizer, prompt, frozenset(), self._stops)
+
     def _print(self, text: str) -> None:
-        if self._is_first:
-            # Generated text may contain control characters, which a terminal would execute.
-            print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
+        if not self._is_first:
+            return
+        # Generated text may contain control characters, which a terminal would execute.
+        if sys.stdout.isatty():
+            text = visible(text)
+        print(text, end="", flush=True)

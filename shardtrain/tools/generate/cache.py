@@ -30,7 +30,10 @@ from shardtrain.tools.generate.cached_recurrence import CachedRecurrence
 from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK = 64
-"""The number of cache columns is a multiple of this. It stays small, because products also read unused columns."""
+"""The number of cache columns is a multiple of this.
+
+It stays small, because products also read unused columns.
+"""
 _SMALLEST_BY_PRODUCTS = 1 << 18
 """Minimum number of cached key elements for matrix products.
 
@@ -152,7 +155,8 @@ class CachedCore(nn.Module):
             k_BKTH = k_BTKH if self.heads_first else k_BTKH.transpose(1, 2)
             v_BKTH = v_BTKH if self.heads_first else v_BTKH.transpose(1, 2)
             numel = k_BKTH.numel() // k_BKTH.size(2) * self.cache.limit
-            self._by_products = self._scores.has_kernel and sinks_N is None and _has_fast_products(q_BTNH, numel)
+            is_plain = self._scores.has_kernel and sinks_N is None
+            self._by_products = is_plain and _has_fast_products(q_BTNH, numel)
             self.keys_BKSH = self._aligned(k_BKTH, self._by_products)
             self.values_BKSH = self._aligned(v_BKTH)
             # Pass optional arguments only if set, because a user's core may accept neither of them.
@@ -177,7 +181,14 @@ class CachedCore(nn.Module):
         if self._by_products:
             out_BTNH = _attend_by_products(q_BTNH, keys_BKSH, values_BKSH, stop, mask, self._scores.scale)
         else:
-            out_BTNH = _attend(q_BTNH, keys_BKSH[:, :, :stop], values_BKSH[:, :, :stop], mask, self._scores, sinks_N)
+            out_BTNH = _attend(
+                q_BTNH,
+                keys_BKSH[:, :, :stop],
+                values_BKSH[:, :, :stop],
+                mask,
+                self._scores,
+                sinks_N,
+            )
         return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
 
     def clear(self) -> None:
@@ -304,7 +315,8 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
     """Replace the cores of a model with cached ones inside the block, and restore them afterwards.
 
     Raises:
-        ConfigError: the layout names no core, or an attention core computes more than its attributes describe.
+        ConfigError: the layout names no core, or an attention core computes more than its attributes
+            describe.
     """
     attentions = _matching(model, layout.context)
     recurrences = _matching(model, layout.recurrence)

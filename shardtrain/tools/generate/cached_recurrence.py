@@ -31,7 +31,10 @@ class CachedRecurrence(nn.Module):
     def forward(
         self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], documents_BT: Tensor | None = None
     ) -> Tensor:
-        """Return the outputs of new tokens, (B, T, ...). Only a row's own tokens change its state, not padding."""
+        """Return the outputs of new tokens, (B, T, ...).
+
+        Only a row's own tokens change its state, not padding.
+        """
         if self.lengths():
             return self._read_prompts(inputs, weights)
         # Later passes have one token per row. Under tensor parallelism padding follows it.

@@ -32,7 +32,8 @@ class Generator:
         self._layout = layout
         self._vocab_size = vocab_size
         self._width = width
-        self._use_cache = use_cache and not hasattr(model, "hf")  # transformers computes attention itself
+        # Classes of transformers compute attention themselves.
+        self._use_cache = use_cache and not hasattr(model, "hf")
 
     @torch.inference_mode()
     def generate(
@@ -48,7 +49,8 @@ class Generator:
         """Return the new tokens of each prompt, including the ID of ``stop_ids`` that ended the row.
 
         Args:
-            numbers: Row numbers, which determine the random draws together with the seed. 0, 1, 2, ... by default.
+            numbers: Row numbers, which determine the random draws together with the seed. 0, 1, 2, ... by
+                default.
 
         Raises:
             ValueError: a prompt has no token.
@@ -57,25 +59,33 @@ class Generator:
         if not all(len(prompt) for prompt in prompts):
             raise ValueError("a prompt has no token")
         sampling = sampling or Sampling()
+        penalty = sampling.repetition_penalty
         draws = Draws(seed, range(len(prompts)) if numbers is None else numbers)
         new: list[list[int]] = [[] for _ in prompts]
-        live = list(range(len(prompts))) if max_new_tokens > 0 else []
+        if max_new_tokens <= 0:
+            return new
+
+        # Rows in the batch. "place" is an index into it, "row" one into the prompts.
+        live = list(range(len(prompts)))
         reader: type[Passes] = Cached if self._use_cache else FullForward
         with reader(self._model, self._layout, self._width) as passes:
             # The first pass reads the prompts. Later passes read the newest token of each row.
             feed: Sequence[Sequence[int]] = prompts
             while live:
                 logits_BV = passes.logits(feed, max_new_tokens)[:, : self._vocab_size]
-                if sampling.repetition_penalty != 1:
-                    penalise_(logits_BV, [[*prompts[row], *new[row]] for row in live], sampling.repetition_penalty)
+                if penalty != 1:
+                    penalise_(logits_BV, [[*prompts[row], *new[row]] for row in live], penalty)
                 uniforms = draws.next(live) if sampling.temperature else []
-                for row, token in zip(live, choose(logits_BV, sampling, uniforms), strict=True):
+                going = []
+                for place, token in enumerate(choose(logits_BV, sampling, uniforms)):
+                    row = live[place]
                     new[row].append(token)
-                ended = {row for row in live if new[row][-1] in stop_ids or len(new[row]) >= max_new_tokens}
-                ended |= {row for row in live if watch is not None and watch(row, new[row])}
+                    # Call back for every token, because the callback also prints.
+                    has_ended = watch is not None and watch(row, new[row])
+                    if not has_ended and token not in stop_ids and len(new[row]) < max_new_tokens:
+                        going.append(place)
 
-                # Remove ended rows from the batch. "place" is an index into the batch, "row" one into the prompts.
-                going = [place for place, row in enumerate(live) if row not in ended]
+                # Remove ended rows from the batch.
                 if going and len(going) < len(live):
                     passes.keep(going)
                 live = [live[place] for place in going]

@@ -7,6 +7,7 @@ suffixes: B rows, T tokens of this pass, D model dimension, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -58,14 +59,22 @@ class Passes(ABC):
         """Run one pass over rows of different lengths. ``starts`` are the positions of their first tokens."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
-        T = -(-longest // self._width) * self._width  # tensor-parallel ranks split the sequence evenly
-        tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
-        positions_BT = torch.tensor(starts, device=self._device)[:, None] + torch.arange(T, device=self._device)
-        same = min(lengths) == longest
-        self._last_B = longest - 1 if same else torch.tensor(lengths, device=self._device) - 1
+        # Tensor-parallel ranks split the sequence evenly.
+        T = math.ceil(longest / self._width) * self._width
+        padded_rows = [[*row, *[0] * (T - len(row))] for row in rows]
+        tokens_BT = torch.tensor(padded_rows, device=self._device)
+        starts_B1 = torch.tensor(starts, device=self._device)[:, None]
+        positions_BT = starts_B1 + torch.arange(T, device=self._device)
+        if min(lengths) == longest:
+            self._last_B = longest - 1
+        else:
+            self._last_B = torch.tensor(lengths, device=self._device) - 1
         logits_BTV: Tensor = self._model(tokens_BT, positions_BT)
-        # A head tied to the embedding is not a separate module, so the hook did not run and all tokens have logits.
-        return (logits_BTV if logits_BTV.size(1) == 1 else self._at_last(logits_BTV))[:, 0]
+        # A head tied to the embedding is not a separate module, so the hook did not run and all tokens
+        # have logits.
+        if logits_BTV.size(1) > 1:
+            logits_BTV = self._at_last(logits_BTV)
+        return logits_BTV[:, 0]
 
     def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Reduce the head's input to each row's last token, (B, 1, D)."""
@@ -75,12 +84,15 @@ class Passes(ABC):
         # Gather the full sequence, because any rank may have a row's last token.
         if isinstance(weight, DTensor) and not isinstance(x_BTD, DTensor):
             mesh = weight.device_mesh
-            x_BTD = DTensor.from_local(x_BTD, mesh["tp"] if mesh.ndim > 1 else mesh, (Shard(1),), run_check=False)
-        if isinstance(x_BTD, DTensor):
-            x_BTD = x_BTD.redistribute(placements=(Replicate(),))
-            whole = x_BTD.to_local()
-            return (DTensor.from_local(self._at_last(whole), x_BTD.device_mesh, (Replicate(),), run_check=False),)
-        return (self._at_last(x_BTD), *inputs[1:])
+            if mesh.ndim > 1:
+                mesh = mesh["tp"]
+            x_BTD = DTensor.from_local(x_BTD, mesh, (Shard(1),), run_check=False)
+        if not isinstance(x_BTD, DTensor):
+            return (self._at_last(x_BTD), *inputs[1:])
+        mesh = x_BTD.device_mesh
+        replicated = (Replicate(),)
+        last_B1D = self._at_last(x_BTD.redistribute(placements=replicated).to_local())
+        return (DTensor.from_local(last_B1D, mesh, replicated, run_check=False),)
 
     def _at_last(self, x_BTD: Tensor) -> Tensor:
         # Copy. For a view with other strides PyTorch runs a batched product, which copies the head's weight
@@ -124,7 +136,12 @@ class FullForward(Passes):
         return super().__enter__()
 
     def logits(self, rows: Rows, max_new_tokens: int) -> Tensor:
-        self._rows = [[*old, *more] for old, more in zip(self._rows or [[] for _ in rows], rows, strict=True)]
+        # The first call has the prompts, and later calls have one more token per row.
+        if not self._rows:
+            self._rows = [list(row) for row in rows]
+        else:
+            for row, new in zip(self._rows, rows, strict=True):
+                row.extend(new)
         return self._run(self._rows, [0] * len(rows))
 
     def keep(self, places: Sequence[int]) -> None:

@@ -28,8 +28,17 @@ class ModelOptions:
     source: Path = option(..., "run folder, checkpoint, or HF_DIR", flag="--from", metavar="RUN")
     step: str | None = option(None, HELP, type=step_name)
     config: Path | None = option(None, "the run's configuration (found near the checkpoint)", rare=True)
-    tokenizer: str | None = option(None, 'for a Hugging Face folder without tokenizer: a path, or "bytes"', rare=True)
-    dtype: str | None = option(None, "dtype of the computation (the run's)", rare=True, choices=COMPUTE_DTYPES)
+    tokenizer: str | None = option(
+        None,
+        'for a Hugging Face folder without tokenizer: a path, or "bytes"',
+        rare=True,
+    )
+    dtype: str | None = option(
+        None,
+        "dtype of the computation (the run's)",
+        rare=True,
+        choices=COMPUTE_DTYPES,
+    )
     device: str | None = option(None, "device (the run's training.device)", rare=True, choices=DEVICE_TYPES)
     nproc: int = option(1, "number of processes; each layer is split over them (1)", rare=True)
 
@@ -58,7 +67,12 @@ class TextOptions:
     top_k: int = option(0, "sample from this number of the most likely tokens; 0 for all (0)", rare=True)
     top_p: float = option(1.0, "sample from the most likely tokens with this total probability (1)")
     repetition_penalty: float = option(1.0, "above 1 makes earlier tokens less likely (1)", rare=True)
-    stop: str | Sequence[str] = option((), "end before this text; may be repeated", action="append", metavar="TEXT")
+    stop: str | Sequence[str] = option(
+        (),
+        "end before this text; may be repeated",
+        action="append",
+        metavar="TEXT",
+    )
     seed: int = option(0, "seed of sampling (0)", rare=True)
     batch_size: int = option(8, "rows per batch (8); does not change results", rare=True)
     no_cache: bool = option(False, "recompute keys and values for each new token", rare=True)
@@ -104,9 +118,19 @@ def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
     if (o.prompt is None) == (o.input is None):
         yield _problem("--prompt", None, "or --input must be set, but not both", "use one of them")
     elif o.input is not None and o.output is None:
-        yield _problem("--input", str(o.input), "requires a file for the predictions", "add --output out.jsonl")
+        yield _problem(
+            "--input",
+            str(o.input),
+            "requires a file for the predictions",
+            "add --output out.jsonl",
+        )
     elif o.prompt is not None and o.output is not None:
-        yield _problem("--output", str(o.output), "has no effect with --prompt, which is printed", "remove it")
+        yield _problem(
+            "--output",
+            str(o.output),
+            "has no effect with --prompt, which is printed",
+            "remove it",
+        )
     if o.chat and o.add_bos is not None:
         rule = "has no effect with --chat, because the chat template writes the entire prompt"
         yield _problem("--add_bos", o.add_bos, rule, "remove it")

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 
 _CONTEXT = 4
-"""Number of prompt tokens decoded before the new ones. Tokenizers drop the space before a text's first word."""
+"""Number of prompt tokens decoded before the new ones.
+
+Tokenizers drop the space before a text's first word.
+"""
 _INCOMPLETE = "\ufffd"
 
 
@@ -27,17 +30,31 @@ class Text:
 
     def has_ended(self, new: Sequence[int]) -> bool:
         """True if the newest tokens complete a stop text."""
-        return any(stop in self._tokenizer.decode(list(new[-self._window :])) for stop in self._stops)
+        if not self._stops:
+            return False
+        end = self._tokenizer.decode(list(new[-self._window :]))
+        return any(stop in end for stop in self._stops)
 
     def of(self, new: Sequence[int]) -> str:
         """Return the text of the new tokens, without the end token or stop text."""
-        kept = list(new[:-1]) if new and new[-1] in self._stop_ids else list(new)
-        # Decode together with the end of the prompt, because a tokenizer may drop a space at the beginning of a text.
-        # If the prompt ends inside a character, the prompt's own text changes. Then decode only the new tokens.
-        whole = self._tokenizer.decode([*self._context, *kept])
-        text = whole.removeprefix(self._before) if whole.startswith(self._before) else self._tokenizer.decode(kept)
-        places = [text.find(stop) for stop in self._stops if stop in text]
-        return text[: min(places)] if places else text
+        kept = list(new)
+        if kept and kept[-1] in self._stop_ids:
+            kept.pop()
+        # Decode together with the end of the prompt, because a tokenizer may drop a space at the
+        # beginning of a text. If the prompt ends inside a character, the prompt's own text changes. Then
+        # decode only the new tokens.
+        decoded = self._tokenizer.decode(self._context + kept)
+        text = decoded.removeprefix(self._before)
+        if not decoded.startswith(self._before):
+            text = self._tokenizer.decode(kept)
+
+        # Cut at the first stop text.
+        end = len(text)
+        for stop in self._stops:
+            place = text.find(stop)
+            if place >= 0:
+                end = min(end, place)
+        return text[:end]
 
     def certain(self, new: Sequence[int]) -> str:
         """Return the part of the text that later tokens cannot change.
@@ -46,8 +63,11 @@ class Text:
         """
         text = self.of(new).rstrip(_INCOMPLETE)
         for stop in self._stops:
-            begun = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
-            text = text[: len(text) - begun]
+            # Find the longest beginning of the stop text that ends the text.
+            for size in range(len(stop) - 1, 0, -1):
+                if text.endswith(stop[:size]):
+                    text = text[:-size]
+                    break
         return text
 
 
@@ -69,5 +89,7 @@ class Printer:
 
     def rest(self, new: Sequence[int]) -> str:
         """Return the remaining text after the row has ended."""
-        whole = self._text.of(new)
-        return whole[len(self._printed) :] if whole.startswith(self._printed) else ""
+        text = self._text.of(new)
+        if not text.startswith(self._printed):
+            return ""
+        return text.removeprefix(self._printed)

@@ -36,12 +36,10 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         return config_of(path, tokenizer_path)
 
     # A checkpoint written by import or merge records its model and may contain the tokenizer.
-    noted = source.noted_model(path, manifest.read(path)) if (path / MANIFEST).is_file() else None
-    if noted is not None and config_file is None:
-        kept = source.of_checkpoint(path, manifest.read(path))
-        own = str(source.unpacked(kept)) if kept is not None and kept.has_tokenizer else ""
-        assets = own if tokenizer_path is None else tokenizer_path
-        return loaded_of(noted, kept.config if kept is not None else {}, assets)
+    if config_file is None and (path / MANIFEST).is_file():
+        loaded = _config_of_import(path, tokenizer_path)
+        if loaded is not None:
+            return loaded
 
     if tokenizer_path is not None:
         raise ConfigError(
@@ -63,12 +61,31 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
                 fix="name a run's folder or a checkpoint",
             )
         )
+    return _config_of_run(path)
 
-    # A run writes its configuration to its folder. Search the path and its parents.
-    whole = Path(os.path.realpath(path))
-    levels = [whole, *whole.parents][:_LEVELS]
-    found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
-    if found is None:
+
+def _config_of_import(path: Path, tokenizer_path: str | None) -> Loaded | None:
+    """Return the configuration that a checkpoint records, or None if a run saved the checkpoint."""
+    stored = manifest.read(path)
+    model = source.noted_model(path, stored)
+    if model is None:
+        return None
+    files = source.of_checkpoint(path, stored)
+    config_json = {} if files is None else files.config
+    assets = tokenizer_path
+    if assets is None:
+        assets = ""
+        if files is not None and files.has_tokenizer:
+            assets = str(source.unpacked(files))
+    return loaded_of(model, config_json, assets)
+
+
+def _config_of_run(path: Path) -> Loaded:
+    """Find the configuration that a run wrote to its folder, in the path and its parents, and load it."""
+    real_path = Path(os.path.realpath(path))
+    files = [folder / RESOLVED_CONFIG for folder in (real_path, *real_path.parents)]
+    file = next((file for file in files[:_LEVELS] if file.is_file()), None)
+    if file is None:
         raise ConfigError(
             Problem(
                 "--from",
@@ -77,8 +94,9 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
                 fix="name the run's configuration with --config",
             )
         )
-    loaded = configs.load(found)
-    # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration explicitly.
+    loaded = configs.load(file)
+    # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration
+    # explicitly.
     model = loaded.config.model
     for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
         if value and value.endswith(".py"):
@@ -86,8 +104,8 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
                 Problem(
                     option,
                     value,
-                    rule=f"is a Python file named in {found}, which was not requested explicitly",
-                    fix=f"if you trust it, add --config {found}",
+                    rule=f"is a Python file named in {file}, which was not requested explicitly",
+                    fix=f"if you trust it, add --config {file}",
                 )
             )
     return loaded

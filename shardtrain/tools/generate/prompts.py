@@ -34,9 +34,13 @@ class PromptRow:
 
     def with_prediction(self, field: str, prediction: str) -> str:
         """Return the original JSON object with one more field."""
-        # Insert before the closing brace. Serializing the values again would change numbers, spaces and escapes.
-        comma = ", " if self.values else ""
-        return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {json.dumps(prediction, ensure_ascii=False)}}}"
+        # Insert before the closing brace. Serializing the values again would change numbers, spaces and
+        # escapes.
+        start = self.line[:-1].rstrip()
+        if self.values:
+            start += ", "
+        value = json.dumps(prediction, ensure_ascii=False)
+        return f"{start}{json.dumps(field)}: {value}}}"
 
 
 def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
@@ -79,7 +83,9 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
     except Unusable as error:
         raise DataError(f"{place}: {error.reason}") from None
     if prediction_field in values:
-        raise DataError(f"{place}: already has the field {prediction_field!r}; choose another with --prediction_field")
+        raise DataError(
+            f"{place}: already has the field {prediction_field!r}; choose another with --prediction_field",
+        )
     return PromptRow(place, line, values)
 
 
@@ -107,14 +113,19 @@ class GenerationPrompts:
         With a chat template, ``value`` is a user message or a list of messages.
         """
         if self._conversations is not None:
-            messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, field)
+            messages = [{"role": "user", "content": value}]
+            if not isinstance(value, str):
+                messages = messages_of(value, field)
             ids = self._conversations.prompt(messages, variables).tolist()
         elif isinstance(value, str):
             ids = self._ends.begin(self._tokenizer.encode(value).tolist())
+            # The model needs at least one token.
             if not ids and self._tokenizer.bos_id is not None:
-                ids = [self._tokenizer.bos_id]  # the model needs at least one token
+                ids = [self._tokenizer.bos_id]
         else:
-            raise Unusable(f"column {field!r} has a list of messages, which requires a chat template: add --chat")
+            raise Unusable(
+                f"column {field!r} has a list of messages, which requires a chat template: add --chat",
+            )
         if not ids:
             raise Unusable("the prompt is empty, and the tokenizer has no token that begins a text")
         return ids
@@ -139,8 +150,10 @@ def check_output(path: Path | None) -> None:
 
 def write_rows(path: Path, rows: Sequence[PromptRow], predictions: Sequence[str], field: str) -> None:
     """Write all rows with their predictions atomically."""
-    lines = [row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True)]
+    lines = []
+    for row, prediction in zip(rows, predictions, strict=True):
+        lines.append(row.with_prediction(field, prediction) + "\n")
     try:
-        atomic_io.write(path, "".join(f"{line}\n" for line in lines), durable=True)
+        atomic_io.write(path, "".join(lines), durable=True)
     except OSError as error:
         raise storage_errors.cannot("write", path, error, "choose another folder") from error

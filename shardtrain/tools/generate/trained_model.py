@@ -1,8 +1,9 @@
 """Open a trained model with its tokenizer from a run folder, a checkpoint, or a Hugging Face folder.
 
-The checkpoint is verified before use. Its model is defined by the run's ``config.resolved.toml``, found near the
-checkpoint. A Hugging Face folder has its own ``config.json`` and tokenizer. A model file of the user is code, so it
-is loaded only if the user passes the configuration explicitly. Code in downloaded folders is never run.
+The checkpoint is verified before use. Its model is defined by the run's ``config.resolved.toml``, found
+near the checkpoint. A Hugging Face folder has its own ``config.json`` and tokenizer. A model file of the
+user is code, so it is loaded only if the user passes the configuration explicitly. Code in downloaded
+folders is never run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class OpenedModel:
         settings: Generation settings of the Hugging Face folder, or of the folder from which a
             checkpoint was imported.
         num_ranks: Number of ranks of the run that saved the checkpoint.
-        token_mixing: Place where a user's model mixes or counts tokens outside of its cores. A cache would then give
+        token_mixing: Place where a user's model mixes or counts tokens outside of its cores. A cache
+            would then give
             wrong tokens. None if no place was found.
     """
 
@@ -85,10 +87,14 @@ class OpenedModel:
     def end_ids(self) -> frozenset[int]:
         """End tokens: those listed in the Hugging Face folder, or those that end a text in training."""
         listed = end_ids(self.settings)
+        if listed:
+            return frozenset(listed)
         try:
-            return frozenset(listed or trained_tokens(self.tokenizer, self.config)[EOS])
-        except ConfigError:  # the chat template file was moved, which matters only with --chat
-            return frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
+            return frozenset(trained_tokens(self.tokenizer, self.config)[EOS])
+        except ConfigError:
+            # The file of the chat template was moved, which only matters with --chat.
+            eos_id = self.tokenizer.eos_id
+            return frozenset() if eos_id is None else frozenset({eos_id})
 
     def with_data(self, **options: Any) -> OpenedModel:
         """Return the same model with some [data] options replaced. None keeps an option."""
@@ -155,10 +161,14 @@ def open_model(
     if needs_text or tokenizer_path is not None:
         open_tokenizer()
 
-    # Set the dtype and kernels and split the layers on the meta device. Buffers keep their dtype, because updates of
-    # router biases are too small for a narrower one. Save them here, because to_empty leaves them undefined.
+    # Set the dtype and kernels and split the layers on the meta device. Buffers keep their dtype, because
+    # updates of router biases are too small for a narrower one. Save them here, because to_empty leaves
+    # them undefined.
     dtype = dtype or derived.compute_dtype(config)
-    buffers = [(owner, name, b) for owner in model.modules() for name, b in owner.named_buffers(recurse=False)]
+    buffers = []
+    for owner in model.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            buffers.append((owner, name, buffer))
     model.to(getattr(torch, dtype))
     device = world.device if world is not None else torch.device("cpu")
     if device.type == "cpu":
@@ -299,30 +309,46 @@ class _StoredWeights:
         Empty if neither exists.
         """
         origin = source.of_path(self._path)
-        return {} if origin is None else read_settings(origin)
+        if origin is None:
+            return {}
+        return read_settings(origin)
+
+    def _adapters(self) -> spec.Spec | None:
+        """Adapters of the model: those of ``--adapter``, or those of the checkpoint."""
+        if self._peft is not None:
+            return self._peft.spec
+        return self._spec
 
     def adapt(self, model: nn.Module) -> None:
         """Add adapter modules, if any, to a model on the meta device."""
-        wanted = self._peft.spec if self._peft is not None else self._spec
-        if wanted is not None:
-            spec.apply(model, wanted)
+        adapters = self._adapters()
+        if adapters is not None:
+            spec.apply(model, adapters)
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
         """Load this rank's shards of the model's tensors."""
-        named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        wanted = self._peft.spec if self._peft is not None else self._spec
-        adapters = {name: tensor for name, tensor in named.items() if wanted is not None and wanted.holds(name)}
-        whole = {name: tensor for name, tensor in named.items() if name not in adapters}
+        adapters = self._adapters()
+        base_tensors: dict[str, Tensor] = {}
+        adapter_tensors: dict[str, Tensor] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if adapters is not None and adapters.holds(name):
+                adapter_tensors[name] = tensor
+            else:
+                base_tensors[name] = tensor
+
+        # Weights of adapters come from the PEFT folder, or from the checkpoint next to its frozen weights.
         if self._stored is None:
-            importing.fill(_prefixed(whole), self._path, self._module, self._shape)
+            importing.fill(_prefixed(base_tensors), self._path, self._module, self._shape)
         elif self._spec is None:
-            self._read(whole)
+            self._read(base_tensors)
         else:
-            found = frozen.find(self._stored.facts, self._path, self._config, self._base, self._module, self._shape)
-            with found as weights:
-                weights.fill(whole)
-            self._read(adapters)
+            frozen_weights = frozen.find(
+                self._stored.facts, self._path, self._config, self._base, self._module, self._shape
+            )
+            with frozen_weights as weights:
+                weights.fill(base_tensors)
+            self._read(adapter_tensors)
         if self._peft is not None:
             self._peft.fill(dict(model.named_parameters(remove_duplicate=False)))
 
