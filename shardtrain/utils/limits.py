@@ -49,7 +49,9 @@ class Limit:
 
     def format(self, value: int) -> str:
         """Format a value of this limit."""
-        return str(value) if self.is_count else format_bytes(value)
+        if self.is_count:
+            return str(value)
+        return format_bytes(value)
 
 
 def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
@@ -61,25 +63,30 @@ def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
         return []
     import resource
 
-    kib = {words[0]: words[1] for line in _lines("/proc/self/status") if len(words := line.split()) > 1}
-    used = {name: int(kib.get(f"{name}:", 0)) * 1024 for name in ("VmPeak", "VmData")}
+    # The kernel reports the address space and the data segment in KiB.
+    used = {"VmPeak": 0, "VmData": 0}
+    for line in _lines("/proc/self/status"):
+        name, _, value = line.partition(":")
+        if name in used:
+            used[name] = int(value.split()[0]) * 1024
     rows = [
         (resource.RLIMIT_AS, "ulimit -v", used["VmPeak"], RANK_ADDRESS_BYTES, False),
         (resource.RLIMIT_DATA, "ulimit -d", used["VmData"], RANK_DATA_BYTES, False),
         (resource.RLIMIT_NOFILE, "ulimit -n", 0, RANK_FILES * (ranks + 1), True),
         (resource.RLIMIT_NPROC, OF_THREADS, 0, RANK_THREADS * ranks + more_threads, True),
     ]
-    found = []
+    limits = []
     for number, name, in_use, needed, is_count in rows:
-        value = resource.getrlimit(number)[0]
-        is_free = value == resource.RLIM_INFINITY or (name == OF_THREADS and is_host_root())
-        if not is_free:
-            found.append(Limit(name, value, in_use, needed, f"raise it with {name}", is_count))
+        if name == OF_THREADS and is_host_root():
+            continue
+        soft, _ = resource.getrlimit(number)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(Limit(name, soft, in_use, needed, f"raise it with {name}", is_count))
     size, in_use = cgroup_memory()
     if size:
         needed = FIRST_RESIDENT_BYTES + RANK_RESIDENT_BYTES * ranks
-        found.append(Limit("memory of the cgroup", size, in_use, needed, "give the container or job more memory"))
-    return found
+        limits.append(Limit("memory of the cgroup", size, in_use, needed, "give the container or job more memory"))
+    return limits
 
 
 def is_host_root() -> bool:
@@ -101,26 +108,43 @@ def require(ranks: int, is_node: bool = False) -> None:
     Raises:
         OutOfMemoryError: limits are too small. The message has each of them and the minimum.
     """
-    where = f"host {socket.gethostname()}" if is_node else "this host"
-    problems = [
-        f"{limit.name}={limit.format(limit.value)} must be at least {limit.format(limit.needed)} for "
-        f"{ranks} rank{'s' if ranks > 1 else ''} on {where}, even with the smallest model; {limit.fix}"
-        for limit in read(ranks, AGENT_THREADS if is_node else 0)
-        if limit.value < limit.needed
-    ]
+    where = "this host"
+    more_threads = 0
+    if is_node:
+        where = f"host {socket.gethostname()}"
+        more_threads = AGENT_THREADS
+    problems = []
+    for limit in read(ranks, more_threads):
+        if limit.value < limit.needed:
+            rule = f"must be at least {limit.format(limit.needed)} for {_of_ranks(ranks)} on {where}"
+            problems.append(
+                f"{limit.name}={limit.format(limit.value)} {rule}, even with the smallest model; {limit.fix}"
+            )
     if problems:
         error = OutOfMemoryError("\n".join(problems))
         error.problems = tuple(problems)
         raise error
 
 
+def _of_ranks(ranks: int) -> str:
+    return f"{ranks} ranks" if ranks > 1 else f"{ranks} rank"
+
+
 def memory_of_ranks(ranks: int) -> tuple[str, int] | None:
-    """Return name and bytes of the ulimit that leaves least memory for the models of ``ranks``; None without
-    ulimits."""
-    # About a quarter of ``needed`` is for the smallest model. The rest is overhead.
-    left = [(int(limit.value - 0.75 * limit.needed) * ranks, limit.name) for limit in read() if limit.name in OF_MEMORY]
-    size, name = min(left, default=(0, ""))
-    return (f"{name} of {ranks} rank{'s' if ranks > 1 else ''}", size) if name else None
+    """Return name and bytes of the ulimit that leaves least memory for the models of ``ranks``.
+
+    None without ulimits.
+    """
+    remaining = []
+    for limit in read():
+        if limit.name in OF_MEMORY:
+            # About a quarter of ``needed`` is for the smallest model. The rest is overhead.
+            bytes_per_rank = int(limit.value - 0.75 * limit.needed)
+            remaining.append((bytes_per_rank * ranks, limit.name))
+    if not remaining:
+        return None
+    size, name = min(remaining)
+    return f"{name} of {_of_ranks(ranks)}", size
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -137,21 +161,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain(error: BaseException) -> str:
     """Return the message for an out-of-memory error: its own text, and the limit that was reached."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())
+    # For device memory the text includes the size.
     if "CUDA" in text or "HIP" in text:
-        # For device memory the text includes the size.
         return text
-    said = f"memory ran out{text and f' ({text})'}"
-    is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
+    message = "memory ran out"
+    if text:
+        message += f" ({text})"
+
     # Use a threshold below 1, because memory of the failed attempt may be free again.
-    full = [limit for limit in read() if not limit.is_count and limit.used > 0.6 * limit.value]
+    limits = read()
+    reached = [limit for limit in limits if not limit.is_count and limit.used > 0.6 * limit.value]
+    is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
     if is_thread:
-        full = [limit for limit in read() if limit.name == OF_THREADS] or full
-    for limit in sorted(full, key=lambda limit: limit.used / limit.value, reverse=True)[:1]:
-        used = "" if limit.is_count else f"; {limit.format(limit.used)} of it are used"
-        return f"{said} under {limit.name}={limit.format(limit.value)}: {limit.fix}{used}"
+        reached = [limit for limit in limits if limit.name == OF_THREADS] or reached
+    if reached:
+        limit = max(reached, key=lambda limit: limit.used / limit.value)
+        message += f" under {limit.name}={limit.format(limit.value)}: {limit.fix}"
+        if not limit.is_count:
+            message += f"; {limit.format(limit.used)} of it are used"
+        return message
     memory = host_memory()
     sizes = [format_bytes(memory[name]) for name in ("available", "total") if name in memory]
-    return f"{said}: free memory on this machine; {' of '.join(sizes)} are free now"
+    return f"{message}: free memory on this machine; {' of '.join(sizes)} are free now"
 
 
 @contextlib.contextmanager
@@ -167,23 +198,31 @@ def memory_errors() -> Iterator[None]:
 
 def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     """Return total, available and swap bytes of this host; only the total on macOS."""
-    lines = [line.split() for line in _lines(path)]
+    lines = _lines(path)
     if not lines:
         return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
-    names = {"total": "MemTotal", "available": "MemAvailable", "swap": "SwapTotal"}
-    return {name: kib[key] * 1024 for name, key in names.items() if key in kib}
+    names = {"MemTotal": "total", "MemAvailable": "available", "SwapTotal": "swap"}
+    sizes = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key in names:
+            sizes[names[key]] = int(value.split()[0]) * 1024
+    return sizes
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Return memory limit and use of this process's cgroup (version 2 or 1) in bytes. Without a limit it is 0."""
-    found = [
-        (value, number_in(folder / used))
-        for folder in memory_cgroups(root)
-        for limit, used in _CGROUP_FILES
-        if 0 < (value := number_in(folder / limit)) < _NO_LIMIT
-    ]
-    return min(found, default=(0, 0))
+    """Return memory limit and use of this process's cgroup (version 2 or 1) in bytes.
+
+    Without a limit it is 0.
+    """
+    # All of these cgroups limit the process, so the smallest limit counts.
+    limits = []
+    for folder in memory_cgroups(root):
+        for limit_file, used_file in _CGROUP_FILES:
+            limit = number_in(folder / limit_file)
+            if 0 < limit < _NO_LIMIT:
+                limits.append((limit, number_in(folder / used_file)))
+    return min(limits, default=(0, 0))
 
 
 def memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
@@ -197,10 +236,12 @@ def memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
 def own_memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Return the folders of the cgroups (version 2 and 1) that this process belongs to.
 
-    A container may see the paths of its host in /proc/self/cgroup, but mount only its own cgroup, at ``root``.
+    A container may see the paths of its host in /proc/self/cgroup, but mount only its own cgroup, at
+    ``root``.
     """
     folders = []
     for line in _lines("/proc/self/cgroup"):
+        # A line is HIERARCHY:CONTROLLERS:PATH. Version 2 names no controllers.
         _, _, place = line.partition(":")
         controllers, _, path = place.partition(":")
         if controllers in ("", "memory"):

@@ -25,7 +25,10 @@ from shardtrain.utils.variables import is_whole_number
 logger = logging.getLogger("shardtrain")
 
 lost_lines: list[str] = []
-"""Warnings about log files of this process that lost lines. The launcher repeats those of ranks without a terminal."""
+"""Warnings about log files of this process that lost lines.
+
+The launcher repeats those of ranks without a terminal.
+"""
 MANY_RANKS = 1024
 """Maximum world size with a log file for each rank. More files would overload shared storage."""
 _MOST_COLUMNS = 96
@@ -44,7 +47,10 @@ class _Kept(logging.Handler):
 
 @contextlib.contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Collect the package's warnings in a list. Use it before ``setup``, when Python would print them unformatted."""
+    """Collect the package's warnings in a list.
+
+    Use it before ``setup``, when Python would print them unformatted.
+    """
     lines: list[str] = []
     handler = _Kept(lines)
     propagates = logger.propagate
@@ -68,11 +74,12 @@ def setup(
 ) -> Path:
     """Send the log to this rank's file and, optionally, to stderr. Return the path of the file.
 
-    A second call replaces the first. With more than 1,024 ranks, only the first rank of each node logs everything.
-    The others log warnings and errors, and create their file with the first one.
+    A second call replaces the first. With more than 1,024 ranks, only the first rank of each node logs
+    everything. The others log warnings and errors, and create their file with the first one.
 
     Args:
-        file_pattern: Path below ``run_folder`` in which ``{rank}`` is replaced. A resumed run appends to the file.
+        file_pattern: Path below ``run_folder`` in which ``{rank}`` is replaced. A resumed run appends to
+            the file.
         console: Also log to stderr.
         color: Allow colors. They are still off if the stream is not a terminal, or with ``NO_COLOR`` or in Slurm.
         prefix: Start each line with ``[rank3]``, for consoles that ranks share.
@@ -109,7 +116,8 @@ def setup(
         handler.addFilter(SecretFilter())
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    # Libraries add handlers to the root logger. With propagation, lines would appear twice, without redaction.
+    # Libraries add handlers to the root logger. With propagation, lines would appear twice, without
+    # redaction.
     logger.propagate = False
     return path
 
@@ -117,8 +125,8 @@ def setup(
 def _torchrun_adds_prefix(rank: int) -> bool:
     """True if ``torchrun --tee`` shows stderr and starts each line with this rank's number.
 
-    Torchrun redirects stderr to ``<local rank>/stderr.log``. Its prefix has the local rank, so on other nodes than the
-    first the lines need the global rank as well.
+    Torchrun redirects stderr to ``<local rank>/stderr.log``. Its prefix has the local rank, so on other
+    nodes than the first the lines need the global rank as well.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK") != str(rank):
         return False
@@ -211,8 +219,9 @@ class SecretFilter(logging.Filter):
 class _LineFormatter(logging.Formatter):
     """Format lines as ``[rank1] 2026-01-31 12:00:00 INFO message``, or for a terminal.
 
-    On a terminal the line has no time, is wrapped at spaces, and has the level only for warnings and errors. A record
-    may have separate forms: ``colored`` if colors are allowed, ``terminal`` for a terminal.
+    On a terminal the line has no time, is wrapped at spaces, and has the level only for warnings and
+    errors. A record may have separate forms: ``colored`` if colors are allowed, ``terminal`` for a
+    terminal.
     """
 
     def __init__(self, start: str) -> None:
@@ -221,28 +230,41 @@ class _LineFormatter(logging.Formatter):
         self.color = self.terminal = False
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        if self.terminal:
-            row = getattr(record, "terminal", None) or getattr(record, "colored", None)
-            lines = str(row if self.color else _ANSI.sub("", row)).split("\n") if row else self._wrapped(record)
-            return "\n".join(self._start + line for line in lines)
         colored = getattr(record, "colored", None)
+        if self.terminal:
+            row = getattr(record, "terminal", None) or colored
+            if not row:
+                lines = self._wrapped(record)
+            elif self.color:
+                lines = str(row).split("\n")
+            else:
+                lines = _ANSI.sub("", row).split("\n")
+            return "\n".join(self._start + line for line in lines)
         if self.color and colored:
             record.message = colored
         line = super().formatMessage(record)
-        return line if self.color else _ANSI.sub("", line)
+        if self.color:
+            return line
+        return _ANSI.sub("", line)
 
     def _wrapped(self, record: logging.LogRecord) -> list[str]:
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        message = record.message
+        if record.levelno > logging.INFO:
+            message = f"{record.levelname.lower()}: {message}"
         width = max(20, min(shutil.get_terminal_size().columns, _MOST_COLUMNS) - len(self._start))
-        color = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}.get(record.levelno, "") if self.color else ""
         lines: list[str] = []
-        for line in f"{level}{record.message}".split("\n"):
+        for line in message.split("\n"):
             # Keep spaces within a line, because tables align with them. Do not break paths and numbers.
             lines += textwrap.wrap(
                 line, width, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True,
                 break_long_words=False, break_on_hyphens=False,
             ) or [""]  # fmt: skip
-        return [f"{color}{line}\x1b[0m" if color else line for line in lines]
+        color = ""
+        if self.color:
+            color = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}.get(record.levelno, "")
+        if not color:
+            return lines
+        return [f"{color}{line}\x1b[0m" for line in lines]
 
 
 class _FileHandler(logging.Handler):
@@ -268,7 +290,8 @@ class _FileHandler(logging.Handler):
                 if self._descriptor >= 0:
                     os.close(self._descriptor)
                 self._descriptor = descriptor
-            # Processes may share a file, so write each line at once. A full disk may accept a part of it: remove it.
+            # Processes may share a file, so write each line at once. A full disk may accept a part of it:
+            # remove it.
             size = os.fstat(self._descriptor).st_size
             written = os.write(self._descriptor, data)
             if written != len(data):

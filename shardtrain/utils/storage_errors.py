@@ -18,7 +18,8 @@ class Cause:
     """Cause and fix of an errno.
 
     Attributes:
-        may_pass: True for system failures, after which a later attempt may succeed. False if the path or the user's
+        may_pass: True for system failures, after which a later attempt may succeed. False if the path or
+            the user's
             permissions are wrong.
         is_of_sockets: True if sockets raise this errno, too. Their errors have no path.
     """
@@ -63,7 +64,10 @@ CAUSES = {getattr(errno, name): cause for name, cause in _CAUSES.items() if hasa
 _UNKNOWN = Cause("", "check the storage")
 _OF_OBJECT_STORE = Cause("", "fix checkpoint.folder or the rights of this host there")
 _FEW_INODES = 32
-"""Number of free inodes up to which they count as exhausted. The failed write may have removed its own files since."""
+"""Number of free inodes up to which they count as exhausted.
+
+The failed write may have removed its own files since.
+"""
 _OF_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
@@ -77,7 +81,8 @@ def is_of_system(error: OSError, path: object = None) -> bool:
 def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str = "") -> str:
     """Return reason and fix of an OSError: ``Stale file handle (errno 116), the file server ...; mount the ...``.
 
-    ``otherwise`` is a fix that only the caller knows, such as another folder. It follows the fix of the errno.
+    ``otherwise`` is a fix that only the caller knows, such as another folder. It follows the fix of the
+    errno.
     """
     if isinstance(error, OSError) and error.errno in _OF_MEMORY:
         return limits.explain(error)
@@ -98,9 +103,13 @@ def cannot(action: str, path: object, error: OSError, otherwise: str = "") -> Sh
 
     The path in the OSError, which may be a temporary file, is used instead of ``path`` if it is set.
     """
-    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(path)
-    kind = OutOfMemoryError if error.errno in _OF_MEMORY else StorageError
-    return kind(f"cannot {action} {name}: {explain(error, name, otherwise)}")
+    name = str(path)
+    if isinstance(error.filename, str | bytes):
+        name = os.fsdecode(error.filename)
+    text = f"cannot {action} {name}: {explain(error, name, otherwise)}"
+    if error.errno in _OF_MEMORY:
+        return OutOfMemoryError(text)
+    return StorageError(text)
 
 
 @contextlib.contextmanager

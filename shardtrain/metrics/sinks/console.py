@@ -31,7 +31,13 @@ def line(record: Record) -> str:
 
 def colored_line(record: Record) -> str:
     """Return the text of ``line`` with ANSI colors."""
-    return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
+    return "  ".join(_painted(text, color) for color, text in _parts(record))
+
+
+def _painted(text: str, color: str) -> str:
+    if not color:
+        return text
+    return f"{color}{text}{_RESET}"
 
 
 class StepTable:
@@ -51,7 +57,10 @@ class StepTable:
         self._rows = 0
 
     def row(self, record: Record, columns: int, color: bool) -> str:
-        """Return the row of a record, after a header if one is due. ``columns`` is the width of the terminal."""
+        """Return the row of a record, after a header if one is due.
+
+        ``columns`` is the width of the terminal.
+        """
         cells = self._cells(record)
 
         # Select the columns that fit by importance. They are printed in the order of the cells.
@@ -66,36 +75,44 @@ class StepTable:
                 room -= width
         names = [name for name in cells if name in kept]
 
-        painted = []
+        titles = []
+        texts = []
         for name in names:
             width, text, code = cells[name]
-            cell = f"{text:>{width}}"
-            painted.append(f"{code}{cell}{_RESET}" if color and code else cell)
-        row = " ".join(painted)
-
+            titles.append(f"{_TITLES.get(name, name):>{width}}")
+            texts.append(_painted(f"{text:>{width}}", code if color else ""))
+        row = " ".join(texts)
         if names != self._names or self._rows % self.ROWS == 0:
             self._names = names
             self._rows = 0
-            row = " ".join(f"{_TITLES.get(name, name):>{cells[name][0]}}" for name in names) + "\n" + row
+            row = " ".join(titles) + "\n" + row
         self._rows += 1
         return row
 
     def _cells(self, record: Record) -> dict[str, tuple[int, str, str]]:
         """Return column name -> width, text and color, from left to right."""
+        # A step without targets has no loss, and a device with an unknown peak no MFU.
+        loss = "-"
+        if record.has_targets:
+            loss = _number(record.loss, 5)
+        mfu = "-"
+        if record.mfu is not None:
+            mfu = f"{100 * record.mfu:.1f}%"
         cells = {
             "step": (self._step_width, f"{record.step}/{self._total_steps}", _RED),
-            "loss": (8, _number(record.loss, 5) if record.has_targets else "-", _GREEN),
+            "loss": (8, loss, _GREEN),
             "grad_norm": (9, _number(record.grad_norm, 4), _YELLOW),
             "lr": (9, f"{record.lr:.3e}", ""),
             "memory": (6, f"{record.memory.peak_gib:.2f}", _CYAN),
             "tps": (7, f"{record.tps:,.0f}", _BLUE),
-            "mfu": (6, "-" if record.mfu is None else f"{100 * record.mfu:.1f}%", _MAGENTA),
+            "mfu": (6, mfu, _MAGENTA),
             "step_seconds": (7, _seconds(record.step_seconds), ""),
             "data_seconds": (6, _seconds(record.data_seconds), ""),
             "left": (7, format_seconds(record.eta_seconds), ""),
         }
         for key, value in record.extra.items():
-            if key != "goodput" and _is_shown(key, value):  # the log and the summary contain it
+            # The log and the summary contain the goodput.
+            if key != "goodput" and _is_shown(key, value):
                 cells[key] = (max(len(key), 8), f"{value:.4g}", "")
         return cells
 
@@ -126,7 +143,10 @@ class Console:
 
 
 def _number(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.3g}"
+    """Format a number for a narrow column. A diverging run has large ones."""
+    if abs(value) < 100:
+        return f"{value:.{digits}f}"
+    return f"{value:.3g}"
 
 
 def _seconds(value: float) -> str:
@@ -139,23 +159,35 @@ def _seconds(value: float) -> str:
 
 def _is_shown(key: str, value: float) -> bool:
     """True for metrics that the console shows. Parts of the goodput and counts of 0 are only in the files."""
-    return not key.startswith(("goodput_", "rows_of/")) and (bool(value) or key not in _COUNTS)
+    if key.startswith(("goodput_", "rows_of/")):
+        return False
+    return bool(value) or key not in _COUNTS
 
 
 def _parts(record: Record) -> list[tuple[str, str]]:
     """Return the color and text of each part of the line."""
-    share = "" if record.memory.fraction is None else f"({100 * record.memory.fraction:.1f}%)"
-    mfu = "-" if record.mfu is None else f"{100 * record.mfu:.2f}%"
+    loss = "no targets"
+    if record.has_targets:
+        loss = f"{record.loss:8.5f}"
+    memory = f"{record.memory.peak_gib:5.2f} GiB"
+    if record.memory.fraction is not None:
+        memory += f"({100 * record.memory.fraction:.1f}%)"
+    mfu = "-"
+    if record.mfu is not None:
+        mfu = f"{100 * record.mfu:.2f}%"
     parts = [
         (_RED, f"step: {record.step:>2}"),
-        (_GREEN, f"loss: {record.loss:8.5f}" if record.has_targets else "loss: no targets"),
+        (_GREEN, f"loss: {loss}"),
         (_YELLOW, f"grad_norm: {record.grad_norm:7.4f}"),
         ("", f"lr: {record.lr:.3e}"),
-        (_CYAN, f"memory: {record.memory.peak_gib:5.2f} GiB{share}"),
+        (_CYAN, f"memory: {memory}"),
         (_BLUE, f"tps: {record.tps:,.0f}"),
         (_CYAN, f"tflops: {record.tflops:,.2f}"),
         (_MAGENTA, f"mfu: {mfu}"),
         ("", f"data: {record.data_seconds:.3f}s"),
     ]
-    parts += [("", f"{key}: {value:.4g}") for key, value in record.extra.items() if _is_shown(key, value)]
-    return [*parts, ("", f"left: {format_seconds(record.eta_seconds)}")]
+    for key, value in record.extra.items():
+        if _is_shown(key, value):
+            parts.append(("", f"{key}: {value:.4g}"))
+    parts.append(("", f"left: {format_seconds(record.eta_seconds)}"))
+    return parts
