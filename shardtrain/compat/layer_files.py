@@ -1,9 +1,10 @@
 """Reader of the weights that DeepSpeed's pipelines save: a file for each layer and model-parallel rank.
 
-FMEngine loads and saves such folders. They contain config.json, the tokenizer, and ``latest`` with the name of a step
-folder such as ``global_step001``. File ``layer_00-model_00-model_states.pt`` of a step contains the embedding; the next
-files contain the layers, the last norm and the head. Tensors get the names of a Hugging Face folder. The files are
-pickles of PyTorch, which this module parses without running code.
+FMEngine loads and saves such folders. They contain config.json, the tokenizer, and ``latest`` with the
+name of a step folder such as ``global_step001``. File ``layer_00-model_00-model_states.pt`` of a step
+contains the embedding; the next files contain the layers, the last norm and the head. Tensors get the
+names of a Hugging Face folder. The files are pickles of PyTorch, which this module parses without running
+code.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Family:
         raise KeyError(name)
 
     def split_dim(self, name: str) -> int | None:
-        """Return the dimension along which model-parallel ranks split a tensor. None for a replicated tensor."""
+        """Return the dimension along which model-parallel ranks split a tensor.
+
+        None for a replicated tensor.
+        """
         module, _, kind = name.rpartition(".")
         if f"{module}." in (self.embed, self.head) or module.endswith(self.output_split):
             return 0

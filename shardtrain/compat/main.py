@@ -1,8 +1,8 @@
 """``python -m shardtrain.compat.main --params=parameters.yml``: the command line of pytorch_universal_trainer.
 
-That program runs ``python main.py --params=parameters.yml`` on every node. This module, and ``main.py`` in the root of
-the repository, accept the same arguments. In the file, ``mode`` selects training or testing, and ``current_node`` is
-the number of this node.
+That program runs ``python main.py --params=parameters.yml`` on every node. This module, and ``main.py``
+in the root of the repository, accept the same arguments. In the file, ``mode`` selects training or
+testing, and ``current_node`` is the number of this node.
 """
 
 from __future__ import annotations

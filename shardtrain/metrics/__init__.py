@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Metrics", "Record", "Reduce", "RunFacts"]
 
 _MOST_LOSSES = 1000
-"""Maximum number of losses for the curve of the summary. When it is exceeded, every second loss is dropped."""
+"""Maximum number of losses for the curve of the summary.
+
+When it is exceeded, every second loss is dropped.
+"""
 
 
 class Metrics:
@@ -172,7 +175,8 @@ class Metrics:
                 if record.has_targets:
                     self._first = self._first or record
                     self._last = record
-                # If there are too many losses, drop every second one, so the curve still covers the entire run.
+                # If there are too many losses, drop every second one, so the curve still covers the
+                # entire run.
                 if math.isfinite(record.loss):
                     self._losses.append((record.step, record.loss))
                     if len(self._losses) > _MOST_LOSSES:
@@ -188,7 +192,10 @@ class Metrics:
         self._to_sinks(lambda sink: sink.validation(step, values))
 
     def close(self, summarize: bool = True) -> None:
-        """Close all sinks, and log a summary of the run if ``summarize`` is set. A second call does nothing."""
+        """Close all sinks, and log a summary of the run if ``summarize`` is set.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True

@@ -30,11 +30,11 @@ def flops_per_token(
 def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[int, Callable[[int], int]]:
     """Return the number of parameters of an unsharded model, and a function from sequence length to FLOPs per token.
 
-    The input embedding is a lookup without FLOPs, unless it is also the output head. Of the experts, only the
-    fraction that a token uses counts (top_k of num_experts). A frozen weight costs 4 FLOPs instead of 6,
-    because its gradient is not computed. A window or chunk of an attention core limits the attention term.
-    The term is omitted if the model's Config lacks num_layers, num_heads or head_dim. A layer with a recurrence has the
-    ``flops_per_token`` of its core instead.
+    The input embedding is a lookup without FLOPs, unless it is also the output head. Of the experts, only
+    the fraction that a token uses counts (top_k of num_experts). A frozen weight costs 4 FLOPs instead of
+    6, because its gradient is not computed. A window or chunk of an attention core limits the attention
+    term. The term is omitted if the model's Config lacks num_layers, num_heads or head_dim. A layer with
+    a recurrence has the ``flops_per_token`` of its core instead.
     """
     # Count the parameters with which a token is multiplied: all except the lookup and the experts that the
     # token does not use.
@@ -51,7 +51,8 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
         trained -= sum(p.numel() for p in looked_up if p.requires_grad)
         frozen = used - trained
 
-    # Determine how many tokens a token attends to in each layer. Without named attention cores this is unlimited.
+    # Determine how many tokens a token attends to in each layer. Without named attention cores this is
+    # unlimited.
     recurrences = [m for path, m in model.named_modules() if layout.recurrence and matches(path, layout.recurrence)]
     in_recurrences = sum(int(getattr(core, "flops_per_token", 0)) for core in recurrences)
     num_layers = max(0, int(getattr(model_config, "num_layers", 0)) - len(recurrences))

@@ -19,7 +19,10 @@ class WindowMeans:
     """Totals and means of a window."""
 
     loss: float
-    """Sum of losses over ranks and steps, divided by the global number of target tokens. NaN without tokens."""
+    """Sum of losses over ranks and steps, divided by the global number of target tokens.
+
+    NaN without tokens.
+    """
     max_loss: float
     """Maximum over ranks of a rank's loss per token in the window. NaN if no rank has tokens."""
     targets: int
@@ -122,7 +125,8 @@ class MeterWindow:
             per_token = local / sums.local_tokens
         total = float(reduce.sum(local.clone()))
         largest = float(reduce.max(per_token))
-        # Read the clock after the device has finished, so the window includes the work and not only its launch.
+        # Read the clock after the device has finished, so the window includes the work and not only its
+        # launch.
         now = self._clock()
         means = WindowMeans(
             loss=total / sums.global_tokens if sums.global_tokens else float("nan"),

@@ -166,7 +166,8 @@ class _Trace:
             profile_memory=options.profile_memory,
         )
         self._profile.step_num = start_step
-        # PyTorch's profiler chose its first action for step 0 when it was created. Choose it again for start_step.
+        # PyTorch's profiler chose its first action for step 0 when it was created. Choose it again for
+        # start_step.
         self._profile.current_action = self._profile.schedule(start_step)  # type: ignore[assignment]
         self._profile.start()
 

@@ -56,7 +56,10 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Record:
-    """One logged step. Means are over the window since the last logged step, ratios are 0..1, times in seconds."""
+    """One logged step.
+
+    Means are over the window since the last logged step, ratios are 0..1, times in seconds.
+    """
 
     step: int
     loss: float

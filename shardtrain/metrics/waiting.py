@@ -1,6 +1,7 @@
 """Report the activity of a run during slow steps, so users see that it is alive.
 
-On a terminal, the live line counts the seconds. Elsewhere, a line is printed after some seconds without output.
+On a terminal, the live line counts the seconds. Elsewhere, a line is printed after some seconds without
+output.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class Waiting:
         self._since = self._clock()
 
     def tell(self) -> float:
-        """Print or redraw the report if it is due. Return the number of seconds until the next call is needed."""
+        """Print or redraw the report if it is due.
+
+        Return the number of seconds until the next call is needed.
+        """
         now = self._clock()
         phase = self._phase()
         if _place(phase) != _place(self._seen):

@@ -60,7 +60,10 @@ def collectives(device: torch.device | str) -> str:
 
 
 def pins_memory(device: torch.device | str | None = None) -> bool:
-    """True if host memory should be pinned, because copies go to an accelerator. None checks for any accelerator."""
+    """True if host memory should be pinned, because copies go to an accelerator.
+
+    None checks for any accelerator.
+    """
     if device is None:
         return bool(found())
     return is_accelerator(device)
@@ -98,7 +101,10 @@ class Reading:
 
 
 def read(tensor: Tensor, what: str) -> list[Any]:
-    """Return the values of a tensor as nested lists. The host waits for the device. ``what`` describes the value."""
+    """Return the values of a tensor as nested lists.
+
+    The host waits for the device. ``what`` describes the value.
+    """
     return Reading(tensor, what).get()
 
 
@@ -132,7 +138,10 @@ def records_memory_history(device: torch.device | str) -> bool:
 
 
 def profiler_activity(device: torch.device | str) -> Any:
-    """Return the profiler's activity for kernels of a device. None for the CPU, or if PyTorch does not support it."""
+    """Return the profiler's activity for kernels of a device.
+
+    None for the CPU, or if PyTorch does not support it.
+    """
     kind = torch.device(device).type
     if not is_accelerator(kind):
         return None

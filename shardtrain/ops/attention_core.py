@@ -29,7 +29,10 @@ from shardtrain.ops.user_state import trial
 CLOSE = 1e-4
 """Tolerated relative error: float32 arithmetic in another order, with a margin."""
 _TOKENS = 13
-"""Length of test rows. Few models have 13 heads or batches of 13, so this size identifies the dimension of tokens."""
+"""Length of test rows.
+
+Few models have 13 heads or batches of 13, so this size identifies the dimension of tokens.
+"""
 _MAX_SCORES = 1 << 24
 """Number of attention scores of the longest test row, which detects windows. It takes about a second."""
 
@@ -65,11 +68,12 @@ NOT_FINITE = Broken("returns NaN or infinity for finite inputs", "correct it; a 
 def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
     """Return the call of each core by its path, from a forward pass on the meta device.
 
-    Cores that the pass does not reach are missing. Experts are skipped, because their shapes depend on values.
+    Cores that the pass does not reach are missing. Experts are skipped, because their shapes depend on
+    values.
     """
     calls: dict[str, CoreCall] = {}
-    # Trace a copy, because a forward pass may store tensors, such as rotary angles. Documents and positions are
-    # separate tensors, so the hook can identify the documents.
+    # Trace a copy, because a forward pass may store tensors, such as rotary angles. Documents and
+    # positions are separate tensors, so the hook can identify the documents.
     model = copy.deepcopy(model)
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     documents_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
@@ -379,7 +383,8 @@ def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attenti
         dots_BN = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double() * size).sum(-1)
         return dots_BN, p_BN.log() - (1.0 - p_BN).log()
 
-    # For each head, fit a line to log(p_0 / p_1) over the dot products. A soft cap does not affect small scores.
+    # For each head, fit a line to log(p_0 / p_1) over the dot products. A soft cap does not affect small
+    # scores.
     points = [differences(size) for size in (0.01, 0.02, 0.04)]
     x = torch.cat([dots_BN for dots_BN, _ in points])
     y = torch.cat([logs_BN for _, logs_BN in points])
@@ -407,8 +412,8 @@ def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attenti
         if broken is not None:
             return broken
 
-    # A soft cap makes large scores smaller than the line that was fitted above. Ignore score differences above 10,
-    # because the smaller weight then has no precision.
+    # A soft cap makes large scores smaller than the line that was fitted above. Ignore score differences
+    # above 10, because the smaller weight then has no precision.
     x, y = differences(2.5)
     is_below_line = y.abs() < 0.99 * (scale_N * x).abs()
     if not scoring.softcap and bool((is_below_line & (y.abs() < 10)).any()):

@@ -1,9 +1,10 @@
 """Route the attention of a ``transformers`` network to cores of this package, and trace how a network calls attention.
 
-``transformers`` looks up its attention function by a name in the config of each attention module. ``route`` sets that
-name to a function of this file, which calls the core that it finds in the module. ``trace`` runs a copy of the network
-on the meta device and returns the arguments of each attention module, with the mask that ``transformers`` builds for
-it. Shape suffixes: B batch, T tokens, N heads, K key-value heads, H head.
+``transformers`` looks up its attention function by a name in the config of each attention module.
+``route`` sets that name to a function of this file, which calls the core that it finds in the module.
+``trace`` runs a copy of the network on the meta device and returns the arguments of each attention
+module, with the mask that ``transformers`` builds for it. Shape suffixes: B batch, T tokens, N heads, K
+key-value heads, H head.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from shardtrain.ops.meta_autocast import meta_autocast
 ROUTED = "shardtrain_core"
 """Name under which ``transformers`` knows the function that calls our cores."""
 CORE = "split_core"
-"""Attribute of an attention module that holds its core. Not a submodule, so names of parameters do not change."""
+"""Attribute of an attention module that holds its core.
+
+Not a submodule, so names of parameters do not change.
+"""
 _TRACED = "shardtrain_traced"
 _FUNCTION = "the attention function"
 _FIX = "use a model file of this package"
@@ -112,7 +116,8 @@ def _call_core(
 ) -> tuple[Tensor, None]:
     """Attention function for ``transformers``: queries (B, N, T, H) to outputs (B, T, N, H), without a mask.
 
-    No mask function is registered for ``ROUTED``, so ``transformers`` builds no masks. The core knows its mask.
+    No mask function is registered for ``ROUTED``, so ``transformers`` builds no masks. The core knows its
+    mask.
     """
     core = module.__dict__[CORE]
     return core.forward(query, key, value, scaling, softcap, s_aux), None
@@ -126,7 +131,8 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
         seq_len: length of the rows for which masks are evaluated.
 
     Raises:
-        Untraceable: something other than the attention function mixes tokens, or the function is called with a mask
+        Untraceable: something other than the attention function mixes tokens, or the function is called
+            with a mask
             or arguments that our cores do not support, or the forward pass fails on the meta device.
     """
     from transformers import masking_utils

@@ -29,13 +29,14 @@ def register_attention(
 ) -> _Operation:
     """Register attention and its backward pass as the custom operations ``shardtrain::NAME`` and ``NAME_backward``.
 
-    A compiler then treats attention as one operation, selective recomputation can save its result, and it supports
-    tensors on the meta device.
+    A compiler then treats attention as one operation, selective recomputation can save its result, and it
+    supports tensors on the meta device.
 
     Args:
         name: Name of the operation.
         forward: Maps (q, k, v, documents, [sinks,] window, scale) to the output and its log-sum-exp.
-        backward: Maps (gradient, q, k, v, [output,] log-sum-exp, documents, window, scale) to the gradients of q, k, v.
+        backward: Maps (gradient, q, k, v, [output,] log-sum-exp, documents, window, scale) to the
+            gradients of q, k, v.
         keeps_output: True if ``backward`` takes the output. Gradients of sinks need it too.
     """
     operation = torch.library.custom_op(f"shardtrain::{name}", forward, mutates_args=())

@@ -28,14 +28,16 @@ FAILED = -1.0
 class Kernels:
     """Speedup of each alternative kernel over PyTorch's kernel.
 
-    The value is 0 if this build of PyTorch lacks the operators, and FAILED if the measurement raised an error.
+    The value is 0 if this build of PyTorch lacks the operators, and FAILED if the measurement raised an
+    error.
 
     Attributes:
         onednn_linear: Linear layers in float32 with oneDNN: the forward pass and the gradient of the input.
         onednn_weight_gradient: Gradients of the weights of linear layers in float32 with oneDNN.
         blocked_attention: Attention in bfloat16 by matrix products.
         blocked_attention_float32: Attention in float32 for heads of at most NARROW_HEAD features.
-        blocked_attention_float32_wide: Attention in float32 for wider heads, measured with WIDE_HEAD features.
+        blocked_attention_float32_wide: Attention in float32 for wider heads, measured with WIDE_HEAD
+            features.
         rms_norm: RMSNorm in chunks of rows.
         packed_linear: Linear layers in bfloat16 with few rows and a packed weight, for generation.
         packed_linear_float32: Linear layers in float32 with few rows and a packed weight.

@@ -1,8 +1,8 @@
 """Cross-entropy as a sum over tokens, computed in chunks of tokens. Chunks are float32, the sum is float64.
 
-The trainer divides the sum once by the global number of target tokens. The result therefore does not depend on padding,
-gradient accumulation or the mesh. The gradient of each chunk is computed with its loss, so only one chunk of logits is
-in float32 at a time.
+The trainer divides the sum once by the global number of target tokens. The result therefore does not
+depend on padding, gradient accumulation or the mesh. The gradient of each chunk is computed with its
+loss, so only one chunk of logits is in float32 at a time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def cross_entropy_sum(
     """Return ``weight`` times the sum of -log softmax(logits)[target] over targets except IGNORE, in float32.
 
     Args:
-        weight: Loss scale divided by the number of tokens. It multiplies the float32 gradient before rounding.
+        weight: Loss scale divided by the number of tokens. It multiplies the float32 gradient before
+            rounding.
         vocabulary: Split of the logits' columns over ranks (loss parallelism, Shoeybi et al. 2019, section 3). The call
             is then a collective.
         chunk: Replacement of ``chunk_loss``, such as a compiled function. Not used with ``vocabulary``.
@@ -93,7 +94,8 @@ def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Te
     # IGNORE is not a column index. Use column 0 instead. kept_n1 sets the loss and the gradient to zero.
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
     loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
-    # The gradient is softmax - one_hot(target). It overwrites the log-probabilities, which are not needed again.
+    # The gradient is softmax - one_hot(target). It overwrites the log-probabilities, which are not needed
+    # again.
     gradient_nV = log_probabilities_nV.exp_().scatter_add_(1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32))
     return loss, gradient_nV.mul_(kept_n1 * weight)
 

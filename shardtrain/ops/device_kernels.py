@@ -27,8 +27,8 @@ def has_flash_attention(device: torch.device) -> bool:
 def prefer_attention(device: torch.device, flash: str = "FA2") -> AbstractContextManager[Any]:
     """Return a context in which PyTorch prefers the fastest attention kernels of a device.
 
-    cuDNN is first from compute capability 9.0 on. If ``flash`` names another kernel than PyTorch's FA2, that kernel is
-    first. The other kernels remain as fallbacks, for example for float32.
+    cuDNN is first from compute capability 9.0 on. If ``flash`` names another kernel than PyTorch's FA2,
+    that kernel is first. The other kernels remain as fallbacks, for example for float32.
 
     Raises:
         ImportError: the package of the requested flash attention is not installed.

@@ -44,7 +44,10 @@ class Mix:
 
 
 class WholeVocabulary:
-    """Vocabulary that is not split: every rank has all columns. Implements ``split_cross_entropy.Vocabulary``."""
+    """Vocabulary that is not split: every rank has all columns.
+
+    Implements ``split_cross_entropy.Vocabulary``.
+    """
 
     offset = 0
 
@@ -74,8 +77,9 @@ def distillation_sum(
 ) -> tuple[Tensor, Tensor]:
     """Return ``weight`` times the sum of the loss over targets except IGNORE, a float32 scalar, and its two parts.
 
-    The parts, (2,) in float64, are the unweighted sums of cross-entropy and of D, without gradient. If student and
-    teacher have different numbers of columns because of padding, D only includes their common columns.
+    The parts, (2,) in float64, are the unweighted sums of cross-entropy and of D, without gradient. If
+    student and teacher have different numbers of columns because of padding, D only includes their common
+    columns.
     """
     if vocabulary is None:
         vocabulary = WholeVocabulary(logits_BTV.size(-1))
@@ -112,7 +116,8 @@ def _chunk(
         log_nV = _log_softmax(logits_nV[:, :both] / temperature, vocabulary)
     log_teacher_nV = _log_softmax(teacher_nV[:, :both] / temperature, vocabulary)
     divergences_n, slope_nV = _divergence(log_teacher_nV, log_nV, mix, vocabulary)
-    # D is multiplied by T^2 and depends on logits / T, so its gradient with respect to a logit has the factor T.
+    # D is multiplied by T^2 and depends on logits / T, so its gradient with respect to a logit has the
+    # factor T.
     gradient_nV[:, :both].add_(slope_nV, alpha=mix.ratio * temperature)
     sums_2 = torch.stack([(part_n * kept_n).sum(dtype=torch.float64) for part_n in (losses_n, divergences_n)])
     return sums_2, gradient_nV.mul_(kept_n.unsqueeze(1))

@@ -1,8 +1,8 @@
 """Causal attention within packed documents: tokens only attend to tokens of their own document.
 
-``documents_BT`` contains the document number of each token. Numbers ascend along a row. With a window, a token attends
-to the nearest tokens of its document (see ``sliding_window.py``).
-Shape suffixes: B batch, T tokens, S tokens of all rows, l queries, s keys, N heads, K key-value heads, H head.
+``documents_BT`` contains the document number of each token. Numbers ascend along a row. With a window, a
+token attends to the nearest tokens of its document (see ``sliding_window.py``). Shape suffixes: B batch,
+T tokens, S tokens of all rows, l queries, s keys, N heads, K key-value heads, H head.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def attention(
 ) -> Tensor:
     """Return causal attention (B, T, N, H) within each document and window.
 
-    On a CPU, the flash kernel runs once per document, or once per block of queries if the window is shorter than the
-    document. This saves the work between documents: 20 documents in 2,048 tokens take an eighth of the time of a mask.
-    On CUDA, the flash kernel for ragged sequences runs once. Other dtypes and devices use masks for blocks of queries.
+    On a CPU, the flash kernel runs once per document, or once per block of queries if the window is
+    shorter than the document. This saves the work between documents: 20 documents in 2,048 tokens take an
+    eighth of the time of a mask. On CUDA, the flash kernel for ragged sequences runs once. Other dtypes
+    and devices use masks for blocks of queries.
 
     Args:
         q_BTNH: Queries.
@@ -108,7 +109,8 @@ def chunked(documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], dev
     """
     if not 0 < chunk < shape[1]:
         return documents_BT
-    # A compiler cannot trace the dictionary keyed by tensors, and the meta device has no values: do not cache.
+    # A compiler cannot trace the dictionary keyed by tensors, and the meta device has no values: do not
+    # cache.
     if torch.compiler.is_compiling() or device.type == "meta":
         if documents_BT is None:
             documents_BT = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -178,7 +180,10 @@ def on_host(documents_BT: Tensor) -> Tensor:
 
 
 def _are_consecutive_rows(part_BT: Tensor, base_BT: Tensor) -> bool:
-    """True for a view of entire rows without gaps between them. Every second row, for example, has another stride."""
+    """True for a view of entire rows without gaps between them.
+
+    Every second row, for example, has another stride.
+    """
     return part_BT.shape[1:] == base_BT.shape[1:] and part_BT.stride() == base_BT.stride()
 
 

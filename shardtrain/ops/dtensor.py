@@ -33,8 +33,8 @@ def sharded_dim(placement: Placement) -> int | None:
     """Return the tensor dimension that a placement shards, or None for other placements."""
     from torch.distributed.tensor.placement_types import Shard
 
-    # FSDP over tensor parallelism has the private placement _StridedShard, which is a subclass of Shard in some
-    # versions of PyTorch.
+    # FSDP over tensor parallelism has the private placement _StridedShard, which is a subclass of Shard
+    # in some versions of PyTorch.
     is_sharded = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
     return int(placement.dim) if is_sharded else None  # type: ignore[attr-defined]
 
@@ -83,11 +83,14 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """Return the full tensor on every rank, for tests, export and verify. A collective if the tensor is distributed."""
+    """Return the full tensor on every rank, for tests, export and verify.
+
+    A collective if the tensor is distributed.
+    """
     if not is_distributed(tensor):
         return tensor
-    # Parameters sharded by FSDP and tensor parallelism require two gathers. Silence PyTorch's warning about their
-    # speed. Set the level only once, because setting it clears the caches of all loggers.
+    # Parameters sharded by FSDP and tensor parallelism require two gathers. Silence PyTorch's warning
+    # about their speed. Set the level only once, because setting it clears the caches of all loggers.
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if logger.level != logging.ERROR:
         logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
 """Attention to a part of the keys with a device's flash kernel (Dao et al. 2022), forward and backward.
 
-Outputs over parts of the keys can be merged with their log-sum-exps. The backward pass of each part is exact if it
-receives the merged output and log-sum-exp.
-Shape suffixes: B batch, l queries, s keys, N heads, K key-value heads, H head.
+Outputs over parts of the keys can be merged with their log-sum-exps. The backward pass of each part is
+exact if it receives the merged output and log-sum-exp. Shape suffixes: B batch, l queries, s keys, N
+heads, K key-value heads, H head.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return PyTorch's dtype of a format on this device. AMD's MI300 has separate formats without negative zero."""
+    """Return PyTorch's dtype of a format on this device.
+
+    AMD's MI300 has separate formats without negative zero.
+    """
     is_mi300 = False
     if torch.version.hip and torch.cuda.is_available():
         is_mi300 = "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
@@ -241,7 +244,10 @@ def convert(module: nn.Linear, recipe: str, emulate: bool) -> None:
 
 
 class _Grouped(torch.autograd.Function):
-    """Product of rows and the weights of their experts, and its gradients. Operands are e4m3 with scales per row."""
+    """Product of rows and the weights of their experts, and its gradients.
+
+    Operands are e4m3 with scales per row.
+    """
 
     @staticmethod
     def forward(

@@ -4,15 +4,16 @@ Token t updates the state S of each value head, (H, V), and reads it with its qu
 
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T        o_t = S_t^T q_t
 
-where a_t = exp(decay_t) is in (0, 1] and b_t, ``beta``, is in (0, 1). ``step_by_step`` computes these formulas.
-``DeltaChunk`` computes the same values with matrix products, in blocks of ``BLOCK`` tokens: no tensor has two
-dimensions of all tokens. A chunk is an affine map of its incoming state, S_out = A S_in + B, so ranks can compute their
-chunks in parallel and pass on only A and B.
+where a_t = exp(decay_t) is in (0, 1] and b_t, ``beta``, is in (0, 1). ``step_by_step`` computes these
+formulas. ``DeltaChunk`` computes the same values with matrix products, in blocks of ``BLOCK`` tokens: no
+tensor has two dimensions of all tokens. A chunk is an affine map of its incoming state, S_out = A S_in +
+B, so ranks can compute their chunks in parallel and pass on only A and B.
 
 States and decays are float32, or float64 for float64 inputs.
 
-Shape suffixes: B rows, T tokens, K key heads, G value heads per key head, N = K G value heads, H features of a key, V
-features of a value, n blocks, c tokens of a block, C channels of a convolution, w tokens that it looks back.
+Shape suffixes: B rows, T tokens, K key heads, G value heads per key head, N = K G value heads, H features
+of a key, V features of a value, n blocks, c tokens of a block, C channels of a convolution, w tokens that
+it looks back.
 """
 
 from __future__ import annotations
@@ -108,8 +109,9 @@ def step_by_step(
 class DeltaChunk:
     """Consecutive tokens of the recurrence. The constructor computes everything that no incoming state affects.
 
-    Within a block, the changes b_t (v_t - ...) of all tokens solve a triangular system of equations (section 3.2):
-    ``_new`` holds the solution for a zero state, and ``_read`` S_in the part that a state takes away.
+    Within a block, the changes b_t (v_t - ...) of all tokens solve a triangular system of equations
+    (section 3.2): ``_new`` holds the solution for a zero state, and ``_read`` S_in the part that a state
+    takes away.
     """
 
     def __init__(
@@ -126,15 +128,16 @@ class DeltaChunk:
         N, V = v_BTNV.shape[2:]
         c = max(1, min(block, T))
         self._sizes = (B, T, K, N // K, H, V)
-        # Value heads of one key head are a separate dimension, so that products of keys and queries are computed once.
+        # Value heads of one key head are a separate dimension, so that products of keys and queries are
+        # computed once.
         q_nBK1cH = _blocks(q_BTKH.unsqueeze(3), c)
         k_nBK1cH = _blocks(k_BTKH.unsqueeze(3), c)
         v_nBKGcV = _blocks(v_BTNV.unflatten(2, (K, -1)), c)
         decay_nBKGc = _blocks(decay_BTN.unflatten(2, (K, -1)).unsqueeze(-1), c).squeeze(-1)
         beta_nBKGc1 = _blocks(beta_BTN.unflatten(2, (K, -1)).unsqueeze(-1), c)
 
-        # Decay from token j to token i, from the start of the block to each token, and from there to its end. It is 0
-        # across documents.
+        # Decay from token j to token i, from the start of the block to each token, and from there to its
+        # end. It is 0 across documents.
         between_nBKGcc = _sums_between(decay_nBKGc).exp()
         from_start_nBKGc = decay_nBKGc.cumsum(-1).exp()
         to_end_nBKGc = between_nBKGcc[..., -1, :]
@@ -178,7 +181,8 @@ class DeltaChunk:
     def transition(self) -> tuple[Tensor, Tensor]:
         """Return A (B, N, H, H) and B (B, N, H, V) of the map S_out = A S_in + B from incoming to outgoing state."""
         B, _, K, G, H, V = self._sizes
-        # One scan computes both. B starts with a zero state. A starts with the identity, and its values are zero.
+        # One scan computes both. B starts with a zero state. A starts with the identity, and its values
+        # are zero.
         zero = self._new_nBKGcV.new_zeros(B * K * G, H, V)
         identity = torch.eye(H, dtype=zero.dtype, device=zero.device).expand(B * K * G, H, H)
         state = torch.cat((zero, identity), dim=-1)

@@ -1,9 +1,10 @@
 """Collectives of small CPU tensors over all ranks, whose number of sequential messages is O(log ranks).
 
-gloo's all-reduce and all-gather are rings: on N ranks, 2 (N - 1) and N - 1 messages follow one another, which is
-a second of each step on 16,384 ranks with 30 microseconds a message. These send more messages at the same time.
-Method: recursive doubling and Bruck's algorithm (Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
-Communication Operations in MPICH"). Below ``RING_UP_TO`` ranks the ring of gloo is as fast, and is used.
+gloo's all-reduce and all-gather are rings: on N ranks, 2 (N - 1) and N - 1 messages follow one another,
+which is a second of each step on 16,384 ranks with 30 microseconds a message. These send more messages at
+the same time. Method: recursive doubling and Bruck's algorithm (Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH"). Below ``RING_UP_TO`` ranks the ring of
+gloo is as fast, and is used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ RING_UP_TO = 8
 
 _REDUCE_TAG = 0x5A11
 _GATHER_TAG = 0x5A12
-"""Tags of messages. Ranks that call different collectives wait for each other instead of mixing their numbers."""
+"""Tags of messages.
+
+Ranks that call different collectives wait for each other instead of mixing their numbers.
+"""
 
 _timeout: timedelta | None = None
 """Longest wait for one message; None is the timeout with which the process group was made."""
@@ -33,7 +37,10 @@ _OPERATIONS: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] =
 }
 
 Exchange = Callable[[Tensor | None, int | None, Tensor | None, int | None], None]
-"""Send a tensor to a rank and receive another one from a rank, at the same time. None leaves out that direction."""
+"""Send a tensor to a rank and receive another one from a rank, at the same time.
+
+None leaves out that direction.
+"""
 
 
 def all_reduce(

@@ -26,7 +26,10 @@ BLOCK_NUMEL = 1 << 16
 """Elements per block. It is small, so a rank discards few of its random numbers. It must never change, because it
 determines the weights."""
 GROUP_NUMEL = 1 << 22
-"""Elements that an accelerator transforms with one kernel. A CPU transforms each block while it is in the cache."""
+"""Elements that an accelerator transforms with one kernel.
+
+A CPU transforms each block while it is in the cache.
+"""
 
 
 def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int) -> dict[str, Draw]:
@@ -55,7 +58,10 @@ def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_la
 
 @torch.no_grad()
 def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
-    """Initialize this rank's part of a parameter in place. The values are equal on every mesh of one device type."""
+    """Initialize this rank's part of a parameter in place.
+
+    The values are equal on every mesh of one device type.
+    """
     local = local_tensor(parameter)
     slices = local_slices(parameter)
     if draw.distribution in ("ones", "zeros"):

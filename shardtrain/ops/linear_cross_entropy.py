@@ -1,8 +1,8 @@
 """Fused last linear layer and cross-entropy in chunks of tokens. Memory only holds the logits of one chunk.
 
-As in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989), gradients are computed together with the loss, and the logits of
-a chunk are freed before the next chunk. The gradient of the weight is stored instead, in float32, because it is a sum
-over chunks.
+As in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989), gradients are computed together with the loss, and
+the logits of a chunk are freed before the next chunk. The gradient of the weight is stored instead, in
+float32, because it is a sum over chunks.
 
 Shape suffixes: N tokens, n tokens per chunk, D features, V vocabulary.
 """
@@ -25,8 +25,12 @@ WORTH_IT_BYTES = 1 << 28
 
 
 def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> int:
-    """Return the memory that the fused computation saves at its peak, in bytes. Negative if it needs more memory."""
-    # Separate layers: all logits and their gradients in the model's dtype, and float32 copies of both for one chunk.
+    """Return the memory that the fused computation saves at its peak, in bytes.
+
+    Negative if it needs more memory.
+    """
+    # Separate layers: all logits and their gradients in the model's dtype, and float32 copies of both for
+    # one chunk.
     separate_rows = min(tokens, max(1, cross_entropy.CHUNK_NUMEL // vocabulary))
     separate = 2 * tokens * vocabulary * element_bytes + 8 * separate_rows * vocabulary
 
@@ -41,8 +45,8 @@ def linear_cross_entropy_sum(
 ) -> Tensor:
     """Return ``cross_entropy_sum(hidden @ weight_VD.T, targets, weight)``, a float32 scalar.
 
-    Logits and their gradients have the dtype of ``hidden_BTD``, as in separate layers. The gradient of ``weight_VD`` is
-    summed over chunks in float32 and rounded once.
+    Logits and their gradients have the dtype of ``hidden_BTD``, as in separate layers. The gradient of
+    ``weight_VD`` is summed over chunks in float32 and rounded once.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()

@@ -4,9 +4,9 @@ With logits z of V columns and lse = log sum exp z, the loss of a token with tar
 
     (1 - e) (lse - z[t]) + e (lse - mean z) + w lse^2
 
-where e is ``label_smoothing`` (Szegedy et al. 2016, section 7) and w is ``z_loss_weight`` (Chowdhery et al. 2022,
-section 5). Its gradient is (1 + 2 w lse) softmax(z) - (1 - e) one_hot(t) - e / V. Without both, this is
-the cross-entropy.
+where e is ``label_smoothing`` (Szegedy et al. 2016, section 7) and w is ``z_loss_weight`` (Chowdhery et
+al. 2022, section 5). Its gradient is (1 + 2 w lse) softmax(z) - (1 - e) one_hot(t) - e / V. Without both,
+this is the cross-entropy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Detection of state that a model sets in ``__init__`` and that training would lose. Such models are rejected.
 
-A model is built on the meta device, so its tensors have no values. Training then replaces its parameters with sharded
-ones with the distributions of ``initial()``, and sets its buffers to zero.
+A model is built on the meta device, so its tensors have no values. Training then replaces its parameters
+with sharded ones with the distributions of ``initial()``, and sets its buffers to zero.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _STATE_DICT_HOOKS = (
 class Values(TorchFunctionMode):
     """Function mode that records the function that set each tensor's values, for building a model on the meta device.
 
-    It also skips random initialization. PyTorch would import its compiler to compute the shapes, which takes 0.5 s.
+    It also skips random initialization. PyTorch would import its compiler to compute the shapes, which
+    takes 0.5 s.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,8 @@ class Values(TorchFunctionMode):
     def _note(self, name: str, tensor: Tensor, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code.co_filename in _PLUMBING:
             frame = frame.f_back
-        # Do not report default values of layers from PyTorch or installed libraries: training should replace them.
+        # Do not report default values of layers from PyTorch or installed libraries: training should
+        # replace them.
         file = Path(frame.f_code.co_filename if frame else "")
         is_own = _TORCH not in file.parents and "site-packages" not in file.parts
         # Keep a reference to the storage, because the address of a freed storage is reused.

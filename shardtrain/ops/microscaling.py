@@ -1,14 +1,15 @@
 """Linear layers with products in MXFP8 (OCP Microscaling Formats MX specification 1.0).
 
-Elements are float8 e4m3. A block of 32 elements along the summed dimension shares a scale, which is a power of two in
-e8m0: one byte with exponent + 127, or 255 for NaN. A scale depends on the largest element of its block by one of two
-rules. "floor" is the rule of the specification: larger elements are clamped to the largest value of float8. "rceil" is
-the smallest power of two that clamps no element. Both operands of all three products of a linear layer are in MX, each
-with blocks along its own summed dimension. Zeros pad the last block.
+Elements are float8 e4m3. A block of 32 elements along the summed dimension shares a scale, which is a
+power of two in e8m0: one byte with exponent + 127, or 255 for NaN. A scale depends on the largest element
+of its block by one of two rules. "floor" is the rule of the specification: larger elements are clamped to
+the largest value of float8. "rceil" is the smallest power of two that clamps no element. Both operands of
+all three products of a linear layer are in MX, each with blocks along its own summed dimension. Zeros pad
+the last block.
 
-Ranks do not exchange their largest elements, because each rank has complete blocks. Weights are stored in their own
-dtype, and rounded at each use.
-Shape suffixes: R rows, I inputs, O outputs; M, K, N of (M, K) (K, N); S blocks per row, B elements per block.
+Ranks do not exchange their largest elements, because each rank has complete blocks. Weights are stored in
+their own dtype, and rounded at each use. Shape suffixes: R rows, I inputs, O outputs; M, K, N of (M, K)
+(K, N); S blocks per row, B elements per block.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def scales(amax: Tensor, rule: str) -> Tensor:
 
     A block with an infinite element becomes NaN, so the guards of a run detect it. Clamping would hide it.
     """
-    # Read the exponent from the bits, because log2 rounds near powers of two. Subnormal values have exponent 0. This is
-    # correct, because they are below the smallest scale.
+    # Read the exponent from the bits, because log2 rounds near powers of two. Subnormal values have
+    # exponent 0. This is correct, because they are below the smallest scale.
     bits = amax.float().view(torch.int32)
     exponent = (bits >> 23) - 8
     if rule == RCEIL:
@@ -77,7 +78,8 @@ def rounded(x_MK: Tensor, rule: str) -> Tensor:
     The conversion is exact, except for subnormal values of bfloat16.
     """
     bits_MK, scale_MS = to_mx(x_MK, rule)
-    # Build 2^k from the bits of its exponent. 2^-127 is subnormal, with only the highest bit of the fraction set.
+    # Build 2^k from the bits of its exponent. 2^-127 is subnormal, with only the highest bit of the
+    # fraction set.
     power_MS = (scale_MS.int() << 23).clamp(min=0x400000).view(torch.float32)
     bits_MSB = bits_MK.view(*scale_MS.shape, MX_BLOCK)
     out_MK = (bits_MSB.to(x_MK.dtype) * power_MS.to(x_MK.dtype)[..., None]).view(bits_MK.shape)
@@ -87,7 +89,8 @@ def rounded(x_MK: Tensor, rule: str) -> Tensor:
 def swizzled(scale_MS: Tensor) -> Tensor:
     """Return scales in the order of cuBLAS, flattened ("1D block scaling factors layout" in its documentation).
 
-    Tiles of 128 rows and 4 blocks are consecutive along a row. In a tile, rows at a distance of 32 are adjacent.
+    Tiles of 128 rows and 4 blocks are consecutive along a row. In a tile, rows at a distance of 32 are
+    adjacent.
     """
     rows, blocks = scale_MS.shape
     tiled = F.pad(scale_MS, (0, -blocks % 4, 0, -rows % 128))
@@ -107,7 +110,10 @@ def product(a_MK: Tensor, b_NK: Tensor, rule: str, emulate: bool) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T and its gradients. Operands are saved in their own dtype, and converted to MX for each product."""
+    """x W^T and its gradients.
+
+    Operands are saved in their own dtype, and converted to MX for each product.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_OI: Tensor, rule: str, emulate: bool) -> Tensor:

@@ -36,7 +36,10 @@ def permute(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
 
 
 def repeat_and_permute(x_SD: Tensor, copies: int, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Repeat each row ``copies`` times and permute: (S, D) to (S * copies, D). Allocates no intermediate tensor."""
+    """Repeat each row ``copies`` times and permute: (S, D) to (S * copies, D).
+
+    Allocates no intermediate tensor.
+    """
     return _Take.apply(x_SD, order_R, inverse_R, copies)  # type: ignore[no-any-return]
 
 
@@ -64,8 +67,8 @@ class _Take(torch.autograd.Function):
 class Groups:
     """Padding of rows sorted by group, so groups have few different sizes.
 
-    For 16-bit products on a CPU, oneDNN generates code for each distinct number of rows. The number of rows per expert
-    differs in every step, and generating code took three times as long as the products.
+    For 16-bit products on a CPU, oneDNN generates code for each distinct number of rows. The number of
+    rows per expert differs in every step, and generating code took three times as long as the products.
 
     Attributes:
         multiple: Sizes are rounded up to this power of two, which is at most an eighth of the mean size.

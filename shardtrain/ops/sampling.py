@@ -1,7 +1,8 @@
 """Selection of the next token: the most likely one (greedy), or a random draw with temperature, top-k and top-p.
 
-Each row has its own random stream, seeded by the seed and the row's number, and draws one number per token. The text of
-a row therefore does not depend on the other rows of its batch or on the device. Shape suffixes: B rows, V vocabulary.
+Each row has its own random stream, seeded by the seed and the row's number, and draws one number per
+token. The text of a row therefore does not depend on the other rows of its batch or on the device. Shape
+suffixes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from torch import Tensor
 from shardtrain.utils.errors import NumericalError
 
 _FEW = 1024
-"""Number of most likely tokens that nearly always sum to top_p. Sorting 128,256 tokens takes 10 ms per row on a CPU."""
+"""Number of most likely tokens that nearly always sum to top_p.
+
+Sorting 128,256 tokens takes 10 ms per row on a CPU.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,13 @@ class Sampling:
     """Transformations of the logits, applied in the order of the fields. The default is greedy.
 
     Attributes:
-        repetition_penalty: Divides the logits of tokens that the row already contains. Negative logits are multiplied
+        repetition_penalty: Divides the logits of tokens that the row already contains. Negative logits
+            are multiplied
             by it instead (Keskar et al. 2019).
         temperature: Divides the logits. 0 selects the most likely token.
         top_k: Draw from this number of most likely tokens. 0 for all tokens.
-        top_p: Draw from the smallest set of most likely tokens with at least this probability (Holtzman et al. 2020).
+        top_p: Draw from the smallest set of most likely tokens with at least this probability (Holtzman
+            et al. 2020).
     """
 
     repetition_penalty: float = 1.0
@@ -66,8 +72,8 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
     if sampling.top_p < 1 and ids_BV is None:
         few_BV, ids_BV = shares_BV.topk(min(_FEW, shares_BV.size(-1)), dim=-1)
         if not bool((few_BV.double().sum(-1) >= sampling.top_p).all()):
-            # Sort all tokens, separately for each row. topk and sort may order equal probabilities differently, and
-            # the other rows must not determine which of the two a row uses.
+            # Sort all tokens, separately for each row. topk and sort may order equal probabilities
+            # differently, and the other rows must not determine which of the two a row uses.
             if len(logits_BV) > 1:
                 rows = zip(logits_BV.split(1), uniforms, strict=True)
                 return [choose(logits_1V, sampling, [uniform])[0] for logits_1V, uniform in rows]
@@ -81,7 +87,8 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
         before_BV = shares_BV.cumsum(-1) - shares_BV
         shares_BV = shares_BV.masked_fill(before_BV >= sampling.top_p, 0.0)
 
-    # Inverse transform sampling: select the first token whose cumulative sum exceeds the row's number times the total.
+    # Inverse transform sampling: select the first token whose cumulative sum exceeds the row's number
+    # times the total.
     upto_BV = shares_BV.cumsum(-1)
     total_B1 = upto_BV[:, -1:]
     _require_finite(total_B1)

@@ -25,9 +25,10 @@ def seed_of(seed: int, *parts: int) -> int:
 def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequence_rank: int = 0) -> None:
     """Seed Python, NumPy and PyTorch for one step.
 
-    Ranks with different activations get different random numbers, so their dropout masks are independent. Activations
-    differ between pipeline stages, between samples, and between parts of a sequence. Sequences are split by context
-    parallelism, and by tensor parallelism (along the sequence between layers, by heads and features within layers).
+    Ranks with different activations get different random numbers, so their dropout masks are independent.
+    Activations differ between pipeline stages, between samples, and between parts of a sequence.
+    Sequences are split by context parallelism, and by tensor parallelism (along the sequence between
+    layers, by heads and features within layers).
 
     The first part of a sequence gets the random numbers of a mesh that does not split it.
     """
@@ -39,7 +40,10 @@ def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequenc
 
 
 def set_determinism(warn_only: bool = False) -> None:
-    """Require deterministic kernels from PyTorch. Other kernels raise an error, or only warn with ``warn_only``."""
+    """Require deterministic kernels from PyTorch.
+
+    Other kernels raise an error, or only warn with ``warn_only``.
+    """
     # cuBLAS is only deterministic with a fixed workspace.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)

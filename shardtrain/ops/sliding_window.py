@@ -1,7 +1,7 @@
 """Sliding-window attention: a token attends to itself and the ``window - 1`` tokens before it (Beltagy et al. 2020).
 
-A block of queries is only computed with its range of visible keys. Work and memory therefore grow with the window
-instead of the sequence. Shape suffixes: l queries and s keys of a block.
+A block of queries is only computed with its range of visible keys. Work and memory therefore grow with
+the window instead of the sequence. Shape suffixes: l queries and s keys of a block.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class Vocabulary(Protocol):
     Attributes:
         size: Number of columns of all ranks.
         offset: First column of this rank.
-        columns: Largest number of columns of a rank. Equal on all ranks, so all process the same chunks of tokens.
+        columns: Largest number of columns of a rank. Equal on all ranks, so all process the same chunks
+            of tokens.
     """
 
     size: int
@@ -37,9 +38,9 @@ class Vocabulary(Protocol):
 class SplitCrossEntropySum(torch.autograd.Function):
     """``cross_entropy_sum`` of logits with columns split over ranks. Every rank returns the same loss.
 
-    The softmax is computed as in flash attention (Dao et al. 2022). For each token, a rank computes the largest logit
-    of its columns, the sum of exponentials relative to it, the target's logit, and for label smoothing the sum of its
-    logits. One collective exchanges these numbers.
+    The softmax is computed as in flash attention (Dao et al. 2022). For each token, a rank computes the
+    largest logit of its columns, the sum of exponentials relative to it, the target's logit, and for
+    label smoothing the sum of its logits. One collective exchanges these numbers.
     """
 
     @staticmethod
@@ -54,13 +55,15 @@ class SplitCrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         num_tokens, columns = logits_Nv.shape
 
-        # Find the targets in this rank's columns. Other targets get an arbitrary column, which here_N excludes.
+        # Find the targets in this rank's columns. Other targets get an arbitrary column, which here_N
+        # excludes.
         kept_N = targets_N != IGNORE
         local_N = targets_N - vocabulary.offset
         here_N = kept_N & (local_N >= 0) & (local_N < columns)
         index_N1 = local_N.clamp(0, max(0, columns - 1)).unsqueeze(1)
 
-        # Keep exponentials for the gradient if that is cheap: in the memory of a float32 gradient, or on a CPU.
+        # Keep exponentials for the gradient if that is cheap: in the memory of a float32 gradient, or on
+        # a CPU.
         needs_gradient = ctx.needs_input_grad[0]
         gradient_Nv = torch.empty_like(logits_Nv) if needs_gradient else None
         exponentials_Nv = None
@@ -69,8 +72,9 @@ class SplitCrossEntropySum(torch.autograd.Function):
         elif needs_gradient and logits_Nv.device.type == "cpu" and logits_Nv.numel() <= MOST_KEPT_NUMEL:
             exponentials_Nv = torch.empty_like(logits_Nv, dtype=torch.float32)
 
-        # Compute each token's largest logit, sum of exponentials relative to it, and target logit. If all columns are
-        # minus infinity, or the rank has no columns, use the lowest finite number: exp(-inf - -inf) would be NaN.
+        # Compute each token's largest logit, sum of exponentials relative to it, and target logit. If all
+        # columns are minus infinity, or the rank has no columns, use the lowest finite number: exp(-inf -
+        # -inf) would be NaN.
         num_values = 4 if terms.label_smoothing else 3
         own_4N = torch.zeros(num_values, num_tokens, dtype=torch.float32, device=logits_Nv.device)
         lowest = torch.finfo(torch.float32).min
@@ -99,8 +103,8 @@ class SplitCrossEntropySum(torch.autograd.Function):
             losses_N = terms.losses(lse_N, target_N, mean_N)
         loss = (losses_N * kept_N).sum(dtype=torch.float64)
 
-        # Compute the gradient for this rank's columns: softmax - one_hot(target), and the gradient of the terms. It
-        # needs no communication.
+        # Compute the gradient for this rank's columns: softmax - one_hot(target), and the gradient of the
+        # terms. It needs no communication.
         if gradient_Nv is not None:
             scale_N1 = (kept_N / total_N).mul_(weight).unsqueeze(1)
             if terms.z_loss_weight:

@@ -1,4 +1,7 @@
-"""Tied parameters: parameters shared by several modules. Some PyTorch functions untie them; these tie them again."""
+"""Tied parameters: parameters shared by several modules.
+
+Some PyTorch functions untie them; these tie them again.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Find operations outside of cores that mix or count tokens. They are wrong on a part of a sequence.
 
-A TorchFunctionMode observes a forward pass on the meta device. The number of tokens divides no dimension of a weight,
-so a dimension of that size is the dimension of tokens.
+A TorchFunctionMode observes a forward pass on the meta device. The number of tokens divides no dimension
+of a weight, so a dimension of that size is the dimension of tokens.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, 
 def watch(model: nn.Module, where: str, fix: str) -> Watch | None:
     """Return a Watch on a model of which no module may mix tokens, except within ``allowing``.
 
-    It only reports counted tokens that change activations, because models of ``transformers`` count tokens also where
-    they do not use the numbers. None if no test length is unique.
+    It only reports counted tokens that change activations, because models of ``transformers`` count
+    tokens also where they do not use the numbers. None if no test length is unique.
     """
     length = _unique_length(model)
     if length is None:
@@ -159,8 +159,8 @@ class Watch(TorchFunctionMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         place = f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
 
-        # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's own forward
-        # has all tokens and may count them.
+        # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's
+        # own forward has all tokens and may count them.
         may_count = "core" not in self._where and len(self.stack) <= 1
         is_counted = not may_count and not inputs and any(self.length in x.shape for x in outputs)
         if not self._finds_unused_counts:
@@ -176,7 +176,10 @@ class Watch(TorchFunctionMode):
             self.found = Broken(rule, self._fix)
 
     def _uses_counts(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-        """True if a function applies counted tokens to activations. Otherwise follow the counts to its outputs."""
+        """True if a function applies counted tokens to activations.
+
+        Otherwise follow the counts to its outputs.
+        """
         counted = [x for x in inputs if id(x) in self._counted]
         if counted:
             others = [x for x in inputs if id(x) not in self._counted]
@@ -200,8 +203,8 @@ class Watch(TorchFunctionMode):
         if name in _ALONG:
             return any(x.shape[dim] == self.length for dim in _dims_of(name, args, kwargs))
 
-        # An output without a dimension of tokens has summed or dropped them. Two such dimensions are a product of
-        # tokens.
+        # An output without a dimension of tokens has summed or dropped them. Two such dimensions are a
+        # product of tokens.
         for y in outputs:
             if not y.is_floating_point():
                 continue

@@ -1,7 +1,8 @@
 """Undo side effects of a trial forward pass on the code of a user's model.
 
-Checks run a model on different devices and lengths than training. A mask that the model's code caches during a check,
-in a class, a global or ``functools.lru_cache``, must not affect the next check or the training.
+Checks run a model on different devices and lengths than training. A mask that the model's code caches
+during a check, in a class, a global or ``functools.lru_cache``, must not affect the next check or the
+training.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _PACKAGE = Path(__file__).parents[1]
 class UserState:
     """Snapshot of the Python state that a model's own code can change.
 
-    It covers everything that can be reached from the model: attributes and buffers of modules, attributes of the user's
-    classes and objects, globals of the user's files, and caches of functions.
+    It covers everything that can be reached from the model: attributes and buffers of modules, attributes
+    of the user's classes and objects, globals of the user's files, and caches of functions.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -61,8 +61,9 @@ def muon_groups(
     """Return parameter groups with a key "algorithm": Muon for matrices and stacks of matrices, AdamW for
     the rest.
 
-    AdamW updates parameters with one dimension or more than three, stacks of vectors, and parameters whose
-    name matches a pattern of ``config.muon_adamw_patterns``. ``all_names`` are the parameters of the unsharded model.
+    AdamW updates parameters with one dimension or more than three, stacks of vectors, and parameters
+    whose name matches a pattern of ``config.muon_adamw_patterns``. ``all_names`` are the parameters of
+    the unsharded model.
 
     Raises:
         ConfigError: a pattern that is not a default matches nothing, or the patterns leave no parameter to

@@ -42,7 +42,8 @@ def option(default: Any, help: str, *, rare: bool = False, positional: bool = Fa
         help: one line for ``--help``.
         rare: list the option last in the help.
         positional: let the dataclass's constructor accept the field as a positional argument.
-        argparse_options: passed to ``add_argument``, such as ``metavar``; ``flag`` replaces the name of the option.
+        argparse_options: passed to ``add_argument``, such as ``metavar``; ``flag`` replaces the name of
+            the option.
     """
     metadata = {"help": help, "rare": rare, "argparse": argparse_options}
     kw_only = not positional
@@ -69,7 +70,10 @@ def _argument_type(hint: Any) -> dict[str, Any]:
 
 
 def output_name(text: str) -> str:
-    """Return the path of an output. Raise ConfigError for ``-``, with which other programs mean the standard output."""
+    """Return the path of an output.
+
+    Raise ConfigError for ``-``, with which other programs mean the standard output.
+    """
     if text == "-":
         raise ConfigError("- is not an output: this command does not write to the standard output; name a file, or ./-")
     return text
@@ -83,8 +87,8 @@ def output_path(text: str) -> Path:
 class StrictArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of exiting and accepts no abbreviated options.
 
-    ``example`` is a complete command, shown with each error. ``first`` is the option of a leading positional argument:
-    with ``first="--from"``, ``generate RUN`` means ``generate --from RUN``.
+    ``example`` is a complete command, shown with each error. ``first`` is the option of a leading
+    positional argument: with ``first="--from"``, ``generate RUN`` means ``generate --from RUN``.
     """
 
     def __init__(self, program: str, description: str, example: str = "", first: str = "") -> None:

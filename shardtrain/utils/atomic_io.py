@@ -1,7 +1,7 @@
 """Open and replace the files that a run writes, without following a symlink that somebody has planted.
 
-``open_file`` opens every file that a run writes. Below the folders of ``guard`` no part of a path may be a symlink:
-each folder is opened relative to the descriptor of its parent.
+``open_file`` opens every file that a run writes. Below the folders of ``guard`` no part of a path may be
+a symlink: each folder is opened relative to the descriptor of its parent.
 """
 
 from __future__ import annotations
@@ -103,11 +103,13 @@ def open_file(
 ) -> int:
     """Open a file for writing and return its descriptor; also an ``opener`` for ``open``.
 
-    A symlink or a pipe at ``path`` is removed instead of opened. A file with more hard links is first replaced by a
-    copy. ``fresh`` removes an existing file: truncating it would destroy its other hard links' content.
+    A symlink or a pipe at ``path`` is removed instead of opened. A file with more hard links is first
+    replaced by a copy. ``fresh`` removes an existing file: truncating it would destroy its other hard
+    links' content.
 
     Raises:
-        OSError: the file cannot be opened, is a device, or is a link again after each removal. The error has the path.
+        OSError: the file cannot be opened, is a device, or is a link again after each removal. The error
+            has the path.
     """
     parent, name = os.path.split(_absolute(path))
     with _naming(path), folder(parent, create_folder) as at:
@@ -201,8 +203,8 @@ def write(
 def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield the path of a new file, for a library that only accepts paths. The file replaces ``path`` at the end.
 
-    The new file is in a separate private folder. On systems with ``/proc`` the yielded path uses the descriptor of
-    this folder. Missing parent folders are created. Raises OSError.
+    The new file is in a separate private folder. On systems with ``/proc`` the yielded path uses the
+    descriptor of this folder. Missing parent folders are created. Raises OSError.
     """
     parent, name = os.path.split(_absolute(path))
     part = f".{name}.{secrets.token_hex(4)}"

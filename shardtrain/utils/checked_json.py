@@ -1,7 +1,8 @@
 """Parsing of JSON with finite numbers only, and JSON lines that end with a checksum.
 
-The checksum reveals a digit that has changed on disk. It is the last field of a line, ``crc32``, and covers the line
-without that field. Lines without a checksum are accepted: an older version or another program may have written them.
+The checksum reveals a digit that has changed on disk. It is the last field of a line, ``crc32``, and
+covers the line without that field. Lines without a checksum are accepted: an older version or another
+program may have written them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def parse(data: bytes | str, unique_keys: bool = False) -> Any:
 
 
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
-    """True if a value is an integer from ``least`` to ``most``, by default the maximum of int64. Not for booleans."""
+    """True if a value is an integer from ``least`` to ``most``, by default the maximum of int64.
+
+    Not for booleans.
+    """
     return type(value) is int and least <= value <= most
 
 

@@ -30,7 +30,10 @@ COMMAND_LINE = "command line"
 _MOST_SHOWN = 600
 """Maximum number of characters of a value in a message."""
 _MOST_ITEMS = 40
-"""Maximum number of items of a list or table in a message. A hundred problems may be about the same long list."""
+"""Maximum number of items of a list or table in a message.
+
+A hundred problems may be about the same long list.
+"""
 
 
 def fix_first(subject: str, fix: str, *reasons: str) -> str:
@@ -58,8 +61,9 @@ class Problem:
     def __str__(self) -> str:
         """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``.
 
-        A rule of two sentences (``SENTENCES``) comes after the fix. A fix that sets another option or removes this one
-        names this one: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or remove a.b``.
+        A rule of two sentences (``SENTENCES``) comes after the fix. A fix that sets another option or
+        removes this one names this one: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or remove
+        a.b``.
         """
         origin = f"{self.where}: " if self.where else ""
         masked = shown(self.option, _first_items(self.value))

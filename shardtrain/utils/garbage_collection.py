@@ -32,8 +32,9 @@ def paused() -> Iterator[None]:
 def importing(module: str) -> Iterator[None]:
     """Disable garbage collection while the block imports ``module``, and exclude its objects from later collections.
 
-    PyTorch and its dependencies are half a million objects that live as long as the process. Python would visit them
-    five times during the import and once before the first step, which takes 0.4 of about 2.5 s.
+    PyTorch and its dependencies are half a million objects that live as long as the process. Python would
+    visit them five times during the import and once before the first step, which takes 0.4 of about 2.5
+    s.
     """
     if module in sys.modules:
         yield
@@ -46,8 +47,9 @@ def importing(module: str) -> Iterator[None]:
 class GarbageCollection:
     """Collect Python's garbage every ``freq`` steps, on all ranks at the same step, and never in between.
 
-    An automatic collection on one rank would make all others wait. ``debug`` runs a full collection every step and
-    logs the number of objects. ``close`` (or the end of the context) enables automatic collection again.
+    An automatic collection on one rank would make all others wait. ``debug`` runs a full collection every
+    step and logs the number of objects. ``close`` (or the end of the context) enables automatic
+    collection again.
 
     Raises:
         ConfigError: ``freq`` is below 1.

@@ -60,7 +60,10 @@ def last_said() -> float:
 
 
 _running: list[_Silence] = []
-"""Silent periods of the running tasks, outermost first. Only the innermost prints, because it is the most specific."""
+"""Silent periods of the running tasks, outermost first.
+
+Only the innermost prints, because it is the most specific.
+"""
 _PATIENCE_SECONDS = 0.5
 """Additional delay of a task for each task inside it."""
 
@@ -82,7 +85,8 @@ def heartbeat(
 
     Args:
         what: The task, as text for the line.
-        seconds: Silence before a line. Default: ``SHARDTRAIN_HEARTBEAT_SECONDS``, or 5. With 0 nothing is printed.
+        seconds: Silence before a line. Default: ``SHARDTRAIN_HEARTBEAT_SECONDS``, or 5. With 0 nothing is
+            printed.
         say: Prints a line. Default: to standard error.
         far: Returns the progress as text.
     """

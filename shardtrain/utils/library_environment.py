@@ -1,7 +1,7 @@
 """Environment variables that keep PyTorch and trackers from running other people's code.
 
-torch.compile starts ``python -c`` to try the libraries it builds. It loads these libraries from a folder in the shared
-temporary directory whose name everybody can predict. Trackers start Python services, too.
+torch.compile starts ``python -c`` to try the libraries it builds. It loads these libraries from a folder
+in the shared temporary directory whose name everybody can predict. Trackers start Python services, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def protected() -> Iterator[None]:
 
 
 def require_compiler_cache(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if the user's ``TORCHINDUCTOR_CACHE_DIR`` cannot be used. PyTorch's import would fail there."""
+    """Raise ConfigError if the user's ``TORCHINDUCTOR_CACHE_DIR`` cannot be used.
+
+    PyTorch's import would fail there.
+    """
     chosen = environment.get(COMPILER_CACHE)
     if not chosen:
         return
@@ -58,8 +61,8 @@ def require_compiler_cache(environment: Mapping[str, str]) -> None:
 def compiler_cache() -> Path:
     """Return the user's ``TORCHINDUCTOR_CACHE_DIR`` or a folder in which only this user can create files.
 
-    PyTorch's default is used if this user owns it. Another user may have created it first: the cache is then in the
-    user's own cache folder.
+    PyTorch's default is used if this user owns it. Another user may have created it first: the cache is
+    then in the user's own cache folder.
     """
     chosen = os.environ.get(COMPILER_CACHE)
     if chosen:

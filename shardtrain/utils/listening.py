@@ -68,9 +68,9 @@ def rendezvous_listener(host: str, port: int) -> socket.socket:
 def open_listener(host: str, port: int) -> socket.socket:
     """Listen on ``port`` at the address of ``host``, or on all addresses if ``host`` does not determine one.
 
-    A name determines no address if it resolves to several, or to a loopback address: Debian resolves a machine's own
-    name to 127.0.1.1, and other machines resolve it otherwise. Neither does an address that this machine does not have,
-    such as that of a Kubernetes service or of a port forward.
+    A name determines no address if it resolves to several, or to a loopback address: Debian resolves a
+    machine's own name to 127.0.1.1, and other machines resolve it otherwise. Neither does an address that
+    this machine does not have, such as that of a Kubernetes service or of a port forward.
 
     Raises:
         OSError: the name does not resolve, or the port is taken.

@@ -1,7 +1,7 @@
 """Python files that the user names: a model, a task, a dataset, a sink, ... The only code that parses or imports them.
 
-A path in the user's own configuration or command line is code that the user chose. A path or a name inside an artefact
-(a checkpoint, a Hugging Face folder) must never reach ``load`` or ``run``.
+A path in the user's own configuration or command line is code that the user chose. A path or a name
+inside an artefact (a checkpoint, a Hugging Face folder) must never reach ``load`` or ``run``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAX_BYTES = 2**24
 class FileKind:
     """One kind of user file: its name, the names that it must define, and the fix if it does not.
 
-    A required name in upper case is a constant. Any other must be callable, and those in ``classes`` must be classes.
+    A required name in upper case is a constant. Any other must be callable, and those in ``classes`` must
+    be classes.
     """
 
     name: str
@@ -124,7 +125,8 @@ def load(path: str, kind: FileKind, option: str) -> ModuleType:
     """Import a file and return its module, which defines all names that its kind requires.
 
     Raises:
-        ConfigError: the file does not exist, lacks one of the names, or ends the program. Other exceptions that the
+        ConfigError: the file does not exist, lacks one of the names, or ends the program. Other
+            exceptions that the
             file raises are not caught.
     """
     problem = fault(path, kind)

@@ -1,12 +1,13 @@
 """A loopback interface for the processes of one run, in a Linux network namespace (network_namespaces(7)).
 
-Gloo does not authenticate connections, and every user of a machine can connect to its loopback address. A socket
-belongs to the network namespace of the thread that creates it. One thread of each rank therefore creates gloo's
-sockets in this namespace, and the other threads stay in the normal network.
+Gloo does not authenticate connections, and every user of a machine can connect to its loopback address. A
+socket belongs to the network namespace of the thread that creates it. One thread of each rank therefore
+creates gloo's sockets in this namespace, and the other threads stay in the normal network.
 
-A user without privileges needs a user namespace around the network namespace. It maps the same user and group. A
-process can only enter it while it has a single thread. Inside, a process keeps one capability (capabilities(7)), so
-its rights over files do not change. A process with other capabilities would lose them and does not enter.
+A user without privileges needs a user namespace around the network namespace. It maps the same user and
+group. A process can only enter it while it has a single thread. Inside, a process keeps one capability
+(capabilities(7)), so its rights over files do not change. A process with other capabilities would lose
+them and does not enter.
 
 If the kernel does not allow this, there is no namespace, and the ranks use the normal loopback interface.
 """
@@ -41,7 +42,8 @@ _IS_UP = 0x1
 def create_network_namespace() -> Iterator[dict[str, str]]:
     """Create a loopback-only network namespace for the block.
 
-    Yield the environment variable that passes it to forked ranks, or {} if the system does not allow namespaces.
+    Yield the environment variable that passes it to forked ranks, or {} if the system does not allow
+    namespaces.
     """
     descriptors = _create() if sys.platform == "linux" else None
     try:
@@ -55,8 +57,8 @@ def create_network_namespace() -> Iterator[dict[str, str]]:
 def _create() -> tuple[int, int] | None:
     """Return descriptors of a user namespace (-1 if not needed) and a network namespace. None if not allowed.
 
-    A namespace exists while a process is in it or a descriptor refers to it. A child process creates it, and this
-    process opens it.
+    A namespace exists while a process is in it or a descriptor refers to it. A child process creates it,
+    and this process opens it.
     """
     kind_reader, kind_writer = os.pipe()
     release_reader, release_writer = os.pipe()
@@ -119,8 +121,9 @@ def _enter_new_network() -> bytes:
     user = os.geteuid()
     group = os.getegid()
     kind = b"n"
-    # Root can create a network namespace directly. Other users need a user namespace around it, which maps this user
-    # and group to themselves. A process with capabilities over other users' files would lose them in it.
+    # Root can create a network namespace directly. Other users need a user namespace around it, which
+    # maps this user and group to themselves. A process with capabilities over other users' files would
+    # lose them in it.
     try:
         _call("unshare", _NEW_NET)
     except OSError:
@@ -132,7 +135,8 @@ def _enter_new_network() -> bytes:
                 file.write(text)
         kind = b"u"
 
-    # Bring ``lo`` up with SIOCGIFFLAGS and SIOCSIFFLAGS: it is down in a new network. Check that a socket can be bound.
+    # Bring ``lo`` up with SIOCGIFFLAGS and SIOCSIFFLAGS: it is down in a new network. Check that a socket
+    # can be bound.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         (flags,) = struct.unpack_from("H", fcntl.ioctl(any_socket, _GET_FLAGS, request), 16)
@@ -153,8 +157,9 @@ def enter_user_namespace() -> None:
     if descriptors is None or descriptors[0] < 0:
         return
     _call("setns", descriptors[0], _NEW_USER)
-    # Keep only the capability to enter a network namespace. With the others that a user namespace grants, the process
-    # could ignore file permissions, and would write to folders that their owner has made read-only.
+    # Keep only the capability to enter a network namespace. With the others that a user namespace grants,
+    # the process could ignore file permissions, and would write to folders that their owner has made
+    # read-only.
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
     # Six numbers: effective, permitted and inheritable set of the first 32 capabilities, then of the others.
     kept = 1 << _SYS_ADMIN

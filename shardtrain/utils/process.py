@@ -1,7 +1,8 @@
 """Process-wide settings of shardtrain's commands.
 
-Python's tracebacks contain no secrets. New files are not writable for everyone. The limit of open files is raised.
-Output that cannot be written (closed terminal, pipe to ``head``, full disk) does not end the process.
+Python's tracebacks contain no secrets. New files are not writable for everyone. The limit of open files
+is raised. Output that cannot be written (closed terminal, pipe to ``head``, full disk) does not end the
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ AT_ADDRESS = "address"
 """Its value for Slurm tasks that share no folder on their node, and therefore use MASTER_ADDR."""
 
 SECRET = "SHARDTRAIN_SECRET"
-"""Variable with the secret that only the nodes of a run share. They sign their rendezvous messages with it."""
+"""Variable with the secret that only the nodes of a run share.
+
+They sign their rendezvous messages with it.
+"""
 SIGNATURE_PREFIX = b"shardtrain-sha256 "
 """Start of a signed message. The signature and the message follow."""
 
@@ -81,10 +85,11 @@ def lost_output() -> OSError | None:
 def keep_streams() -> None:
     """Keep standard streams usable if they are closed, lost, or cannot encode a character.
 
-    A stream that was closed when this process started becomes the null device. Otherwise a file that is opened later
-    would get its descriptor number and receive the output of libraries. Output that cannot be written to stderr is
-    dropped, because the log, the metrics and ``exit.json`` are files. Write errors of stdout are raised, because most
-    verbs exist for their output. Characters that the stream's encoding lacks are written as escapes.
+    A stream that was closed when this process started becomes the null device. Otherwise a file that is
+    opened later would get its descriptor number and receive the output of libraries. Output that cannot
+    be written to stderr is dropped, because the log, the metrics and ``exit.json`` are files. Write
+    errors of stdout are raised, because most verbs exist for their output. Characters that the stream's
+    encoding lacks are written as escapes.
     """
     for number in range(3):
         try:

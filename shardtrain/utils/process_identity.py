@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 
 class ProcessStat(NamedTuple):
-    """Fields of /proc/PID/stat. ``start_ticks`` counts clock ticks since boot and tells reused process IDs apart."""
+    """Fields of /proc/PID/stat.
+
+    ``start_ticks`` counts clock ticks since boot and tells reused process IDs apart.
+    """
 
     state: str
     start_ticks: int
@@ -30,7 +33,10 @@ def read_stat(pid: int | str = "self") -> ProcessStat | None:
 
 
 def boot_id() -> str:
-    """Return the ID of the machine's current boot, which its containers share. Without one, return the host name."""
+    """Return the ID of the machine's current boot, which its containers share.
+
+    Without one, return the host name.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

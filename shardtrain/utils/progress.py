@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LINE_SECONDS = 4.0
-"""Time between two printed lines. It is shorter than that of a heartbeat, which prints if this class does not."""
+"""Time between two printed lines.
+
+It is shorter than that of a heartbeat, which prints if this class does not.
+"""
 REDRAW_SECONDS = 0.1
 """Minimum time between two updates of the live line, so fast work does not wait for the terminal."""
 _BAR_COLUMNS = 24
@@ -24,8 +27,8 @@ _BAR_COLUMNS = 24
 class Progress:
     """Progress of one task. Use it as a context manager, or call ``close``.
 
-    It has no thread, so a process that shows progress may fork. Log lines appear above the live line, because the log
-    writes through ``sys.stderr``.
+    It has no thread, so a process that shows progress may fork. Log lines appear above the live line,
+    because the log writes through ``sys.stderr``.
 
     Attributes:
         is_live: True if a live line is drawn on a terminal.
@@ -53,8 +56,8 @@ class Progress:
     def show(self, completed: float, words: Sequence[str], at_once: bool = False) -> None:
         """Show that ``completed`` of the total is complete, and ``words``.
 
-        The last words are dropped if space is short. Draws or prints only if enough time has passed. ``at_once``
-        always redraws a live line.
+        The last words are dropped if space is short. Draws or prints only if enough time has passed.
+        ``at_once`` always redraws a live line.
         """
         self._completed = completed
         self._words = list(words)

@@ -1,6 +1,7 @@
 """Errors of the Python API: arguments checked against their annotations, and parameters named instead of flags.
 
-The functions of ``shardtrain.api`` run the code of the command line, whose messages name flags such as ``--config``.
+The functions of ``shardtrain.api`` run the code of the command line, whose messages name flags such as
+``--config``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ OPTIONS = {
     "batch_size": "validation.local_batch_size",
     "seq_len": "validation.seq_len",
 }
-"""Options that a parameter sets. An error about such an option names the parameter if the value came from it."""
+"""Options that a parameter sets.
+
+An error about such an option names the parameter if the value came from it.
+"""
 _VALUE = r'[ =](?:\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml)|=(?!true|false)[a-z]\w*'
 """Pattern of a value that differs from ordinary text: a number, a quoted text, a path, or a value
 after "=".

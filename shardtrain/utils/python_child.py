@@ -1,9 +1,10 @@
 """Start a module of this package in a new Python process that imports nothing from the current directory.
 
-``python -m MODULE`` puts the current directory first in ``sys.path``: a ``json.py`` or ``torch.py`` there would run.
-``-P`` prevents this, but then a package that is not installed, such as a clone, is not found either. The new process
-therefore runs this file as a script. The script loads the same package that started it. The folder of the package
-becomes the last entry of ``sys.path``. Files next to the package then cannot replace modules of Python or PyTorch.
+``python -m MODULE`` puts the current directory first in ``sys.path``: a ``json.py`` or ``torch.py`` there
+would run. ``-P`` prevents this, but then a package that is not installed, such as a clone, is not found
+either. The new process therefore runs this file as a script. The script loads the same package that
+started it. The folder of the package becomes the last entry of ``sys.path``. Files next to the package
+then cannot replace modules of Python or PyTorch.
 """
 
 from __future__ import annotations

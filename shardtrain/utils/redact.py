@@ -1,7 +1,7 @@
 """Masking of secrets in text. A secret is recognized by the name of its environment variable or by its form.
 
-``redact`` is applied to each log line, traceback, ``exit.json`` and resolved configuration, and to all data for W&B.
-This module imports only the standard library, so that every other module may import it.
+``redact`` is applied to each log line, traceback, ``exit.json`` and resolved configuration, and to all
+data for W&B. This module imports only the standard library, so that every other module may import it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)RE
 # Options that may contain a secret although they are not named like a secret variable.
 _SECRET_OPTION = re.compile(r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE)
 _NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false|</?\w+>|<\|[\w-]+\|>|\[[A-Z]+\]")
-# At least 32 hexadecimal digits. Or at least 32 base64 characters that are not an absolute path, with an upper-case
-# letter, a lower-case letter and a digit in a run of 16 without separators
+# At least 32 hexadecimal digits. Or at least 32 base64 characters that are not an absolute path, with an
+# upper-case letter, a lower-case letter and a digit in a run of 16 without separators
 _SECRET_FORM = re.compile(
     r"\b[0-9a-fA-F]{32,}\b"
     r"|^(?!/)(?=[\w+/=-]{32,}$)(?:.*[/_-])?(?=[^/_-]*[a-z])(?=[^/_-]*[A-Z])(?=[^/_-]*[0-9])[^/_-]{16,}"
@@ -38,7 +38,8 @@ _SECRET_FORM = re.compile(
 _ARGUMENT = re.compile(r"((?<!\S)(?:--[\w.-]+[ =]|[\w.-]+=))(\S+)")
 _LOOKS_SECRET = re.compile(r"[0-9a-fA-F]{40}")
 
-# Tokens of known services. A bare run of 40 hexadecimal digits is not among them, as commits have that form, too.
+# Tokens of known services. A bare run of 40 hexadecimal digits is not among them, as commits have that
+# form, too.
 _FORMS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}\b"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{20,}"  # GitHub

@@ -1,7 +1,8 @@
 """Temporary folders in the system's temporary directory. The next start removes those of killed processes.
 
-A process holds a lock on each of its folders. Its forks share the lock, and the kernel releases it when the last of
-them has ended. A lock is more reliable than a process ID, which may be reused or belong to another container.
+A process holds a lock on each of its folders. Its forks share the lock, and the kernel releases it when
+the last of them has ended. A lock is more reliable than a process ID, which may be reused or belong to
+another container.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from shardtrain.utils.process_identity import boot_id
 
 PREFIX = "shardtrain-"
 MARK = ".removed-by-next-start"
-"""File in each folder that may be removed once nobody holds its lock. It has the boot ID of the locking machine."""
+"""File in each folder that may be removed once nobody holds its lock.
+
+It has the boot ID of the locking machine.
+"""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _held: dict[Path, tuple[int, int]] = {}
 """Folder -> descriptor that holds the lock, and ID of the process that created the folder."""
@@ -84,7 +88,8 @@ def _remove_if_left(path: str) -> None:
                 if file.read(100) != boot_id():
                     return
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Delete by descriptor: other users may have replaced the path in a shared directory. Delete the mark last.
+            # Delete by descriptor: other users may have replaced the path in a shared directory. Delete
+            # the mark last.
             for name in sorted(os.listdir(descriptor), key=MARK.__eq__):
                 try:
                     os.unlink(name, dir_fd=descriptor)

@@ -1,4 +1,7 @@
-"""The user's cache folder. It holds results that later starts reuse to save time; deleting it changes no result."""
+"""The user's cache folder.
+
+It holds results that later starts reuse to save time; deleting it changes no result.
+"""
 
 from __future__ import annotations
 

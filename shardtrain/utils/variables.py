@@ -52,7 +52,10 @@ _CHECKED = {
 
 
 def drop_invalid(environment: MutableMapping[str, str]) -> None:
-    """Remove variables that should contain a number and do not, with a warning for each. Defaults apply then."""
+    """Remove variables that should contain a number and do not, with a warning for each.
+
+    Defaults apply then.
+    """
     for name, is_valid in _CHECKED.items():
         text = environment.get(name, "").strip()
         if text and not is_valid(text):

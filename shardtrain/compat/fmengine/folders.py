@@ -30,8 +30,8 @@ _MAX_SHARDS = 256
 def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
     """Write a new FMEngine folder for ``num_shards`` model-parallel ranks. Return the number of tensors and layers.
 
-    ``folder`` is a Hugging Face folder or an FMEngine folder. Memory holds one layer at a time. All tensors are read
-    back and compared before ``output`` appears.
+    ``folder`` is a Hugging Face folder or an FMEngine folder. Memory holds one layer at a time. All
+    tensors are read back and compared before ``output`` appears.
 
     Raises:
         ConfigError: ``output`` exists, or the sizes of the model are not divisible by ``num_shards``.

@@ -185,7 +185,10 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _host_options(options: dict[str, str]) -> list[str]:
-    """Translate DeepSpeed's options for hosts to options of ``launch ssh``. Return [] to use only this machine."""
+    """Translate DeepSpeed's options for hosts to options of ``launch ssh``.
+
+    Return [] to use only this machine.
+    """
     hostfile = options.get("hostfile")
     file = hostfile or HOSTFILE
     is_local = any(options.get(name, "").startswith("localhost") for name in ("include", "exclude"))

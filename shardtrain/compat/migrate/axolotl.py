@@ -294,7 +294,8 @@ def finish(migration: FileMigration) -> None:
     if get("wandb_project", str):
         migration.set("wandb_project", "metrics.enable_wandb", True, "also set WANDB_PROJECT in the environment")
 
-    # Record the keys that contain a table or name another file. They only have an effect if they are not empty.
+    # Record the keys that contain a table or name another file. They only have an effect if they are not
+    # empty.
     if migration.values.get("deepspeed"):
         migration.record("deepspeed", "honoured", "add that file to the command to translate both")
     migration.record("deepspeed", "ignored", "it is empty")

@@ -188,7 +188,10 @@ def _clipping(migration: FileMigration) -> None:
 
 
 def _batches(migration: FileMigration) -> None:
-    """Set the micro-batch and the global batch. DeepSpeed derives one of its three batch options from the other two."""
+    """Set the micro-batch and the global batch.
+
+    DeepSpeed derives one of its three batch options from the other two.
+    """
     micro = migration.get("train_micro_batch_size_per_gpu", int)
     total = migration.get("train_batch_size", int)
     accumulated = migration.get("gradient_accumulation_steps", int)

@@ -359,7 +359,10 @@ def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
 
 
 def _batches(migration: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int) -> None:
-    """Set the batch of a pipeline. Each rank passes all rows of its step, in micro-batches of DeepSpeed's size."""
+    """Set the batch of a pipeline.
+
+    Each rank passes all rows of its step, in micro-batches of DeepSpeed's size.
+    """
     settings = {setting.option: setting.value for part in parts for setting in part.settings}
     micro = settings.get("training.local_batch_size")
     total = settings.get("training.global_batch_size")

@@ -27,7 +27,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 class SystemReader(Protocol):
-    """Interface of the modules that translate files of one system. ``migration_report`` explains the rules."""
+    """Interface of the modules that translate files of one system.
+
+    ``migration_report`` explains the rules.
+    """
 
     SYSTEM: str
     OPEN: str
@@ -94,7 +97,8 @@ def migrate(
     if len(files) == 1 and files[0].suffix.lower() == ".toml" and not flags:
         return _toml(files[0])
 
-    # Read the files. FMEngine's command lines also contain the path of its JSON file and the number of processes.
+    # Read the files. FMEngine's command lines also contain the path of its JSON file and the number of
+    # processes.
     documents = [read(file) for file in files if not _is_script(file)]
     lines = [fmengine.command_line(file, read_text(file)) for file in files if _is_script(file)]
     if flags:

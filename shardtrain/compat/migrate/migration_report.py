@@ -62,7 +62,10 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class To:
-    """Rule of a key with a corresponding option. ``translate`` converts its value, which has the type ``kind``."""
+    """Rule of a key with a corresponding option.
+
+    ``translate`` converts its value, which has the type ``kind``.
+    """
 
     option: str
     kind: type
@@ -214,7 +217,8 @@ class FileMigration:
     def record(self, key: str, verdict: Verdict, text: str) -> None:
         """Record the result of a key that sets no option. Do nothing if the key is missing or has a result.
 
-        A reader can therefore handle special values first, and then record the general case without a condition.
+        A reader can therefore handle special values first, and then record the general case without a
+        condition.
         """
         if key in self.values and not self.is_recorded(key):
             self.entries.append(Entry(_dotted(key), self.values[key], self.where(key), verdict, text))
@@ -280,7 +284,8 @@ def _dotted(key: str) -> str:
 def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the flat key and the value of each entry of nested tables.
 
-    Nested keys are joined by NUL, because a key may contain a dot. Tables in ``leaves`` are values and stay nested.
+    Nested keys are joined by NUL, because a key may contain a dot. Tables in ``leaves`` are values and
+    stay nested.
     """
     for name, value in values.items():
         key = f"{start}{name}"

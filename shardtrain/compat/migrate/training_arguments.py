@@ -38,7 +38,10 @@ def looks(values: Mapping[str, Any]) -> bool:
 
 
 def model_folder(name: str) -> tuple[str, str]:
-    """Return the local folder of a model, and a note. For a Hub repository, the note is the download command."""
+    """Return the local folder of a model, and a note.
+
+    For a Hub repository, the note is the download command.
+    """
     path = Path(name).expanduser()
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return str(path), "a local folder"

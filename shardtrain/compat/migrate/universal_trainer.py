@@ -502,5 +502,8 @@ def _positions(folder: str | None) -> int:
 
 
 def _facts(folder: str | None) -> dict[str, Any]:
-    """Return the content of config.json in a folder. Without one, the model is BART, the program's default."""
+    """Return the content of config.json in a folder.
+
+    Without one, the model is BART, the program's default.
+    """
     return facts_of_folder(folder) or {"model_type": "bart"}

@@ -220,7 +220,8 @@ _THINNED = 2500
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
     """Return the offset after the last record up to ``start_step``, or None if the records are not in order."""
     window = min(_TAIL_BYTES, size)
-    # Read backwards in windows from the end. Double the window until it contains enough records up to the step.
+    # Read backwards in windows from the end. Double the window until it contains enough records up to the
+    # step.
     while True:
         file.seek(size - window)
         content = file.read(window)
@@ -256,7 +257,10 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
 
 
 def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
-    """Return an offset behind all records up to ``start_step``, found in samples of the file. Without one, ``size``."""
+    """Return an offset behind all records up to ``start_step``, found in samples of the file.
+
+    Without one, ``size``.
+    """
     samples = _samples(file, size)
     if any(one["step"] >= other["step"] for (_, one), (_, other) in itertools.pairwise(samples)):
         return size

@@ -21,7 +21,10 @@ _AT_A_TIME = 100
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """Return the sink of this rank, or None if it is disabled. Raise ConfigError if the package is missing."""
+    """Return the sink of this rank, or None if it is disabled.
+
+    Raise ConfigError if the package is missing.
+    """
     if not request.config.metrics.enable_mlflow or not request.is_wanted:
         return None
     require_package("mlflow", "metrics.enable_mlflow", pip="mlflow-skinny")

@@ -43,7 +43,8 @@ class PrometheusSink:
         import prometheus_client
 
         self._labels = dict(labels)
-        # Use a separate registry, because the library's default registry also exports facts about the process.
+        # Use a separate registry, because the library's default registry also exports facts about the
+        # process.
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._server, self._thread = prometheus_client.start_http_server(port, address, self._registry)

@@ -136,7 +136,10 @@ class TensorBoardSink:
 
 
 def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:
-    """Raise ConfigError if the package of an option is not installed. ``pip`` is its name on PyPI if it differs."""
+    """Raise ConfigError if the package of an option is not installed.
+
+    ``pip`` is its name on PyPI if it differs.
+    """
     if name not in sys.modules and importlib.util.find_spec(name) is None:
         raise ConfigError(
             Problem(

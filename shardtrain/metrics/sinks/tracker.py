@@ -41,7 +41,8 @@ class Client(Protocol):
 class TrackerSink:
     """Send records to a service. The first failure logs a warning and disables the sink.
 
-    ``open_client`` is called in the thread. ``fields`` returns the values of a record by the names of the service.
+    ``open_client`` is called in the thread. ``fields`` returns the values of a record by the names of the
+    service.
     """
 
     def __init__(

@@ -12,7 +12,10 @@ from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """Return the sink of this rank, or None if it is disabled. Raise ConfigError if the package is missing."""
+    """Return the sink of this rank, or None if it is disabled.
+
+    Raise ConfigError if the package is missing.
+    """
     if not request.config.metrics.enable_trackio or not request.is_wanted:
         return None
     require_package("trackio", "metrics.enable_trackio")

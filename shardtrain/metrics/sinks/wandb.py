@@ -17,7 +17,8 @@ INIT_SECONDS = 60.0
 def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
     """Return the arguments of ``wandb.init`` from WANDB_PROJECT, WANDB_TEAM and similar variables.
 
-    ``all_ranks_rank`` is this rank if every rank logs. Then each rank is a separate run with the rank in its name.
+    ``all_ranks_rank`` is this rank if every rank logs. Then each rank is a separate run with the rank in
+    its name.
     """
     environment = {
         "entity": "WANDB_TEAM",
@@ -46,7 +47,10 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
 
 
 def open_sink(request: SinkContext) -> TrackerSink | None:
-    """Return the sink of this rank, or None if it is disabled. Raise ConfigError if the package is missing."""
+    """Return the sink of this rank, or None if it is disabled.
+
+    Raise ConfigError if the package is missing.
+    """
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None
     require_package("wandb", "metrics.enable_wandb")

@@ -1,17 +1,20 @@
 """Attention on a CPU by matrix products of blocks of queries, forward and backward.
 
-PyTorch's flash kernel for CPUs multiplies small tiles. ``torch.bmm`` of larger blocks uses the faster kernels of MKL
-and oneDNN. A block contains all keys of its queries. Like flash attention (Dao et al. 2022), the backward pass
-recomputes the weights from the log-sum-exp, so memory grows with the length of the sequence instead of its square.
+PyTorch's flash kernel for CPUs multiplies small tiles. ``torch.bmm`` of larger blocks uses the faster
+kernels of MKL and oneDNN. A block contains all keys of its queries. Like flash attention (Dao et al.
+2022), the backward pass recomputes the weights from the log-sum-exp, so memory grows with the length of
+the sequence instead of its square.
 
-Scores, softmax and derivatives of scores are float32 also for 16-bit inputs. Rounding a score to bfloat16 has an error
-proportional to the score, and this error becomes the relative error of its weight. Only products that return an output
-or a gradient have 16-bit operands, as in the flash kernel.
+Scores, softmax and derivatives of scores are float32 also for 16-bit inputs. Rounding a score to bfloat16
+has an error proportional to the score, and this error becomes the relative error of its weight. Only
+products that return an output or a gradient have 16-bit operands, as in the flash kernel.
 
-Scores are in units of log 2, because ``torch.exp2`` takes a third of the time of ``torch.exp`` on AMD processors.
+Scores are in units of log 2, because ``torch.exp2`` takes a third of the time of ``torch.exp`` on AMD
+processors.
 
-Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads per key-value head, H head.
-In a block: r rows, k key-value heads, P = r k pairs of row and key-value head, n queries, X = G n, m keys.
+Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads per key-value
+head, H head. In a block: r rows, k key-value heads, P = r k pairs of row and key-value head, n queries, X
+= G n, m keys.
 """
 
 from __future__ import annotations
@@ -26,9 +29,15 @@ from torch import Tensor
 from shardtrain.ops.sliding_window import Band, mask
 
 _QUERIES = {2: 128, 4: 64}
-"""Queries per block by bytes per element. More queries make larger products, but compute more masked scores."""
+"""Queries per block by bytes per element.
+
+More queries make larger products, but compute more masked scores.
+"""
 _SCORES_BYTES = 1 << 20
-"""Size of a block of scores. It must fit into the cache of a core, because it is read and written several times."""
+"""Size of a block of scores.
+
+It must fit into the cache of a core, because it is read and written several times.
+"""
 _VECTOR = 32
 """Elements: a multiple of the vector length of a processor."""
 
@@ -64,7 +73,10 @@ def attend(
 def attend_in_pieces(
     q_BlNH: Tensor, keys_values_2BKsH: Tensor, pieces: Iterable[Piece], scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``attend`` in pieces, with keys and values from ``heads_first``. Each query must be in one piece."""
+    """Compute ``attend`` in pieces, with keys and values from ``heads_first``.
+
+    Each query must be in one piece.
+    """
     heads = keys_values_2BKsH.size(2)
     scale = _resolved(scale, q_BlNH)
     out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
@@ -83,7 +95,8 @@ def attend_in_pieces(
             largest_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
             weights_PXm = scores_PXm.sub_(largest_PX1).exp2_()
             sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
-            # Normalize the weights instead of the output. The output would be rounded to 16 bits before and after.
+            # Normalize the weights instead of the output. The output would be rounded to 16 bits before
+            # and after.
             p_PXm = weights_PXm.div_(sums_PX1).to(q_BlNH.dtype)
             out_rkGnH = out_BKGlH[block.queries]
             out_rkGnH.copy_(torch.bmm(p_PXm, _keys(v_BKmH, block)).view(out_rkGnH.shape))
@@ -102,8 +115,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values, each with the dtype and shape of its tensor.
 
-    ``lse_BNl`` is the second result of ``attend``. Gradients of keys and values are summed over blocks of queries in
-    float32.
+    ``lse_BNl`` is the second result of ``attend``. Gradients of keys and values are summed over blocks of
+    queries in float32.
     """
     pieces = [_single_piece(q_BlNH, k_BsKH, band)]
     inputs = (gradient_BlNH, q_BlNH, heads_first(k_BsKH, v_BsKH), lse_BNl)
@@ -127,7 +140,8 @@ def attend_in_pieces_backward(
     heads = keys_values_2BKsH.size(2)
     scale = _resolved(scale, q_BlNH)
     exact = lse_BNl.dtype
-    # A block contains all keys of its queries, so dq is written once. Blocks share keys, so dk and dv are sums.
+    # A block contains all keys of its queries, so dq is written once. Blocks share keys, so dk and dv are
+    # sums.
     dq_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     sums_2BKsH = torch.zeros_like(keys_values_2BKsH, dtype=exact)
     for batch, queries, keys, band in pieces:
@@ -149,8 +163,8 @@ def attend_in_pieces_backward(
                 scores_PmX[:, key_range].unflatten(2, (-1, len(mask_nm))).add_(mask_m1n)
             p_PmX = scores_PmX.exp2_()
             _add_product(dv_PmH, p_PmX.to(q_PXH.dtype), gradient_PXH)
-            # ds = scale p (dp - sum of p dp over keys). Flash kernels compute the sum as gradient times output, which
-            # includes the rounding error of a 16-bit output.
+            # ds = scale p (dp - sum of p dp over keys). Flash kernels compute the sum as gradient times
+            # output, which includes the rounding error of a 16-bit output.
             scaled_PXH = gradient_PXH.to(exact) * scale
             dp_PmX = torch.bmm(v_PmH.to(exact), scaled_PXH.transpose(1, 2))
             sums_P1X = torch.linalg.vecdot(dp_PmX, p_PmX, dim=1).unsqueeze(1)
@@ -214,9 +228,9 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> 
         queries = slice(start, stop)
         keys = slice(low, high)
 
-        # Keys that are visible to all queries of the block need no mask. They are in the middle, from the first key of
-        # the last query to the last key of the first query. Round both ends to the vector length, because complete
-        # vectors are masked faster.
+        # Keys that are visible to all queries of the block need no mask. They are in the middle, from the
+        # first key of the last query to the last key of the first query. Round both ends to the vector
+        # length, because complete vectors are masked faster.
         open_low = low + _round_up(max(0, band.first + stop - 1 - low))
         open_high = low + _round_down(max(0, band.last + start + 1 - low))
         masked_ranges = [(low, high)]
@@ -229,8 +243,8 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> 
                 mask_nm = mask(stop - start, end - begin, shifted, q_BKGlH).to(dtype)
                 masks.append((slice(begin - low, end - low), mask_nm))
 
-        # Multiply as many pairs of row and head together as have scores that fit into the cache, but at least one.
-        # They are entire rows, or heads of one row.
+        # Multiply as many pairs of row and head together as have scores that fit into the cache, but at
+        # least one. They are entire rows, or heads of one row.
         scores_bytes = groups * (stop - start) * (high - low) * dtype.itemsize
         at_once = max(1, _SCORES_BYTES // scores_bytes)
         rows_at_once = max(1, at_once // heads)
@@ -269,7 +283,10 @@ def _pairs(x_rkGnH: Tensor) -> Tensor:
 
 
 def _keys(x_BKsH: Tensor, block: ScoreBlock) -> Tensor:
-    """Return a view (P, m, H) of a block's keys. It exists because pairs are entire rows, or heads of one row."""
+    """Return a view (P, m, H) of a block's keys.
+
+    It exists because pairs are entire rows, or heads of one row.
+    """
     x_rkmH = x_BKsH[block.keys]
     return x_rkmH.view(-1, *x_rkmH.shape[2:])
 

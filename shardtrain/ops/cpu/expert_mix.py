@@ -1,14 +1,15 @@
 """The experts of a layer on a CPU: one function from tokens to the weighted sum of their experts' outputs.
 
-Tokens are gathered into rows sorted by expert, and their outputs are summed per token. Each direction writes rows once.
-The backward pass multiplies by the routing weights in the narrowest tensor.
+Tokens are gathered into rows sorted by expert, and their outputs are summed per token. Each direction
+writes rows once. The backward pass multiplies by the routing weights in the narrowest tensor.
 
-oneDNN, which computes 16-bit products, generates code for each distinct number of rows, and takes about 25 microseconds
-to look it up. Rows of an expert are therefore padded, so there are few sizes. Small experts are sorted by size, experts
-of equal size are multiplied together, and the gate and up weights are multiplied in one product.
+oneDNN, which computes 16-bit products, generates code for each distinct number of rows, and takes about
+25 microseconds to look it up. Rows of an expert are therefore padded, so there are few sizes. Small
+experts are sorted by size, experts of equal size are multiplied together, and the gate and up weights are
+multiplied in one product.
 
-Shape suffixes: S tokens, K experts per token, R = S K rows, P rows with padding, E experts, D model, F feed-forward,
-G = 2 F gate and up together, I inputs, O outputs of a product.
+Shape suffixes: S tokens, K experts per token, R = S K rows, P rows with padding, E experts, D model, F
+feed-forward, G = 2 F gate and up together, I inputs, O outputs of a product.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class ExpertBatch(NamedTuple):
 class Places:
     """Positions of rows sorted by expert.
 
-    With ``is_padded``, padding follows the rows of each expert, so experts have few different sizes. With ``by_size``,
-    experts are sorted by size, and the experts of a batch are padded to the largest of them.
+    With ``is_padded``, padding follows the rows of each expert, so experts have few different sizes. With
+    ``by_size``, experts are sorted by size, and the experts of a batch are padded to the largest of them.
 
     Attributes:
         batches: Batches of experts, in the order of their rows.
@@ -117,8 +118,8 @@ class Places:
         self._rows_of_batch = [batch.experts * batch.size for batch in self.batches]
         self.num_places = sum(self._rows_of_batch)
 
-        # Find the position of each row, and the token at each position. The token of padding is one after the last.
-        # PyTorch sorts one-byte integers in a fifth of the time.
+        # Find the position of each row, and the token at each position. The token of padding is one after
+        # the last. PyTorch sorts one-byte integers in a fifth of the time.
         if num_experts <= 256:
             expert_R = expert_R.to(torch.uint8)
         sorted_R = expert_R.argsort(stable=True)
@@ -141,7 +142,10 @@ class Places:
         return F.embedding_bag(self.place_R, x_PD, self._first_row_S, mode="sum", per_sample_weights=weights_R)
 
     def product(self, x_PI: Tensor, weight_EIO: Tensor, add_to_PO: Tensor | None = None) -> Tensor:
-        """Multiply each row by the weight of its expert, (P, O). Add the result to ``add_to_PO`` in place if given."""
+        """Multiply each row by the weight of its expert, (P, O).
+
+        Add the result to ``add_to_PO`` in place if given.
+        """
         out_PO = add_to_PO
         if out_PO is None:
             out_PO = x_PI.new_empty(self.num_places, weight_EIO.size(2))
@@ -180,7 +184,10 @@ class Places:
         return [weight[0] if batch.experts == 1 else weight for batch, weight in parts]
 
     def in_order(self, *weights_EOI: Tensor) -> Tensor:
-        """Return weights of all experts in the order of their rows. Several weights are concatenated along outputs."""
+        """Return weights of all experts in the order of their rows.
+
+        Several weights are concatenated along outputs.
+        """
         assert self.order_E is not None
         first = weights_EOI[0]
         joined_EnOI = first.new_empty(first.size(0), len(weights_EOI), *first.shape[1:])
@@ -222,7 +229,8 @@ def batches(counts: list[int], least: int) -> list[ExpertBatch]:
     >>> [(batch.experts, batch.size) for batch in batches([3, 4, 4, 5, 800], 4)]
     [(4, 8), (1, 800)]
     """
-    # Dynamic programming: for the first experts, compute the least cost in rows, and the last batch of that solution.
+    # Dynamic programming: for the first experts, compute the least cost in rows, and the last batch of
+    # that solution.
     costs = [0]
     last: list[tuple[int, int]] = []
     for stop, count in enumerate(counts, start=1):
@@ -326,8 +334,8 @@ def _row_products(dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights
 
     g (w2 h) is computed as (g w2) h, with shorter rows.
     """
-    # Dot product of each row of one tensor with the same row of the other. embedding_bag's gradient of per-sample
-    # weights computes this if each bag has one entry.
+    # Dot product of each row of one tensor with the same row of the other. embedding_bag's gradient of
+    # per-sample weights computes this if each bag has one entry.
     row_P = torch.arange(hidden_PF.size(0))
     sum_P = torch.ops.aten._embedding_bag_per_sample_weights_backward(dhidden_PF, hidden_PF, row_P, row_P, row_P, _SUM)
     return sum_P.index_select(0, places.place_R).view_as(weights_SK).to(weights_SK.dtype)

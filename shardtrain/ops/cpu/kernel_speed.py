@@ -1,8 +1,8 @@
 """Measurement of the kernels in ``chosen_kernels.py`` on this machine. Results are cached.
 
-The fastest kernel depends on the processor: on one core of AMD's Zen 4, MKL and oneDNN multiply float32 at 95 and 105
-GFLOP/s, and on Zen 5 at 90 and 200. The cache makes a machine use the same kernels again, so a resumed run is bitwise
-equal to an uninterrupted one.
+The fastest kernel depends on the processor: on one core of AMD's Zen 4, MKL and oneDNN multiply float32
+at 95 and 105 GFLOP/s, and on Zen 5 at 90 and 200. The cache makes a machine use the same kernels again,
+so a resumed run is bitwise equal to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _KEPT_SECONDS = 3600
 def remembered_or_measured() -> Kernels:
     """Return cached measurements of this machine, PyTorch version and number of threads. Measure if there are none.
 
-    The measurements are cached in a small file in the user's cache folder, if it can be written. They do not expire,
-    even if the machine was busy. Measurements taken under memory pressure are unreliable and expire after an hour.
+    The measurements are cached in a small file in the user's cache folder, if it can be written. They do
+    not expire, even if the machine was busy. Measurements taken under memory pressure are unreliable and
+    expire after an hour.
     """
     threads = torch.get_num_threads()
     kernels = remembered(threads)
@@ -80,8 +81,8 @@ def remembered(threads: int) -> Kernels | None:
 def measure() -> Kernels:
     """Time each kernel and PyTorch's kernel, forward and backward, on a small layer. Takes about 500 ms on one core.
 
-    Configure the allocator as for training before the call (``utils/allocator.py``). Otherwise the time to clear the
-    pages of new memory is included, which differs between kernels.
+    Configure the allocator as for training before the call (``utils/allocator.py``). Otherwise the time
+    to clear the pages of new memory is included, which differs between kernels.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -110,7 +111,8 @@ def measure() -> Kernels:
     )
     wide = _attention_speed("attention in float32 with wide heads by blocks", torch.float32, WIDE_HEAD, 1, generator)
 
-    # RMSNorm, with more rows than fit into caches. In a cache, PyTorch's passes over entire tensors would be cheap.
+    # RMSNorm, with more rows than fit into caches. In a cache, PyTorch's passes over entire tensors would
+    # be cheap.
     x_RD = torch.randn(4096, 256, generator=generator).requires_grad_()
     norm = _measured(
         "RMSNorm by rows",
@@ -136,7 +138,10 @@ def measure() -> Kernels:
 
 
 def _attention_speed(name: str, dtype: torch.dtype, width: int, times: int, generator: torch.Generator) -> float:
-    """Return the speedup of attention by blocks over the flash kernel. ``times`` multiplies rows and heads."""
+    """Return the speedup of attention by blocks over the flash kernel.
+
+    ``times`` multiplies rows and heads.
+    """
     # Shapes are (B, T, heads, H), with two query heads per key-value head.
     q, k, v, gradient = (
         torch.randn(times, 512, times * heads, width, generator=generator).to(dtype) for heads in (4, 2, 2, 4)
@@ -191,9 +196,12 @@ def _measured(name: str, pytorch: Callable[[], object], ours: Callable[[], objec
 
 
 def _times_as_fast(pytorch: Callable[[], object], ours: Callable[[], object]) -> float:
-    """Return the speedup of ``ours``, from the shortest times of alternating rounds. A busy machine slows both."""
-    # With one thread, measure CPU time, because other processes may use the core during a round. With several threads,
-    # measure wall time, because CPU time does not include their waiting for each other.
+    """Return the speedup of ``ours``, from the shortest times of alternating rounds.
+
+    A busy machine slows both.
+    """
+    # With one thread, measure CPU time, because other processes may use the core during a round. With
+    # several threads, measure wall time, because CPU time does not include their waiting for each other.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     shortest_seconds = [float("inf"), float("inf")]
     total_seconds = 0.0

@@ -1,8 +1,8 @@
 """LayerNorm on a CPU in 16 bits, with gradients of weight and bias summed in float32.
 
-PyTorch 2.13 sums these gradients in the dtype of the weight, which loses small terms. In bfloat16, the gradient of a
-bias has an error of 13 % over 2,560 rows, and of 80 % over 16,384 rows. PyTorch sums in float32 on accelerators and in
-compiled code. Like ``rms_norm.py``, this module processes chunks of rows.
+PyTorch 2.13 sums these gradients in the dtype of the weight, which loses small terms. In bfloat16, the
+gradient of a bias has an error of 13 % over 2,560 rows, and of 80 % over 16,384 rows. PyTorch sums in
+float32 on accelerators and in compiled code. Like ``rms_norm.py``, this module processes chunks of rows.
 
 Shape suffixes: R rows, r rows per chunk, D features.
 """
@@ -76,7 +76,8 @@ class _LayerNorm(torch.autograd.Function):
             normed_rD = (x_RD[rows].float() - mean_R1[rows]).mul_(inverse_r1)
             dweight_D += (gradient_rD * normed_rD).sum(0)
             dbias_D += gradient_rD.sum(0)
-            # y = w n + b with n = (x - mean) / deviation, so dx = (h - mean(h) - n mean(h n)) / deviation with h = w g.
+            # y = w n + b with n = (x - mean) / deviation, so dx = (h - mean(h) - n mean(h n)) / deviation
+            # with h = w g.
             scaled_rD = gradient_rD * weight_D
             along_r1 = (scaled_rD * normed_rD).mean(-1, keepdim=True)
             dx_rD = scaled_rD.sub_(scaled_rD.mean(-1, keepdim=True)).sub_(normed_rD.mul_(along_r1))

@@ -1,9 +1,10 @@
 """Linear layers in float32 with oneDNN, for CPUs where it is faster than PyTorch's library.
 
-PyTorch multiplies float32 with MKL, which has half the speed of oneDNN on some AMD processors. This module calls oneDNN
-through the operator that PyTorch's compiler uses for inference. The backward pass calls it for the gradient of the
-input, and also for the gradient of the weight unless MKL is faster there: oneDNN must transpose these factors first.
-Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.
+PyTorch multiplies float32 with MKL, which has half the speed of oneDNN on some AMD processors. This
+module calls oneDNN through the operator that PyTorch's compiler uses for inference. The backward pass
+calls it for the gradient of the input, and also for the gradient of the weight unless MKL is faster
+there: oneDNN must transpose these factors first. Shape suffixes: R rows, I inputs, O outputs, x any
+dimensions before the last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ def is_available() -> bool:
 
 
 def product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``, (..., O) in float32. Differentiable. ``x`` must have at least two dimensions."""
+    """Return ``x @ weight.T + bias``, (..., O) in float32.
+
+    Differentiable. ``x`` must have at least two dimensions.
+    """
     return _product(x_xI, weight_OI, bias_O)  # type: ignore[no-any-return]
 
 
@@ -47,7 +51,8 @@ def can_multiply(x: Tensor, weight_OI: Tensor) -> bool:
 
 def weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
     """Return the gradient (O, I) of the weight of ``product``."""
-    # oneDNN must transpose both factors, which may take longer than it saves. It is therefore measured separately.
+    # oneDNN must transpose both factors, which may take longer than it saves. It is therefore measured
+    # separately.
     if chosen_kernels.chosen().uses("onednn_weight_gradient"):
         return _product(gradient_RO.t(), x_RI.t(), None)  # type: ignore[no-any-return]
     return gradient_RO.t() @ x_RI
@@ -70,7 +75,10 @@ class OneDnnLinear(nn.Linear):
 
 
 def use(model: nn.Module) -> None:
-    """Replace each ``nn.Linear`` with its oneDNN version, in place. Parameters and their names are unchanged."""
+    """Replace each ``nn.Linear`` with its oneDNN version, in place.
+
+    Parameters and their names are unchanged.
+    """
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = OneDnnLinear

@@ -1,9 +1,10 @@
 """Linear layers with weights packed in the memory layout of oneDNN's kernels, for generation on a CPU.
 
-Reading the weight determines the time of a product with few rows. Kernels read a row-major weight at half of the memory
-bandwidth or less, and a packed weight at four fifths (benchmarks/LOG.md, Zen 4). Packing takes about as long as
-ten products, and replaces the row-major weight. Only ``product`` can read a packed weight. Gradients are not supported.
-Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.
+Reading the weight determines the time of a product with few rows. Kernels read a row-major weight at half
+of the memory bandwidth or less, and a packed weight at four fifths (benchmarks/LOG.md, Zen 4). Packing
+takes about as long as ten products, and replaces the row-major weight. Only ``product`` can read a packed
+weight. Gradients are not supported. Shape suffixes: R rows, I inputs, O outputs, x any dimensions before
+the last.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from shardtrain.ops import chosen_kernels
 from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
 _FEWEST_ROWS = 4
-"""Minimum number of rows. Zeros pad fewer rows: the kernel reads 21 GB/s with 4 to 6 rows, and 15 GB/s with 1 or 2."""
+"""Minimum number of rows.
+
+Zeros pad fewer rows: the kernel reads 21 GB/s with 4 to 6 rows, and 15 GB/s with 1 or 2.
+"""
 _SMALLEST_NUMEL = {torch.bfloat16: 1 << 18, torch.float32: 1 << 20}
-"""Minimum elements of a weight. For smaller ones, the call of oneDNN (15 microseconds) takes longer than it saves."""
+"""Minimum elements of a weight.
+
+For smaller ones, the call of oneDNN (15 microseconds) takes longer than it saves.
+"""
 _PAYS_AFTER_PASSES = 32
-"""Number of forward passes after which packing has saved time. Measured: 17 in bfloat16 (1B), fewer in float32."""
+"""Number of forward passes after which packing has saved time.
+
+Measured: 17 in bfloat16 (1B), fewer in float32.
+"""
 
 
 class PackedLinear(nn.Linear):
@@ -65,8 +75,8 @@ def is_available(dtype: torch.dtype) -> bool:
 def use_where_it_pays(model: nn.Module, passes: int, rows: int) -> bool:
     """Pack the weights of a model if that saves time for a number of forward passes. True if weights were packed.
 
-    Packing does not help a single row in float32. Only models of this package are packed, because other models may
-    read the weights of their linear layers.
+    Packing does not help a single row in float32. Only models of this package are packed, because other
+    models may read the weights of their linear layers.
     """
     dtype = next(model.parameters()).dtype
     is_own = type(model).__module__.startswith("shardtrain.models.")
@@ -77,8 +87,8 @@ def use_where_it_pays(model: nn.Module, passes: int, rows: int) -> bool:
 def use(model: nn.Module) -> bool:
     """Pack the weights of large plain linear layers on a CPU, in place. True if weights were packed.
 
-    Only dtypes with a measured speedup on this machine are packed. Each weight is freed before the next one is packed,
-    unless another module such as an embedding shares it.
+    Only dtypes with a measured speedup on this machine are packed. Each weight is freed before the next
+    one is packed, unless another module such as an embedding shares it.
     """
     names = {torch.bfloat16: "packed_linear", torch.float32: "packed_linear_float32"}
     dtypes = {dtype for dtype, name in names.items() if chosen_kernels.chosen().uses(name)}

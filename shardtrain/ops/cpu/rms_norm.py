@@ -1,9 +1,9 @@
 """RMSNorm on a CPU in chunks of rows that fit into the cache of a core, with its own backward pass.
 
-PyTorch computes RMSNorm with six operations, and its gradient with about fifteen, each of which reads and writes entire
-tensors. This module applies the same operations to chunks of 256 KB, so only the input is read from memory and only the
-output is written. It saves the input and one number per row for the backward pass. Compiled code uses PyTorch's
-operations, which the compiler fuses.
+PyTorch computes RMSNorm with six operations, and its gradient with about fifteen, each of which reads and
+writes entire tensors. This module applies the same operations to chunks of 256 KB, so only the input is
+read from memory and only the output is written. It saves the input and one number per row for the
+backward pass. Compiled code uses PyTorch's operations, which the compiler fuses.
 
 Shape suffixes: R rows, r rows per chunk, D features.
 """

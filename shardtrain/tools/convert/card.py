@@ -60,7 +60,6 @@ class Card:
     options: str = ""
     made_by: str = field(default_factory=versions)
 
-    # MERGE
     def text(self, of: str) -> str:
         """Return the text of the file. ``of`` identifies the exported weights: a SHA-256 in hex."""
         lines = self._front_matter()

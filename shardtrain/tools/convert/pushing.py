@@ -78,7 +78,6 @@ class Push:
     def _write_fix(self) -> str:
         return f"set HF_TOKEN to a token with write access ({TOKENS_PAGE})"
 
-    # MERGE
     def _look(self) -> tuple[str | None, list[str], str | None]:
         """Return commit, file names and card of the repository, or (None, [], None) if it does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError

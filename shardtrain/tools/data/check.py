@@ -63,7 +63,6 @@ class Report:
     problems: list[str]
     bad: list[str]
 
-    # MERGE
     @property
     def exit_code(self) -> int:
         """Exit status of the verb."""
@@ -202,7 +201,6 @@ class _TaskEncoder:
         self._split = split
         self._template = template_of(config.data, None, "row")
 
-    # MERGE
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Encode rows as training does. Return one document per row, or the reason why it has none."""
         if self._template is not None:
@@ -229,10 +227,9 @@ class _Ticker:
         self._total = total
         self._read = 0
 
-    # MERGE
     def __call__(self, count: int) -> None:
         self._read += count
-        # Without a known total, the bar only shows the speed.
+        # Without a known total, the share stays 0.
         share = self._read / self._total if self._total else 0.0
         self._progress.advance(share, 0)
 

@@ -273,7 +273,6 @@ class _Work:
         self._share_done = (self.merged + len(self._waiting)) / max(1, len(self._units))
         self.progress = WorkProgress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
 
-    # MERGE
     def run(self, processes: int) -> None:
         """Tokenize all units and append them to the shards."""
         job = self.job

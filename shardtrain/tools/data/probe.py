@@ -68,7 +68,6 @@ class ProbeReport:
     changes: list[TokenChange]
     wrong: list[str]
 
-    # MERGE
     @property
     def clean(self) -> bool:
         """True if there is no leak, no blind change, and no wrong target or position."""

@@ -55,7 +55,6 @@ class Survey:
     damage: list[str] = field(default_factory=list)
     place: Callable[[int], str] = str
 
-    # MERGE
     def duplicates(self) -> tuple[int, list[tuple[str, str]]]:
         """Return the number of documents that repeat an earlier one, and examples.
 
@@ -112,7 +111,6 @@ class _Collector:
         self._first_targets = array("I")
         self._max_id = -1
 
-    # MERGE
     def add(self, tokens: npt.NDArray[Any], learned: Mask | None) -> None:
         content = np.ascontiguousarray(tokens, dtype="<i4")
         digest = hashlib.blake2b(content.tobytes(), digest_size=8).digest()

@@ -85,7 +85,6 @@ class TrainingTexts:
                 self.bytes += len(part.encode())
                 yield part
 
-    # MERGE
     def _documents(self) -> Iterator[str]:
         read_text = partial(text, path=self._field)
         for source in self._sources:

@@ -31,7 +31,6 @@ class WorkProgress(Progress):
             not_silent()
         self.show(done, [f"{100 * done:.1f} %", *self.speeds(done, tokens)])
 
-    # MERGE
     def speeds(self, done: float, tokens: int) -> list[str]:
         """Return speed and time left, without those that are unknown."""
         seconds = max(self.seconds, 1e-9)

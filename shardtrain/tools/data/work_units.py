@@ -59,7 +59,6 @@ def rows_per_unit(source: Table | Shards) -> int | None:
 class Units:
     """The units of a source, in its order, created on access."""
 
-    # MERGE
     def __init__(self, source: Table | Shards) -> None:
         self._rows = rows_per_unit(source)
         if isinstance(source, Table):
@@ -233,7 +232,6 @@ class _UnitFiles:
             file.close()
             Path(file.name).unlink(missing_ok=True)
 
-    # MERGE
     def _flush(self) -> None:
         if not self._documents:
             return

@@ -82,7 +82,7 @@ def from_dcp(
         result.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(source, naming, parameters, with_optimizer, result)
 
-    # A copy of a tied embedding is the only weight that the model does not have.
+    # The folder may also have the head of a model that ties it to the embedding. It must be a copy.
     used = {*weights.values(), *states.values()}
     tied_head = prefix + naming.theirs("head.weight")
     if getattr(config, "tied_embeddings", False) and tied_head in source.tensors:

@@ -51,7 +51,6 @@ class Naming:
     family: str
     config: Any
 
-    # MERGE
     def theirs(self, name: str) -> str:
         """Return the name in the folder of one of our tensors."""
         if self.kind == OWN:

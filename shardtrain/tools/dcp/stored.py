@@ -91,7 +91,6 @@ class DcpFolder:
         unread: Dtypes of tensors that are not read, by their name.
     """
 
-    # MERGE
     def __init__(self, folder: Path) -> None:
         """Read and check the metadata of a folder.
 

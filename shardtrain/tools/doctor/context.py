@@ -38,7 +38,6 @@ class RankContext:
     num_ranks: int = 0
     has_config: bool = True
 
-    # MERGE
     @property
     def kind(self) -> str:
         """Kind of device, "cpu" or "accelerator", which determines the size of tests."""

@@ -71,7 +71,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     from shardtrain.launch.environment import unseen_devices, usable_cores
     from shardtrain.utils.log import redact
 
-    # Variables with other prefixes may contain secrets. Redact these as well, because their values may, too.
+    # Skip variables with other prefixes, because they may be secrets. Redact secrets in the values of the rest.
     facts["variables"] = {}
     for name in sorted(os.environ):
         if name.startswith(PREFIXES) and name not in _HARMLESS:

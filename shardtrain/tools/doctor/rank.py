@@ -128,7 +128,8 @@ def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = 
 def _receive_facts(line: Any, rank: int, names: Sequence[str], is_complete: bool) -> dict[str, Facts]:
     """Return the facts of the areas that a rank has finished."""
     keys = [f"facts-{rank}-{name}" for name in names]
-    # Two requests suffice for a rank that has finished. Thousands of ranks make one request per area slow.
+    # Two requests return all facts of a rank that has finished. With thousands of ranks, one request per area
+    # would be slow.
     if is_complete:
         received = line.receive_all(keys)
         if received is not None:

@@ -48,7 +48,6 @@ class Reports:
     facts: Mapping[int, Mapping[str, Facts]]
     missing: Mapping[int, str] = field(default_factory=dict)
 
-    # MERGE
     def of(self, area: str) -> dict[int, Facts]:
         """Return the facts of an area by rank, for ranks whose check succeeded."""
         by_rank: dict[int, Facts] = {}

@@ -102,7 +102,6 @@ class StoreChannel:
         self.timed_out = False
         self.deadline = time.monotonic() + limit_seconds
 
-    # MERGE
     @property
     def patience_seconds(self) -> float:
         """Time to wait for other ranks. They may use up the limits of two checks before they arrive."""

@@ -53,7 +53,6 @@ class Series:
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    # MERGE
     def thinned(self, points: int = POINTS) -> tuple[list[int], list[float]]:
         """Downsample to at most ``2 * points`` values: the minimum and maximum of each interval, in order."""
         count = len(self.steps)
@@ -81,7 +80,6 @@ class RunStatus:
     end: dict[str, Any]
     age_seconds: float
 
-    # MERGE
     @property
     def state(self) -> str:
         """Return the state in one or two words, such as "under way" or "failed (3)".
@@ -113,7 +111,6 @@ class RunFolder:
         self.config = path / RESOLVED_CONFIG
         self.exit = path / "exit.json"
 
-    # MERGE
     def status(self) -> RunStatus:
         """Return the state of the run. Only reads the ends of its files."""
         metrics_time = _modified(self.metrics)

@@ -47,7 +47,6 @@ class Chart:
             )
         return {"title": self.title, "log": self.is_logarithmic, "lines": curves}
 
-    # MERGE
     @property
     def is_logarithmic(self) -> bool:
         """True if the axis is logarithmic, which requires positive values."""

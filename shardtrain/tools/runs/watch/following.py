@@ -41,7 +41,6 @@ class Tail:
     _inode: int = -1
     _place: int = 0
 
-    # MERGE
     def read(self, most_bytes: int) -> tuple[bytes, bool]:
         """Return the new complete lines, and True if the file was replaced or truncated.
 
@@ -96,7 +95,6 @@ class FollowedRun:
         self._validation = Tail(self._files.validation)
         self._log = Tail(self._files.log)
 
-    # MERGE
     def look(self) -> None:
         """Read the new data of all files."""
         status = self._files.status()

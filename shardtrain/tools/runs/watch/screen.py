@@ -44,7 +44,6 @@ class Terminal:
     unicode: bool = True
     color: bool = False
 
-    # MERGE
     @property
     def bars(self) -> str:
         """Characters for drawing curves."""
