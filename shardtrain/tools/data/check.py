@@ -203,10 +203,11 @@ class _TaskEncoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Encode rows as training does. Return one document per row, or the reason why it has none."""
+        completed: Sequence[Mapping[str, Any] | BadRow] = rows
         if self._template is not None:
-            rows = [attempt(self._template.row, row) for row in rows]
+            completed = [attempt(self._template.row, row) for row in rows]
         documents: list[Document | BadRow] = []
-        for row in self._task.encode(rows, self._split):
+        for row in self._task.encode(completed, self._split):
             documents.append(row if isinstance(row, BadRow) else self._document(row))
         return documents
 
