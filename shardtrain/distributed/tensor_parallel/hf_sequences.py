@@ -127,6 +127,7 @@ class _Trial(MetaPass):
             self._model.get_submodule(path).forward = _copy_of_first_input
 
     def run(self) -> None:
+        """Run the pass, and fill ``found.scattered``."""
         for path, module in self._model.named_modules():
             module.register_forward_pre_hook(self._entry(path), with_kwargs=True)
             module.register_forward_hook(self._exit(path))
@@ -143,25 +144,33 @@ class _Trial(MetaPass):
             raise Unsplittable("does not call each block once, in the order of its list")
 
     def _entry(self, path: str) -> Callable[..., Any]:
+        """Return the forward pre-hook of a module."""
+
         def enter(_: nn.Module, inputs: Any, keywords: Any) -> Any:
             if path in self._blocks:
                 return self._enter_block(path, inputs, keywords)
-            if self._is_between_blocks() or (self._running and not self._depth_of_full and self._is_unknown(path)):
+            is_on_parts_in_block = bool(self._running) and not self._depth_of_full
+            if self._is_between_blocks() or (is_on_parts_in_block and self._is_unknown(path)):
                 raise Unsplittable(f"calls {path} on parts of sequences")
             if not self._running:
                 return None
             self._running.append(path)
-            if path not in self._found.full:
-                return None
-            self._depth_of_full += 1
-            hidden = _hidden(inputs, keywords)
-            self._require(path, hidden, _PART)
-            others = [leaf for leaf in tree_leaves([inputs, keywords]) if leaf is not hidden]
-            if any(_is_part(leaf) for leaf in others):
-                raise Unsplittable(f"passes several activations to {path}")
-            return _replace_hidden(inputs, keywords, hidden.new_empty(1, 2 * _PART, hidden.size(-1)))
+            if path in self._found.full:
+                return self._enter_full(path, inputs, keywords)
+            return None
 
         return enter
+
+    def _enter_full(self, path: str, inputs: Any, keywords: Any) -> Any:
+        """Give a full sequence to a module of ``full``. Its other arguments must not be activations."""
+        self._depth_of_full += 1
+        hidden = _hidden(inputs, keywords)
+        self._require(path, hidden, _PART)
+        others = [leaf for leaf in tree_leaves([inputs, keywords]) if leaf is not hidden]
+        if any(_is_part(leaf) for leaf in others):
+            raise Unsplittable(f"passes several activations to {path}")
+        full = hidden.new_empty(1, 2 * _PART, hidden.size(-1))
+        return _replace_hidden(inputs, keywords, full)
 
     def _enter_block(self, path: str, inputs: Any, keywords: Any) -> Any:
         if self._running or self._num_finished >= len(self._blocks) or self._blocks[self._num_finished] != path:
@@ -174,6 +183,8 @@ class _Trial(MetaPass):
         return _replace_hidden(inputs, keywords, hidden.new_empty(1, _PART, hidden.size(-1)))
 
     def _exit(self, path: str) -> Callable[..., Any]:
+        """Return the forward hook of a module."""
+
         def leave(_: nn.Module, inputs: Any, output: Any) -> Any:
             if not self._running:
                 return None
@@ -182,20 +193,31 @@ class _Trial(MetaPass):
             if self._split.get(path) == "rowwise":
                 self._last_sum = (path, hidden)
             if path in self._blocks:
-                self._require(path, hidden, _PART)
-                self._num_finished += 1
-                is_last = self._num_finished == len(self._blocks)
-                full = hidden.new_empty(1, 2 * _PART, hidden.size(-1))
-                return _replace_output(output, full) if is_last else None
-            if path not in self._found.full:
-                return None
-            self._depth_of_full -= 1
-            self._require(path, hidden, 2 * _PART)
-            if self._last_sum is not None and self._last_sum[1] is hidden:
-                self._found.scattered[self._last_sum[0]] = path
-            return _replace_output(output, hidden.new_empty(1, _PART, hidden.size(-1)))
+                return self._leave_block(path, hidden, output)
+            if path in self._found.full:
+                return self._leave_full(path, hidden, output)
+            return None
 
         return leave
+
+    def _leave_block(self, path: str, hidden: Any, output: Any) -> Any:
+        """Gather the output of the last block."""
+        self._require(path, hidden, _PART)
+        self._num_finished += 1
+        if self._num_finished < len(self._blocks):
+            return None
+        full = hidden.new_empty(1, 2 * _PART, hidden.size(-1))
+        return _replace_output(output, full)
+
+    def _leave_full(self, path: str, hidden: Any, output: Any) -> Any:
+        """Cut the output of a module of ``full``, and note the split linear layer that computed it."""
+        self._depth_of_full -= 1
+        self._require(path, hidden, 2 * _PART)
+        if self._last_sum is not None and self._last_sum[1] is hidden:
+            linear = self._last_sum[0]
+            self._found.scattered[linear] = path
+        part = hidden.new_empty(1, _PART, hidden.size(-1))
+        return _replace_output(output, part)
 
     def _is_between_blocks(self) -> bool:
         return not self._running and 0 < self._num_finished < len(self._blocks)
@@ -280,6 +302,7 @@ class _Parts:
         """False during a pass without gradients over a sequence that the ranks do not divide, which is not split."""
 
     def cut_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
+        """Forward pre-hook of the first block: take this rank's part."""
         hidden_BTD = _hidden(inputs, keywords)
         tokens, ranks = hidden_BTD.size(1), self._mesh.size()
         self._is_split = tokens % ranks == 0
@@ -291,17 +314,21 @@ class _Parts:
         return None
 
     def gather_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
+        """Forward pre-hook of a module that needs full sequences."""
         if not self._is_split:
             return None
         return _replace_hidden(inputs, keywords, self._gather(_hidden(inputs, keywords)))
 
     def cut_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        """Forward hook of a module on full sequences: take this rank's part."""
         return self._change_output(output, self._cut)
 
     def gather_output(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        """Forward hook of the last block."""
         return self._change_output(output, self._gather)
 
     def reduce_scatter(self, _: nn.Module, inputs: Any, output: DTensor) -> Tensor:
+        """Forward hook of a split linear layer whose output is a partial sum."""
         placement = Shard(1) if self._is_split else Replicate()
         gradient = None if self._is_split else (Replicate(),)
         return output.redistribute(placements=(placement,)).to_local(grad_placements=gradient)
