@@ -667,6 +667,11 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "training.max_rewinds",
     ),
     "checks a user's model file before the run: tests/train/preflight": ("model.check",),
+    "compares a configuration with a file: tests/config/test_certificate.py": ("job.certificate",),
+    "losses that tests/tasks/test_preference.py and tests/distributed/test_loss_terms_on_meshes.py compare": (
+        "task.loss_type", "task.label_smoothing", "task.nll_weight", "task.reference_free", "task.reference_path",
+        "training.label_smoothing", "training.z_loss_weight",
+    ),
 }  # fmt: skip
 """Options that no case draws, by the reason why they cannot change a result. A name that ends in a dot is a section."""
 
