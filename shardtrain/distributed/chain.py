@@ -25,6 +25,8 @@ from shardtrain.layout import Layout, matches
 from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
+HIDDEN_STATES = "hidden_states"
+"""Name of the argument of a layer of transformers that is the residual stream."""
 _TOKENS = 4
 
 

@@ -25,12 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardtrain.config.rules.pipeline_rules import DEGREE
 from shardtrain.distributed import chain
-from shardtrain.distributed.chain import ChainNames
+from shardtrain.distributed.chain import HIDDEN_STATES, ChainNames
 from shardtrain.utils.errors import ConfigError, Problem
 
 _TOKENS = 16
-_HIDDEN = "hidden_states"
-"""Name of the argument of a layer that is the residual stream."""
 USE_FSDP = "set it to 1 and use data_parallel_shard_degree"
 
 
@@ -113,7 +111,7 @@ class _OtherLayer(_Reading):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the residual stream unchanged, replace it by the received one, or end the stage."""
-        hidden = arguments[0] if arguments else keywords[_HIDDEN]
+        hidden = arguments[0] if arguments else keywords[HIDDEN_STATES]
         if self.ends:
             raise _EndOfStage(hidden)
         if self.received is not None:
@@ -346,7 +344,7 @@ class _Trace:
             raise self._refusal(f"the input of {path} is not the output of the previous layer unchanged")
         tensors = [value for value in tree_leaves(others) if isinstance(value, Tensor)]
         if any(tensor.requires_grad for tensor in tensors):
-            raise self._refusal(f"{path} receives outputs of other modules in addition to {_HIDDEN}")
+            raise self._refusal(f"{path} receives outputs of other modules in addition to {HIDDEN_STATES}")
         self._features = hidden.size(-1)
         x = torch.empty_like(hidden, device="meta").requires_grad_()
         moved: dict[int, Tensor] = {id(hidden): x}
@@ -379,7 +377,7 @@ class _Trace:
         for leaf in chain.autograd_leaves(out_hidden):
             if id(leaf) not in own_ids:
                 source = self._parameter_names.get(id(leaf), "a state of another layer")
-                raise self._refusal(f"{path} reads {source} in addition to {_HIDDEN}")
+                raise self._refusal(f"{path} reads {source} in addition to {HIDDEN_STATES}")
 
 
 class _TracedEnd(_OtherEnd):
@@ -418,8 +416,8 @@ def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tu
     """Return the residual stream, and the other arguments of a layer."""
     if arguments:
         return arguments[0], [arguments[1:], keywords]
-    others = {name: value for name, value in keywords.items() if name != _HIDDEN}
-    return keywords.get(_HIDDEN), others
+    others = {name: value for name, value in keywords.items() if name != HIDDEN_STATES}
+    return keywords.get(HIDDEN_STATES), others
 
 
 def _is_experts(module: nn.Module) -> bool:

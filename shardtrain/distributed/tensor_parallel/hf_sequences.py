@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
+from shardtrain.distributed.chain import HIDDEN_STATES
 from shardtrain.distributed.tensor_parallel.meta_pass import MetaPass
 from shardtrain.ops.meta_autocast import meta_autocast
 from shardtrain.ops.user_state import trial
@@ -29,7 +30,6 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 _PART = 11
 """Tokens of a part in the trial. No other size of a network should be equal to it."""
-_HIDDEN = "hidden_states"
 _ATEN = torch.ops.aten
 _TOKENWISE = {
     _ATEN.alias.default,
@@ -260,13 +260,13 @@ def _copy_of_first_input(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def _hidden(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Return the activations among the arguments of a module: the first one, or the one of the usual name."""
-    return inputs[0] if inputs else keywords.get(_HIDDEN)
+    return inputs[0] if inputs else keywords.get(HIDDEN_STATES)
 
 
 def _replace_hidden(inputs: tuple[Any, ...], keywords: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
     if inputs:
         return (hidden, *inputs[1:]), keywords
-    return inputs, {**keywords, _HIDDEN: hidden}
+    return inputs, {**keywords, HIDDEN_STATES: hidden}
 
 
 def _replace_output(output: Any, hidden: Tensor) -> Any:

@@ -22,16 +22,13 @@ from torch import Tensor
 
 from shardtrain.layout import Layout
 from shardtrain.tools.verify.verify_rank import MAX_NORM, RankRecord, is_clipped
+from shardtrain.tools.verify.verify_report import MOST
 from shardtrain.utils.variables import is_whole_number
 
 ROUNDING = 8
 """Tolerance divided by the effect of shaken weights.
 
 It exceeds 1 because a mesh also rounds all sums of a step differently.
-"""
-MOST = 100
-"""Maximum multiple of the usual tolerance. An error of more than a thousandth of a gradient is
-never rounding.
 """
 
 

@@ -16,18 +16,12 @@ from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded, presets
+from shardtrain.config.certificate import AXES
 from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.variables import is_whole_number
 
-OPTIONS = {
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "cp": "context_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
+OPTIONS = {axis: option.removeprefix("parallelism.") for axis, option in AXES.items()}
 """Mesh axis -> option of [parallelism]."""
 MAX_DEFAULT_RANKS = 8
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from shardtrain.tools.verify.meshes import MeshPlan
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, RoundingNoise
 from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.tools.verify.verify_rank import Trainer, run_steps
-from shardtrain.tools.verify.verify_report import MeshResult
+from shardtrain.tools.verify.verify_report import MeshResult, Verdict
 from shardtrain.utils.errors import ConfigError
 
 ONE_PROCESS = "one process"
@@ -160,7 +160,7 @@ def _compared(
     """Train on a mesh in its own precision, and judge its records."""
     started = time.perf_counter()
     ranks = Path(tempfile.mkdtemp(dir=folder))
-    verdict: Literal["same", "differs", "failed", "not possible"]
+    verdict: Verdict
     try:
         _run_ranks(num_ranks, run_steps, trainer, config, task, ranks)
     except forked_workers.RankFailed as error:

@@ -10,6 +10,12 @@ from typing import Literal
 
 from shardtrain.tools.verify.verify_request import VerifyOptions
 
+Verdict = Literal["same", "differs", "failed", "not possible"]
+MOST = 100
+"""Maximum multiple of the usual tolerance for a model that amplifies rounding. An error of more than a
+thousandth of a gradient is never rounding.
+"""
+
 
 @dataclass(frozen=True)
 class MeshResult:
@@ -22,7 +28,7 @@ class MeshResult:
 
     mesh: str
     schedule: str
-    verdict: Literal["same", "differs", "failed", "not possible"]
+    verdict: Verdict
     seconds: float = 0.0
     initial: int | None = None
     loss: float | None = None

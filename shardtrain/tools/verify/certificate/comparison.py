@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from shardtrain.tools.verify.certificate.trial import NumberError
-from shardtrain.tools.verify.verify_report import MeshResult
-
-Verdict = Literal["same", "differs", "failed", "not possible"]
+from shardtrain.tools.verify.verify_report import MOST, MeshResult, Verdict
 
 USUAL = {"initial": 0.0, "loss": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 1e-6, "validation": 1e-5}
 """Tolerances of float32, as in ``compare``: relative for gradients and the norm, absolute for others."""
 ROUNDING = 8
 """Tolerance divided by the effect of rounding that a shaken run measures: see ``compare``."""
-MOST = 100
-"""Maximum multiple of the usual tolerance."""
 _ORDER = ("initial", "gradient", "loss", "norm", "weights", "validation")
 """Order of the numbers of a step. A gradient names a tensor, so it comes before the loss."""
 
