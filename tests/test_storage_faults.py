@@ -360,7 +360,7 @@ def test_folder_deleted_during_a_run_is_created_again(
     assert sorted(recorded) == [4, 5, 6]
     assert all(expected[step] == loss for step, loss in recorded.items())
     assert "saved checkpoint" in (folder / "logs" / "rank-0.log").read_text()
-    assert "was gone and is written again" in output
+    assert "had disappeared and was written again" in output
 
 
 def becomes_read_only(loaded: Loaded) -> object:

@@ -117,7 +117,7 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
     if limit_seconds is not None:
         deadline = time.monotonic() + limit_seconds
     while True:
-        # Wait in short turns, because another rank may write for longer than the timeout of a collective.
+        # Wait in short intervals, because another rank may write for longer than the timeout of a collective.
         seconds = 1.0
         if deadline is not None:
             seconds = min(seconds, deadline - time.monotonic())

@@ -266,7 +266,7 @@ def _raise_alike(failure: Exception | None, description: list[str] | None) -> No
     chosen = _said(description, number)
     if chosen is None:
         return
-    # The rank of an unexpected exception raises it with the traceback.
+    # A rank with an unexpected exception raises that exception itself, which keeps its traceback.
     if failure and is_bug:
         raise failure
     kind, text = chosen

@@ -136,7 +136,8 @@ class Grid:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield all boxes."""
-        # The offsets of two neighboring repeats of an axis differ by the extent of all axes inside of it.
+        # Two consecutive repeats along an axis are one block apart. A block contains all inner axes, so compute
+        # its size from the innermost axis outward.
         steps = []
         extent = list(self.sizes)
         for repeats, dim, _ in self.axes:

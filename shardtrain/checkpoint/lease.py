@@ -132,7 +132,7 @@ class Lease:
         try:
             if self._take(own):
                 logger.warning(
-                    f"the lease {self._path} was gone and is written again; find out what deletes files there",
+                    f"the lease {self._path} had disappeared and was written again; find out what deletes files there",
                 )
         finally:
             own.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ class Lease:
             is_silent = silent >= STALE_SECONDS
             is_old_and_silent = silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS
             if is_silent or is_old_and_silent:
-                return f"no sign of life for {max(age, silent):.0f} s, {silent:.0f} s of them watched"
+                return f"no heartbeat for {max(age, silent):.0f} s (watched for {silent:.0f} s)"
             time.sleep(min(1.0, BEAT_SECONDS))
             now = _modified(self._path)
             if now is None:

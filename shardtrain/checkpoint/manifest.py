@@ -133,7 +133,7 @@ class Manifest:
 
 
 def _fields(grid: Grid) -> list[Any]:
-    """Return the entry of a grid, as ``_grid`` reads it."""
+    """Return the JSON list that stores a grid. ``_grid`` parses it."""
     fields: list[Any] = [grid.offsets, grid.sizes, grid.file, grid.begin]
     if grid.axes:
         fields.append(grid.axes)

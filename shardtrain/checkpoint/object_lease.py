@@ -70,7 +70,8 @@ class ObjectLease(Lease):
             with contextlib.suppress(FileExistsError):
                 self._object.put(self._text(), new=True)
                 logger.warning(
-                    f"the lease {self._object} was gone and is written again; find out what deletes objects there",
+                    f"the lease {self._object} had disappeared and was written again; "
+                    "find out what deletes objects there",
                 )
         return self._found()
 
@@ -103,7 +104,7 @@ class ObjectLease(Lease):
                     return
                 if current != holder:
                     self._refuse(current)
-            reason = f"no sign of life for {lease.STALE_SECONDS:.0f} s"
+            reason = f"no heartbeat for {lease.STALE_SECONDS:.0f} s"
         logger.warning(f"took over {self._object} of {describe(holder)}: {reason}")
 
     def _refuse(self, holder: dict[str, Any]) -> None:

@@ -166,7 +166,7 @@ class _Machine:
             self._memo[number] = self._stack[-1]
         elif name in ("BINGET", "LONG_BINGET", "GET"):
             push(self._memo[argument])
-        # Objects: a name, the arguments of its call, and its state. Nothing is called or imported.
+        # Objects: record the class name, the constructor arguments and the state. Nothing is called or imported.
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             self._push_name(name, argument)
         elif name in ("REDUCE", "NEWOBJ"):

@@ -159,7 +159,7 @@ class Removals:
         try:
             thread.start()
         except RuntimeError:
-            # The process may start no further thread. The checkpoint is complete, so the run must go on.
+            # The system refuses another thread. The checkpoint is complete, so this must not end the run.
             remove(path)
             return
         self._threads.append(thread)

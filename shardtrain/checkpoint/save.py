@@ -47,7 +47,7 @@ from shardtrain.utils.log import logger
 FAILURES_IN_A_ROW = 2
 """Number of consecutive failed saves after which a run may still continue."""
 CRASH_SECONDS = 3.0
-"""Time that a rank that ends with an error waits for the save in progress."""
+"""Time that a failing rank waits for a save in progress."""
 CANCEL_SECONDS = 1.0
 """Further time that it waits for the writing thread, which checks for a cancellation between blocks
 of a file.
@@ -178,8 +178,8 @@ class Saver:
                 self.refuse(step, odd)
             facts[COMPARED] = holders.num_replicated(shares.held)
 
-        # Write now, or copy the tensors and write in the background. Errors are equal on all ranks,
-        # so all ranks make the same decision to tolerate one.
+        # Write now, or copy the tensors and write in the background. All ranks see the same
+        # error, so they agree on whether to tolerate it.
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1

@@ -438,7 +438,10 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
 
 
 def _respell(setting: Setting, done: Rewritten) -> Setting:
-    """Return a setting with its current value. Its name must be current."""
+    """Replace the outdated spelling of a setting's value by the current one.
+
+    The option's name must already be current. Return the setting unchanged if its value is.
+    """
     option = setting.option
     value = setting.value
     where = setting.where

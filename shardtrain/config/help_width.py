@@ -41,6 +41,7 @@ def fitted(text: str, width: int) -> str:
 
 
 def _entries(text: str) -> list[_Entry]:
+    """Parse the text of a help page into paragraphs, rows of two columns, and single lines."""
     found: list[_Entry] = []
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())

@@ -21,7 +21,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.rules.checkpoint_rules import check_pinned
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.config.rules.experts_rules import check_experts_of_world
-from shardtrain.config.rules.float8_rules import needs_mx_products, needs_products
+from shardtrain.config.rules.float8_rules import needs_float8_matmuls, needs_mx_matmuls
 from shardtrain.config.rules.model_rules import model_shape, nearest_multiples
 from shardtrain.config.rules.pipeline_rules import check_microbatches, known_rows
 from shardtrain.config.rules.safety_rules import (
@@ -224,23 +224,22 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
     # CUDA supports all of the following options.
     if device == "cuda":
         return
-    if needs_products(loaded):
+    name = "a CPU" if device == "cpu" else device
+    if needs_float8_matmuls(loaded):
         yield problem(
             loaded,
             "model.converters",
-            rule="needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16",
-            fix="set emulate = true in its section to compute the same numbers without one, slowly, or remove it",
+            rule=f"needs float8 matmuls, which {name} does not support",
+            fix="set emulate = true in its section for the same numbers at a low speed, or remove it",
         )
-    if needs_mx_products(loaded):
-        name = "a CPU" if device == "cpu" else device
+    if needs_mx_matmuls(loaded):
         yield problem(
             loaded,
             "model.converters",
-            rule=(
-                f"needs MXFP8 products, of CUDA capability 10.0 and above, and {name} computes in float32 and bfloat16"
-            ),
+            rule=f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support",
             fix=(
-                'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or remove it'
+                'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for the numbers of mxfp8_cublas at a low speed, '
+                "or remove it"
             ),
         )
     if c.training.flash_attention != "FA2":

@@ -202,7 +202,7 @@ def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
 
 
 def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Kind:
-    """Return the type of an argument, which limits its number of values. None for a key of a table."""
+    """Return the type of an argument, or None for a key of a table. The type determines how many values it takes."""
     if option == name:
         return kinds[name]
     try:

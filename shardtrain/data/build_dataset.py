@@ -252,9 +252,9 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
 def _passes(
     config: Config, section: Training | Validation, loop: bool | None, source: DataSource, is_mixture: bool
 ) -> int | None:
-    """Return the passes over a source after which the data end; None repeats.
+    """Return the number of passes over a source, or None to repeat it forever.
 
-    In a mixture only the source decides.
+    ``loop`` overrides the options if it is not None. In a mixture, only the source's own option counts.
     """
     if loop is not None:
         return None if loop else 1

@@ -27,7 +27,8 @@ def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
     while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
         digest_so_far.update(f"{comma}{', '.join(texts)}".encode())
         comma = ", "
-    # the end of the tuple: without its opening bracket, and with one fact without the comma of its ``repr``
+    # The rest of the tuple's ``repr``: without the opening parenthesis and, for a single fact, without the
+    # comma that ``repr`` adds.
     rest = repr(facts)[1:] if len(facts) > 1 else f"{facts[0]!r})"
     digest_so_far.update(f"], {rest}".encode())
     return digest_so_far.hexdigest()

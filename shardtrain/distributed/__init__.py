@@ -68,7 +68,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
         use_chosen_kernels(model)
     has_experts = expert_parallel.has_experts([model])
 
-    # steps on this rank's stages, or on the model if there are no stages
+    # Prepare each pipeline stage of this rank, or the entire model without a pipeline.
     is_pipelined = mesh.size("pp") > 1
     modules = [model]
     if is_pipelined:

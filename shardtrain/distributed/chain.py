@@ -62,7 +62,7 @@ class ChainNames:
 
 
 def names_of(model: nn.Module, layout: Layout) -> ChainNames:
-    """Return the names of a model with a layout."""
+    """Return the paths of the modules that form the chain of a model, according to its layout."""
     return ChainNames(layout.first, layout.layers, tuple(getattr(model, layout.layers)), layout.last)
 
 

@@ -113,7 +113,7 @@ def _check_mx_of_device(config: Config) -> None:
         name = f"{name} (capability {major}.{minor})"
         is_capable = major >= 10
     if not is_capable:
-        rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, that {name} lacks"
+        rule = f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support"
         fix = (
             'set its recipe_name = "mxfp8_emulated" for the numbers of mxfp8_cublas at a low speed, '
             'or use "quantize.linear.float8"'
@@ -160,7 +160,7 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
         paths = [path for path, _ in model.named_modules() if path]
         for name in filters:
             if not any(_is_named(path, name) for path in paths):
-                rule = f"names no module of this model by {name!r}"
+                rule = f"contains {name!r}, which matches no module of this model"
                 fix = f"name a part of a module's path, such as {paths[-1]!r}"
                 raise ConfigError(Problem(option, options.filter_fqns, rule, fix))
 

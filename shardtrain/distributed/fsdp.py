@@ -100,7 +100,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
 
 def _prepare_forward(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Replace or hook forwards. Also applies to one process, whose numbers must equal those of any mesh."""
+    """Replace or hook forward methods. One process needs this too, because its results must equal those of any mesh."""
     dtypes = {derived.compute_dtype(config), config.training.dtype}
     if mesh.device.type == "cpu" and dtypes & {"bfloat16", "float16"}:
         for module in model.modules():

@@ -64,7 +64,7 @@ def trace(model: nn.Module) -> HFChain:
 
 
 _chains: WeakKeyDictionary[nn.Module, HFChain] = WeakKeyDictionary()
-"""Results of ``trace``, which several steps of a start ask for."""
+"""Cached results of ``trace``, which a starting run needs several times."""
 
 
 class _EndOfStage(Exception):
@@ -100,7 +100,7 @@ class _OtherLayer(_Reading):
     Attributes:
         outputs: see ``HFChain``.
         received: activations that the previous stage sent, for the last layer before the stage's own layers.
-        ends: True for the first layer behind the stage's own layers.
+        ends: True for the first layer after the stage's own layers.
     """
 
     def __init__(self, original: nn.Module, outputs: int) -> None:
@@ -120,7 +120,7 @@ class _OtherLayer(_Reading):
 
 
 class _OtherEnd(_Reading, chain.Absent):
-    """A module before or behind the layers that is in another stage. Returns zeros in the shape of its output."""
+    """A module before or after the layers that is in another stage. Returns zeros in the shape of its output."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compute the shape on the meta device. The result is not part of the stage's output."""
@@ -294,7 +294,7 @@ class _Trace:
                 continue
             owner = name.rpartition(".")[0]
             if f"{self._path}.".startswith(f"{owner}."):
-                raise self._refusal(f"{name} belongs to no module before or behind the layers")
+                raise self._refusal(f"{name} belongs to no module before or after the layers")
             if owner not in paths:
                 paths.append(owner)
         # a module inside another one of the list is not called on its own behalf
@@ -381,7 +381,10 @@ class _Trace:
 
 
 class _TracedEnd(_OtherEnd):
-    """A module before or behind the layers that reports its calls, and whose output counts as computed."""
+    """Stand-in for a module before or after the layers during the trace. It reports its calls.
+
+    Its output requires a gradient, like the output of a module with parameters.
+    """
 
     def __init__(self, original: nn.Module, report: Callable[[], None]) -> None:
         super().__init__(original)

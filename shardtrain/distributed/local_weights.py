@@ -83,7 +83,7 @@ def local_weight(weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | N
 
 
 class _LocalWeight(torch.autograd.Function):
-    """A faster version of ``to_local``, whose forward and backward take 100 microseconds per weight."""
+    """A faster ``to_local``. PyTorch's version takes 100 microseconds per weight in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:

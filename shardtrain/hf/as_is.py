@@ -118,7 +118,7 @@ def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
 
 
 def _without_attribute(name: str) -> str:
-    """Return a tensor's name in ``transformers``: ours without the attribute of our model that holds the network."""
+    """Return a tensor's name in ``transformers``: our name without the attribute that contains the network."""
     return name.partition(".")[2]
 
 

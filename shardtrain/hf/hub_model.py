@@ -121,7 +121,8 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
     if not num_labels:
         return hub
     architecture = hub.architecture.replace("ForCausalLM", "ForSequenceClassification")
-    if architecture in (hub.architecture, _MISSING_CLASS):
+    has_class = architecture not in (hub.architecture, _MISSING_CLASS)
+    if not has_class:
         rule = f"transformers has no class like {hub.architecture} with a classification head"
         raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; keep the checkpoint")
     head = f"{module.LAYOUT.last[-1]}.weight"
@@ -215,9 +216,8 @@ def check_fields(
     if differences:
         rule = f"does not fit {where}: {'; '.join(differences)}"
         fix = (
-            'use the values of the weights, or set model.flavor = "from_folder"; only rope_*, '
-            "mscale, the attention "
-            "window and dropout may differ, if they are set in model.overrides"
+            'use the same values, or set model.flavor = "from_folder"; model.overrides may only change rope_*, mscale, '
+            "the attention window and dropout"
         )
         raise ConfigError(Problem("model", None, rule, fix))
 

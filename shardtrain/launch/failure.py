@@ -208,7 +208,7 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     """Return the failure of a rank that called ``os._exit`` or ``sys.exit`` without an exception.
 
     If the status equals an exit code of shardtrain, use the general code instead, because the rank did not
-    mean shardtrain's meaning.
+    choose its status by shardtrain's list.
     """
     message = f"exited with status {exit_code} without an exception"
     status = GENERAL if exit_code in MEANINGS else exit_code

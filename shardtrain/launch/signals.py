@@ -119,8 +119,8 @@ def _watch(
         if stop.asked() and not notified:
             notified = True
             notify_launcher()
-            # Interrupt the main thread: another thread may have received the signal, and the end of
-            # the job sends none.
+            # Interrupt the main thread: another thread may have received the signal, and there is no
+            # signal when the time of the job runs out.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         if stop.remaining_seconds() <= 0 and not stop.closed:
             end(f"{stop.reason} when the grace period was over")

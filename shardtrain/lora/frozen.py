@@ -168,7 +168,7 @@ class FrozenWeights:
             sources = self._translation.sources
             in_folder = {name: tensors[name] for name in tensors if name in sources}
             importing.fill_rows(in_folder, self._translation, self._weights)
-        # The initializer.
+        # Neither: draw the initial weights.
         else:
             for name, tensor in tensors.items():
                 init_weights.draw_(tensor, name, self._draws[name], self._seed)

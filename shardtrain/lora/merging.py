@@ -49,12 +49,12 @@ class Adapters:
                 f"checkpoint {checkpoint} contains a full model without adapters; name a checkpoint of a LoRA run"
             )
         self.spec: Spec = spec
-        pairs = [(path, f"{path}.") for path in spec.modules] + [(path, f"{path}_") for path in spec.parameters]
-        for path, begin in pairs:
+        # The factors of a stack have one more dimension than those of a linear module: the experts.
+        adapters = [(path, f"{path}.", 2) for path in spec.modules]
+        adapters += [(path, f"{path}_", 3) for path in spec.parameters]
+        for path, begin, dims in adapters:
             a = self._shape(f"{begin}lora_a")
             b = self._shape(f"{begin}lora_b")
-            # The factors of a stack have one more dimension: the experts.
-            dims = 2 if begin.endswith(".") else 3
             if not len(a) == len(b) == dims or not a[-2] == b[-1] == spec.rank:
                 raise CheckpointError(
                     f"checkpoint {checkpoint} has no adapter of rank {spec.rank} for {path}; use another one"

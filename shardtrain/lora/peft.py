@@ -310,27 +310,28 @@ class PeftFolder:
         """
         self.folder = folder
         fields = read_json(folder / CONFIG)
-        begun = _read_config(fields, folder / CONFIG)
+        partial_spec = _read_config(fields, folder / CONFIG)
         self._file = _open(folder)
         shapes = {}
         for name in self._file.keys():  # noqa: SIM118
             shapes[name] = tuple(self._file.get_slice(name).get_shape())
         # Separate copies of frozen weights from the tensors of the adapters.
+        # A base weight next to its own lora_A is a copy.
         copies = {name for name in shapes if f"{name.removesuffix(_BASE)}.lora_A.weight" in shapes}
-        rest = {name: size for name, size in shapes.items() if name not in copies}
-        self.spec, self.names = self._recognise(rest, begun, module, shape, num_labels)
+        adapter_shapes = {name: size for name, size in shapes.items() if name not in copies}
+        self.spec, self.names = self._recognise(adapter_shapes, partial_spec, module, shape, num_labels)
         self.copies = {}
-        for path, theirs in self.names.modules.items():
-            key = f"{PREFIX}{theirs}{_BASE}"
+        for path, peft_name in self.names.modules.items():
+            key = f"{PREFIX}{peft_name}{_BASE}"
             if key in copies:
                 self.copies[f"{path}.weight"] = key
 
     def _recognise(
-        self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
+        self, shapes: Mapping[str, tuple[int, ...]], partial_spec: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
         """Find the adapted modules from the tensor names in the file. Raise an error for an unknown tensor."""
         _check_experts(
-            begun.parameters,
+            partial_spec.parameters,
             getattr(module, "HUB", None),
             "merge them with PEFT (merge_and_unload)",
         )
@@ -355,10 +356,10 @@ class PeftFolder:
                 "but only nn.Linear and experts can have adapters; "
                 "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
             )
-        stacked = [path for path in all_stacks if self._has_stack(path, begun.parameters)]
+        stacked = [path for path in all_stacks if self._has_stack(path, partial_spec.parameters)]
 
         # Find the fully trained modules in the file.
-        kind = CLASSIFIES if num_labels else begun.task_type
+        kind = CLASSIFIES if num_labels else partial_spec.task_type
         all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
         present = {name for name, word in all_names.items() if PREFIX + word in shapes}
         for group in tied_names(model):
@@ -366,7 +367,7 @@ class PeftFolder:
             self._check_tied(theirs_of_group, present)
         saved = [name.rpartition(".")[0] for name in all_names if name in present]
         spec = replace(
-            begun,
+            partial_spec,
             modules=tuple(modules),
             parameters=tuple(stacked),
             saved=tuple(dict.fromkeys(saved)),
@@ -538,15 +539,15 @@ def _read_config(fields: Mapping[str, Any], path: Path) -> Spec:
     kind = fields.get("task_type")
     dora = bool(fields.get("use_dora"))
     return Spec(
-        int(rank),
-        float(alpha),
-        bool(fields.get("use_rslora")),
-        (),
-        0.0,
-        dora,
-        tuple(stacked),
-        (),
-        kind,
+        rank=int(rank),
+        alpha=float(alpha),
+        rank_stabilized=bool(fields.get("use_rslora")),
+        modules=(),
+        dropout=0.0,
+        use_dora=dora,
+        parameters=tuple(stacked),
+        saved=(),
+        task_type=kind,
     )
 
 

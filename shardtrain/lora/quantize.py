@@ -89,7 +89,7 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
 
     All of them are in the layers.
     """
-    # A transformers class has no styles. All linear modules of its blocks can be quantized.
+    # A transformers class has no tensor-parallel styles. All linear modules of its blocks can be quantized.
     if hasattr(model, "hf"):
         blocks = tuple(f"{block}." for block in model.blocks)  # type: ignore[union-attr]
         found = []

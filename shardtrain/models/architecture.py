@@ -82,8 +82,8 @@ def read(folder: str) -> Any:
     quantization = content.get("quantization_config") or content.get("quantization")
     if quantization:
         method = _quantization_method(quantization)
-        rule = f"holds weights that are quantized by {method} (quantization_config), which are not read here"
-        raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantization"))
+        rule = f"contains weights quantized with {method} (quantization_config), which is not supported"
+        raise ConfigError(Problem(_OPTION, folder, rule, "use the unquantized weights"))
 
     content = _with_special_floats(content)
     # Parse without the keys that name code

@@ -115,7 +115,7 @@ class EncoderBlock(nn.Module):
 
 
 class Model(Decoder):
-    """An encoder, with the chain of modules of a Decoder."""
+    """An encoder with the same chain of modules as a Decoder: embedding, layers, norm, head."""
 
     def __init__(self, c: Config) -> None:
         layers = (EncoderBlock(c, is_first=i == 0) for i in range(c.num_layers))

@@ -87,7 +87,7 @@ class LlamaBlock(nn.Module):
 
 
 class Model(Decoder):
-    """A Llama."""
+    """The Llama model: Llama 2 and 3, and other models of the same architecture."""
 
     def __init__(self, c: Config) -> None:
         rope = RotaryAngles(

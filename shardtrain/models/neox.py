@@ -170,7 +170,7 @@ def _rotary_fix(c: Config) -> str:
     fractions = []
     for width in range(2, c.head_dim + 1, 2):
         fraction = width / c.head_dim
-        # The product may be rounded down to one feature less.
+        # int() truncates the product, which may lose one feature.
         if int(c.head_dim * fraction) == width:
             fractions.append(fraction)
     if not fractions:

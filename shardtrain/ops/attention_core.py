@@ -111,7 +111,8 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
         with trial(model), torch.no_grad(), torch.device("meta"):
             model(tokens_BT, tokens_BT, **options)
     except Exception:
-        # A forward pass that needs values fails here. Its errors are reported when it runs with values.
+        # A forward pass that depends on the values of tensors fails on the meta device. Its real errors are
+        # reported when it runs with data.
         pass
     finally:
         for handle in handles:

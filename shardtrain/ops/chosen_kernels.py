@@ -68,7 +68,9 @@ class Kernels:
         }
         taken = [f"{words} ({getattr(self, name):.1f} x as fast)" for name, words in phrases.items() if self.uses(name)]
         failed = [words for name, words in phrases.items() if getattr(self, name) == FAILED]
-        sentence = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
+        sentence = (
+            f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's (none of shardtrain's is faster)"
+        )
         if failed:
             sentence += f"; failed when measured, so PyTorch's own: {', '.join(failed)}"
         return sentence

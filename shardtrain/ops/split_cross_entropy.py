@@ -62,8 +62,8 @@ class SplitCrossEntropySum(torch.autograd.Function):
         here_N = kept_N & (local_N >= 0) & (local_N < columns)
         index_N1 = local_N.clamp(0, max(0, columns - 1)).unsqueeze(1)
 
-        # Keep exponentials for the gradient if that is cheap: in the memory of a float32 gradient, or on
-        # a CPU.
+        # Keep the exponentials for backward if that is cheap: a float32 gradient can share its buffer with
+        # them, and a CPU has enough memory.
         needs_gradient = ctx.needs_input_grad[0]
         gradient_Nv = torch.empty_like(logits_Nv) if needs_gradient else None
         exponentials_Nv = None

@@ -88,5 +88,5 @@ class LossScaler:
                 f"the loss scaler's state {dict(state)} is not a scale and count; use another checkpoint"
             )
         self.scale = float(scale)
-        # a run that resumes with a shorter interval must still reach it
+        # after a resume with a shorter interval, the count may already be past it
         self._finite_steps = min(int(finite_steps), self._growth_interval - 1)

@@ -29,12 +29,14 @@ from shardtrain.utils.log import logger
 
 _CHUNK = 1 << 24
 """Elements per update. Bounds the memory of the float32 temporaries."""
-_COMPILED_CHUNK = {True: 1 << 26, False: 1 << 28}
-"""Elements per update of a compiled kernel, with 8-bit states (True) and without. A compiled kernel has few
-temporaries or none, and the launch of a kernel takes longer than the update of 16 million elements."""
+_COMPILED_CHUNK = 1 << 28
+"""Elements per update of a compiled kernel. It has few temporaries or none, and the launch of a kernel takes
+longer than the update of 16 million elements."""
+_COMPILED_CHUNK_8BIT = 1 << 26
+"""The same with 8-bit states."""
 EIGHT_BITS = "AdamW8bit"
 _RECOMPILE_LIMIT = 256
-"""Maximum number of shapes, of parameters and their last chunks, for which the update may be compiled."""
+"""Maximum number of different shapes (of parameters and of their last chunks) for which the update is compiled."""
 
 
 @functools.cache
@@ -125,12 +127,13 @@ class LowBitsAdam(torch.optim.Optimizer):
         update = self._kernel(weight, states)
         begin = 0
         while begin < weight.size(0):
-            numbers: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
+            lr_and_decay: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
             chunk_elements = _CHUNK
             if update is not update_part:
                 # tensors, because a kernel would be recompiled for each new Python number
-                numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)
-                chunk_elements = _COMPILED_CHUNK["exp_avg_scale" in states]
+                lr_and_decay = tuple(weight.new_full((), number, dtype=torch.float64) for number in lr_and_decay)
+                is_8bit = "exp_avg_scale" in states
+                chunk_elements = _COMPILED_CHUNK_8BIT if is_8bit else _COMPILED_CHUNK
             chunk_rows = max(1, chunk_elements // max(1, weight[:1].numel()))
             chunk = slice(begin, min(begin + chunk_rows, weight.size(0)))
             first = (starts[0] + begin) * strides[0] + column_offset
@@ -144,7 +147,7 @@ class LowBitsAdam(torch.optim.Optimizer):
                     torch.full((), self._keys[parameter], dtype=torch.int64, device=weight.device),  # type: ignore[index]
                     torch.full((), first, dtype=torch.int64, device=weight.device),
                     strides,
-                    *numbers,
+                    *lr_and_decay,
                     weight_decay if self._constants.is_adam else 0.0,
                     self._constants,
                 )

@@ -57,7 +57,7 @@ def check(config: Optimizer) -> None:
         differing = sorted(map(str, names ^ set(optimizer.state[parameter])))
         if differing:
             rule = f"has different state after a step than initial_state returns ({', '.join(differing)})"
-            raise _problem(config, rule, "return in initial_state each tensor that step keeps, and no other")
+            raise _problem(config, rule, "make initial_state return exactly the tensors that step stores in its state")
         _check_state(parameter, optimizer.state[parameter], config)
 
     # the second half twice: continued, and from a copy of parameters and state like after a resume
@@ -104,11 +104,11 @@ def _build(module: ModuleType, groups: list[dict[str, Any]], config: Optimizer) 
 def _check_state(parameter: Tensor, state: dict[Any, Any], config: Optimizer) -> None:
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
-            rule = f"keeps {key!r} of a parameter as {type(value).__name__}, which a checkpoint cannot store"
-            raise _problem(config, rule, "keep tensors with string keys; use torch.zeros(()) for a count")
+            rule = f"stores {key!r} of a parameter as {type(value).__name__}, which a checkpoint cannot store"
+            raise _problem(config, rule, "store tensors with string keys; use torch.zeros(()) for a count")
         if value.shape not in (parameter.shape, ()):
-            rule = f"keeps {key} of shape {list(value.shape)} of a parameter of shape {list(parameter.shape)}"
-            fix = "keep tensors of the parameter's shape or scalars, which fit every mesh"
+            rule = f"stores {key} with shape {list(value.shape)} for a parameter with shape {list(parameter.shape)}"
+            fix = "store scalars, or tensors with the parameter's shape, which fit every mesh"
             raise _problem(config, rule, fix)
 
 

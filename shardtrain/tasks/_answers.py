@@ -220,7 +220,7 @@ class PairTask(AnswerTask):
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Pair | BadRow]:
         """Tokenize both answers of each row. Yield for each row a Pair, or a BadRow."""
         section, _ = _files.section_of(self.config, split)
-        num_targets = section.seq_len - self.reads_last_token
+        num_targets = section.seq_len - 1 if self.reads_last_token else section.seq_len
 
         def tokenize(good_rows: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
             # Tokenize all answers together: chosen and rejected of the first row, of the second row, ...
@@ -293,7 +293,7 @@ def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -
 
 
 def answer_lengths(batch: RowBatch) -> Tensor:
-    """Return the number of learned tokens of each answer, (B, 2)."""
+    """Return the number of tokens of each answer that count in the loss, (B, 2)."""
     return (batch["targets_B2T"] != IGNORE).sum(-1)
 
 

@@ -34,9 +34,9 @@ class ORPO(PairTask):
         is_answer_B2T = answers_B2T != IGNORE
         columns_T = torch.arange(tokens_B2T.size(-1), device=tokens_B2T.device)
 
-        # Targets of the full texts, with the prompts: the next token up to the end of the answer, after
-        # which padding follows. The last target of an answer is not an input token, so copy the targets of
-        # answers.
+        # Build the targets of prompt and answer. The target of a token is the next input token, until padding
+        # begins after the answer. The last target of an answer is not an input token, so take the targets
+        # within answers from ``answers_B2T``.
         end_B21 = (is_answer_B2T * (columns_T + 1)).amax(-1, keepdim=True)
         is_text_B2T = columns_T < end_B21
         targets_B2T = torch.where(is_text_B2T, tokens_B2T.roll(-1, dims=-1), IGNORE)

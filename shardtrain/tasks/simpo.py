@@ -20,7 +20,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class SimPO(PairTask):
-    """The task ``simpo``."""
+    """Simple preference optimization (SimPO): a preference loss without a reference model."""
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Return the rewards (B, 2), the chosen answer first."""

@@ -20,8 +20,7 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 @dataclass(frozen=True)
 class ShownText:
-    """A text of a row for ``data show``: name, tokens, and a mask of the learned tokens (None if there is
-    no such mask)."""
+    """A text of a row for ``data show``: its name, its tokens, and its loss mask (None without a mask)."""
 
     name: str
     tokens: list[int]

@@ -23,7 +23,10 @@ def unreadable(
     fix: str = "make the file readable",
     kind: type[ConfigError] | type[DataError] = ConfigError,
 ) -> ShardtrainError:
-    """Return the error of a file that cannot be read: that of ``trouble``, or one of ``kind`` that names ``option``."""
+    """Return the error for a file that cannot be read.
+
+    It is the storage error from ``trouble`` if there is one, and otherwise a ``kind`` that names ``option``.
+    """
     problem = Problem(option, os.fspath(path), f"cannot be read ({error.strerror})", fix)
     return trouble(path, error) or (ConfigError(problem) if kind is ConfigError else kind(str(problem)))
 

@@ -61,9 +61,9 @@ class Problem:
     def __str__(self) -> str:
         """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``.
 
-        A rule of two sentences (``SENTENCES``) comes after the fix. A fix that sets another option or
-        removes this one names this one: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or remove
-        a.b``.
+        A rule of two sentences (``SENTENCES``) comes after the fix. If the fix first names another option, "it" would
+        be ambiguous, so this option's name replaces it: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or
+        remove a.b``.
         """
         origin = f"{self.where}: " if self.where else ""
         masked = shown(self.option, _first_items(self.value))

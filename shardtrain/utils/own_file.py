@@ -89,7 +89,10 @@ PLATFORM = FileKind(
 
 
 def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
-    """Return the rule that a file violates and the fix, found by parsing it; None if it may define all names."""
+    """Parse a file. Return the rule that it violates and the fix, or None.
+
+    The file is not run, so a required name counts as defined if any statement may bind it.
+    """
     if not Path(path).is_file():
         return "is not a file", f"give the path of an existing file, and {kind.fix}"
     try:

@@ -18,7 +18,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """True for a process that its parent has not waited for yet."""
+        """True for a zombie: a process that has exited, but that its parent has not waited for yet."""
         return self.state in ("Z", "X")
 
 

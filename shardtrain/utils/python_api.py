@@ -90,8 +90,9 @@ def accepts_fields(options: Callable[P, Options]) -> Callable[[Callable[..., Ret
         def call(*arguments: Any, **named: Any) -> Returned:
             given = signature.bind(*arguments, **named).arguments
             values = {field.name: given.pop(field.name) for field in fields if field.name in given}
-            a, b, *rest = given.items()
-            return function(a[1], b[1], options(**values), **dict(rest))  # type: ignore[call-arg]
+            # The options are the third parameter, so pass the first two by position, too.
+            (_, first_value), (_, second_value), *rest = given.items()
+            return function(first_value, second_value, options(**values), **dict(rest))  # type: ignore[call-arg]
 
         hints = typing.get_type_hints(function)
         call.__annotations__ = {**hints, **typing.get_type_hints(options)}

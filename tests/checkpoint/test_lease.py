@@ -131,7 +131,7 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     watch = Watch(monkeypatch)
     monkeypatch.setattr(lease, "_age_seconds", age_seconds)
     Lease(tmp_path).acquire()
-    assert watch.now - 1000 == watched and f"{watched} s of them watched" in caplog.text
+    assert watch.now - 1000 == watched and f"(watched for {watched} s)" in caplog.text
     assert lease.read(path)["pid"] == os.getpid()
 
 

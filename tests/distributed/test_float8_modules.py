@@ -251,7 +251,7 @@ def test_layers_with_unsupported_sizes_are_skipped_and_counted(caplog):
 @pytest.mark.parametrize(
     ("options", "tp", "fragments"),
     [
-        ({"filter_fqns": ["wqq"]}, 1, ["filter_fqns", "'wqq'", "names no module"]),
+        ({"filter_fqns": ["wqq"]}, 1, ["filter_fqns", "'wqq'", "matches no module"]),
         ({"filter_fqns": ["layers", "head"]}, 1, ["leaves no linear layer", "filter less"]),
         ({"emulate": False}, 4, ["tensor_parallel_degree", "leaves a rank 8 of the 32 features of layers.0.attn.wk"]),
     ],

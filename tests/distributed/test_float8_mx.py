@@ -171,14 +171,14 @@ def test_head_is_skipped_unless_requested_by_either_name(caplog):
 def test_default_filter_may_match_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32))
     float8_modules.check(model, with_mx())
-    with pytest.raises(ConfigError, match="names no module of this model by 'head'"):
+    with pytest.raises(ConfigError, match="contains 'head', which matches no module of this model"):
         float8_modules.check(model, with_mx({"filter_fqns": ["head"]}))
 
 
 @pytest.mark.parametrize(
     ("options", "tp", "fragments"),
     [
-        ({"filter_fqns": ["wqq"]}, 1, ["quantize.linear.mx.filter_fqns", "'wqq'", "names no module"]),
+        ({"filter_fqns": ["wqq"]}, 1, ["quantize.linear.mx.filter_fqns", "'wqq'", "matches no module"]),
         ({"filter_fqns": ["layers", "head"]}, 1, ["leaves no linear layer to compute in MX", "'quantize.linear.mx'"]),
         ({}, 4, ["tensor_parallel_degree", "leaves a rank 16 of the 64 features", "not a multiple of 32", "add 'wq'"]),
     ],
@@ -212,4 +212,4 @@ def test_gpu_without_mx_products_is_rejected(monkeypatch, recipe, capability, hi
     with pytest.raises(ConfigError) as refused:
         float8_modules.convert(model, layout, _Gpu(), config)  # type: ignore[arg-type]
     assert len(str(refused.value).splitlines()) == 1
-    assert "needs MXFP8 products, of CUDA capability 10.0 and above, that A GPU" in str(refused.value)
+    assert "needs MXFP8 matmuls (CUDA capability 10.0 or higher), which A GPU" in str(refused.value)

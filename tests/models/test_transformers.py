@@ -209,7 +209,7 @@ def copy_with(name: str, path: Path, **changes: Any) -> Path:
         ({"model_type": "nobody_knows"}, "model_type 'nobody_knows', which transformers"),
         ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, which cannot be"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 'angles of type "dynamic"'),
-        ({"quantization_config": {"quant_method": "gptq"}}, "holds weights that are quantized by gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "contains weights quantized with gptq"),
         ({"hidden_size": "wide"}, "transformers refuses it|cannot be built as LlamaForCausalLM"),
     ],
 )

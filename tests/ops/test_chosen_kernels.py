@@ -77,7 +77,7 @@ def test_kernel_is_used_if_clearly_faster() -> None:
     kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
     assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
     assert kernels.describe() == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
-    assert "none here is faster" in chosen_kernels.PYTORCH.describe()
+    assert "none of shardtrain's is faster" in chosen_kernels.PYTORCH.describe()
 
 
 def test_failing_kernel_is_logged_when_measured_and_at_each_start(

@@ -160,7 +160,8 @@ def test_compiled_update_matches_eager(name, monkeypatch):
     """Up to the order of float32 operations: one number in a thousand may be rounded differently."""
     config = Optimizer(name=name, lr=1e-2, bf16_stochastic_round=name == "AdamW")
     monkeypatch.setattr(low_bits, "_CHUNK", 1 << 14)
-    monkeypatch.setattr(low_bits, "_COMPILED_CHUNK", {True: 1 << 14, False: 1 << 14})
+    monkeypatch.setattr(low_bits, "_COMPILED_CHUNK", 1 << 14)
+    monkeypatch.setattr(low_bits, "_COMPILED_CHUNK_8BIT", 1 << 14)
     results = []
     for compiles in (False, True):
         monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)

@@ -154,9 +154,9 @@ def test_data_show_prints_both_answers_with_learned_parts(tmp_path: Path, capsys
     assert show.main(arguments_for(path, "orpo")) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "== position 0: row 0 of jsonl",
-        "-- chosen: 13 tokens, 6 of them learned",
+        "-- chosen: 13 tokens, 6 in the loss",
         "<bos>2+2 is« four<eos>»",
-        "-- rejected: 14 tokens, 7 of them learned",
+        "-- rejected: 14 tokens, 7 in the loss",
         "<bos>2+2 is« five!<eos>»",
     ]
     assert show.main(arguments_for(path, "reward_model", "--json")) == 0
@@ -167,7 +167,7 @@ def test_data_show_prints_both_answers_with_learned_parts(tmp_path: Path, capsys
     ]
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
     assert show.main(arguments_for(path, "kto")) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == ["-- bad: 4 tokens, 2 of them learned", "<bos>a«b<eos>»"]
+    assert capsys.readouterr().out.splitlines()[2:] == ["-- bad: 4 tokens, 2 in the loss", "<bos>a«b<eos>»"]
 
 
 @pytest.mark.parametrize(

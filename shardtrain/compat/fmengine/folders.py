@@ -75,9 +75,7 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
                 Problem(
                     "--mp_world_size",
                     num_shards,
-                    rule=(
-                        f"must divide the {num_heads} heads of queries and the {num_kv_heads} heads of keys and values"
-                    ),
+                    rule=(f"must divide the {num_heads} query heads and the {num_kv_heads} key-value heads"),
                     fix="use a common divisor",
                     where="command line",
                 )
@@ -233,7 +231,7 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
     modules = sorted({name.split(".")[-3] for name in tensors})
     pairs = {name.rpartition(".lora_")[0] for name in tensors}
     if not tensors:
-        raise CheckpointError(f"{step_folder} contains no adapters; use a folder trained with a lora table")
+        raise CheckpointError(f"{step_folder} contains no adapters; use the folder of a run with LoRA")
     if len(ranks) != 1 or len(tensors) != 2 * len(pairs):
         raise CheckpointError(
             f"{step_folder}: all adapters must have the same rank, and both lora_A and lora_B (ranks: {sorted(ranks)})"

@@ -336,9 +336,10 @@ def _optimizer_args(migration: FileMigration) -> None:
                 migration.default(known[name], rate, "also in optim_args")
             else:
                 migration.set("optim_args", known[name], rate)
-    if value:
+    elif value:
         migration.record("optim_args", "unsupported", "use the options of [optimizer]")
-    migration.record("optim_args", "ignored", "it is empty")
+    else:
+        migration.record("optim_args", "ignored", "it is empty")
 
 
 def _adapter(migration: FileMigration) -> None:
@@ -415,7 +416,7 @@ def _data(migration: FileMigration) -> None:
             migration.record(
                 "datasets",
                 "unsupported",
-                f"{', '.join(fields)}: set columns in [data]; only the assistant's messages have loss",
+                f"{', '.join(fields)}: set columns in [data]; only the assistant's messages count in the loss",
             )
     elif len(sets) > 1:
         text = "add a table [data.sources.NAME] with weight and format for each dataset"
@@ -426,7 +427,7 @@ def _data(migration: FileMigration) -> None:
     migration.record("datasets", "ignored", "it is empty")
 
     inputs = migration.get("train_on_inputs", bool, False)
-    migration.record("train_on_inputs", "unsupported" if inputs else "honoured", "only answers have loss")
+    migration.record("train_on_inputs", "unsupported" if inputs else "honoured", "only answers count in the loss")
     template = migration.get("chat_template", str)
     if template in (None, "tokenizer_default"):
         migration.record("chat_template", "honoured", "the tokenizer's own template is used")

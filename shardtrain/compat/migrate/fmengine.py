@@ -254,7 +254,7 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
 
 
 def require_deepspeed(document: ForeignDocument, system: str) -> None:
-    """Raise ConfigError if the file that the flags name as DeepSpeed's is from another system."""
+    """Raise ConfigError if the file that the flags pass as DeepSpeed's configuration is from another system."""
     if system != deepspeed.SYSTEM:
         raise ConfigError(
             Problem(

@@ -121,7 +121,8 @@ def migrate(
             num_processes = machine.nproc * (machine.nodes or 1)
 
     # Translate each file, and join the settings.
-    copies = next((line.num_copies(num_processes) for line in lines), num_processes)
+    # The parallelism flags of a command line determine how many of the ranks are data-parallel.
+    copies = lines[0].num_copies(num_processes) if lines else num_processes
     parts: list[FileMigration] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = list({str(problem): problem for part in parts for problem in part.problems}.values())

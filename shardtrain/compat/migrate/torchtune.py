@@ -285,16 +285,16 @@ def _data(migration: FileMigration) -> None:
         if column:
             migration.set("dataset\0column", "data.text_field", column)
 
-        # Prompts of instructions and chats only have loss in the text format.
+        # Prompts of instructions and chats only count in the loss in the text format.
         trains_on_prompt = "dataset\0train_on_input"
         if form != "text" and migration.get(trains_on_prompt, bool, builder.startswith("alpaca")):
             if dataset == "alpaca":
                 migration.settings = [s for s in migration.settings if s.option != "data.format"]
                 migration.set(trains_on_prompt, "data.format", "text", "the prompt has loss too")
             else:
-                text = 'only answers have loss; with data.format = "text" entire rows have loss'
+                text = 'only answers count in the loss; with data.format = "text" entire rows do'
                 migration.record(trains_on_prompt, "unsupported", text)
-        migration.record(trains_on_prompt, "honoured", "only answers have loss")
+        migration.record(trains_on_prompt, "honoured", "only answers count in the loss")
     elif builder:
         text = "choose a dataset in training.dataset, and its columns in [data]"
         migration.record(key, "unsupported", text)

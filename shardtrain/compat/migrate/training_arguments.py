@@ -387,7 +387,8 @@ def _saving(migration: FileMigration) -> None:
         migration.record(
             "save_strategy",
             "ignored",
-            f"{strategy}: checkpoint.interval is a number of steps, and checkpoint.keep_best keeps the best checkpoint",
+            f"{strategy} has no counterpart; set checkpoint.interval to a number of steps, or use "
+            "checkpoint.keep_best to keep the best checkpoint",
         )
     # record() keeps the first entry of a key, so these only apply to keys without an entry so far.
     migration.record("save_strategy", "honoured", "checkpoint.interval is a number of steps")

@@ -133,7 +133,7 @@ def notes(loaded: Loaded) -> list[str]:
 
 
 def _disabled_options(loaded: Loaded) -> Iterator[str]:
-    """Options that a user set, of features that are off."""
+    """Yield a note for each feature that is off although the user has set its options."""
     for prefix, switch in _disabled_features(loaded.config):
         waiting = []
         for name, option in options().items():

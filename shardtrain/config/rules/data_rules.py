@@ -420,7 +420,7 @@ def unread_fields(loaded: Loaded, used_formats: set[str]) -> Iterator[Problem]:
 
 
 def check_templates(loaded: Loaded) -> Iterator[Problem]:
-    """Yield templates with syntax errors, and templates whose entries the format does not read."""
+    """Yield templates with syntax errors, and templates for columns or roles that the data format does not use."""
     data = loaded.config.data
     yield from _check_template(loaded, "data.template", data.template, data.format, data.text_field)
     for name, source in data.sources.items():
@@ -548,7 +548,7 @@ def data_notes(loaded: Loaded) -> list[str]:
     c = loaded.config
     sources = datasets(loaded)
     notes = []
-    # Rows of prompts and answers lose something if they are cut or see each other.
+    # Packing can cut rows of prompts and answers in two, or let them attend to each other. Both harm training.
     if c.data.packing == "concat" and formats(loaded) != {"text"}:
         notes.append(
             'data.packing="concat": a question and its answer may be in different sequences; '

@@ -122,7 +122,7 @@ def float8_experts(loaded: Loaded) -> Iterator[Problem]:
             )
 
 
-def needs_products(loaded: Loaded) -> bool:
+def needs_float8_matmuls(loaded: Loaded) -> bool:
     """True if the device must support float8 matrix products."""
     converters = loaded.config.model.converters
     quantize = loaded.config.quantize
@@ -131,7 +131,7 @@ def needs_products(loaded: Loaded) -> bool:
     return uses_linear or uses_grouped
 
 
-def needs_mx_products(loaded: Loaded) -> bool:
+def needs_mx_matmuls(loaded: Loaded) -> bool:
     """True if the device must support MX matrix products."""
     config = loaded.config
     return MX in config.model.converters and config.quantize.linear.mx.recipe_name != "mxfp8_emulated"

@@ -244,7 +244,7 @@ def offload_without_recomputation(loaded: Loaded) -> Iterator[Problem]:
 
 
 def async_tensor_parallel_without_compiler(loaded: Loaded) -> Iterator[Problem]:
-    """The compiler implements async tensor parallelism."""
+    """Async tensor parallelism requires the compiler, which implements it."""
     p = loaded.config.parallelism
     if p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1 and not _compiles_model(loaded.config):
         yield problem(

@@ -238,7 +238,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _check_pair_loss(loaded: Loaded) -> Iterator[Problem]:
-    """Options of the loss and of the reference do not contradict each other."""
+    """Check that label smoothing fits the loss, and that the options of the reference model do not conflict."""
     task = loaded.config.task
     option = "task.label_smoothing"
     if not 0 <= task.label_smoothing < 0.5:

@@ -149,7 +149,8 @@ class Numbers:
     spike_skip_steps: int = 100
     """Number of steps before and including the spike whose data are skipped after a rewind (shardtrain)."""
     max_rewinds: int = 2
-    """Rewinds from spikes within spike_rewind_steps of each other; the next one stops the run (shardtrain)."""
+    """Maximum number of rewinds from spikes within spike_rewind_steps of each other; one more stops the run
+    (shardtrain)."""
     replica_check_interval: int = 0
     """Steps between two comparisons of replicated tensors between ranks; a difference stops the
     run; 0: only before saves, see checkpoint.compare_replicas (shardtrain).

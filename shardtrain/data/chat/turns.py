@@ -257,8 +257,8 @@ def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: st
     for number, (name, fixed) in enumerate(zip(names, rest[1::2], strict=True)):
         turn, kind, value = leaves[name]
         is_last = number == len(names) - 1
-        # The value in one of its forms, followed by the fixed text. The last value extends to the fixed text
-        # at the end, and a value in another form to the next occurrence.
+        # Find the end of the value. The last value ends at the fixed text at the end of ``text``. Any other
+        # value ends after one of its known forms, or else at the next occurrence of the fixed text.
         forms = (value, value.strip(), value.lstrip(), value.rstrip())
         lengths = [len(form) for form in forms if text.startswith(form + fixed, place)]
         stop = -1

@@ -76,12 +76,11 @@ class TextEncoder:
 
 
 class PromptEncoder:
-    """A row is a prompt and its completion, between the ends of a document. The completion and its end are
-    learned.
+    """Encodes rows of a prompt and a completion as one document each: BOS, prompt, completion, EOS.
 
-    An empty completion still learns the end, as in TRL. No token contains characters of both (see
-    ``continuation``). If both are lists of messages, they form one conversation, and the assistant's turns
-    in the completion are learned.
+    Only the completion and EOS count in the loss. EOS also counts after an empty completion, as in TRL. No
+    token spans the boundary between prompt and completion (see ``continuation``). If both are lists of
+    messages, they form one conversation, and the assistant's turns in the completion count in the loss.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
@@ -211,7 +210,7 @@ def _with_targets(document: Document) -> Document | BadRow:
     """Return the document, or a BadRow if none of its tokens is a learned target."""
     if document.learned is None or document.learned[1:].any():
         return document
-    return BadRow("the conversation has no token that is learned")
+    return BadRow("the conversation has no token that counts in the loss")
 
 
 def _option_facts(ends: Ends, data: Data) -> list[str]:

@@ -47,7 +47,11 @@ class Growth:
         self._grown = self._kept = 0
 
     def rows(self, keyed: Iterable[tuple[Any, T]]) -> Iterator[tuple[Any, T]]:
-        """Yield the rows unchanged. Raises DataError when data that expand too much exceed a limit."""
+        """Yield the rows unchanged.
+
+        Raises:
+            DataError: highly compressed rows exceed the limit of memory or CPU time.
+        """
         for number, (key, row) in enumerate(keyed):
             self._grown += ROW_BYTES + text_size(row)
             if number % _CHECK_INTERVAL == 0 or self._grown > FREE_BYTES:

@@ -26,10 +26,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 class RowTemplate:
-    """Compiled templates of the entries. ``option`` is named in errors.
+    """Compiled templates, one for each output column, or for each role of a conversation.
 
-    With ``keeps``, existing columns and an existing conversation of a row are kept, as for the templates of
-    presets.
+    Errors name ``option``. With ``keeps``, which presets use, a template does not overwrite a column or a
+    conversation that the row already has.
     """
 
     def __init__(

@@ -278,10 +278,10 @@ class FittedRows:
         self.packing = packing
         self._table = table
         self._fits: list[BlockFit] = []
-        # of the last block that was read: without shuffling, or with few blocks, the next row is often in
-        # the same block
+        # The last block that was read. Without shuffling, or with few blocks, the next row is often in the
+        # same block.
         self._last: tuple[int, Pieces, Order, Order] | None = None
-        # of each block that was read, because computing it requires the masks
+        # Dropped tokens of each block that was read. They are cached, because computing them requires the masks.
         self._dropped: dict[int, Tokens] = {}
         if table is not None:
             self.num_rows = table.num_rows

@@ -142,8 +142,8 @@ class ConcatRows:
 def write_window(out: PackedSequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
     """Fill a row with up to ``seq_len + 1`` consecutive tokens of a dataset.
 
-    ``begins`` are the indices in ``tokens``, after the first, at which a document starts, if documents are
-    masked.
+    ``begins`` contains the indices in ``tokens``, except 0, at which a document starts. It is None if tokens
+    may attend to other documents.
     """
     out.write(slot, 0, tokens, learned)
     if begins is None:

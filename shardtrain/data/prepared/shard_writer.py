@@ -186,7 +186,8 @@ class ShardWriter:
     def _write_mask(self, learned: Mask | None, count: int) -> None:
         """Write the mask of some tokens.
 
-        A shard gets a mask, from its first token on, once a token is not learned.
+        A shard only has a loss mask if it contains a token that does not count in the loss. The mask then
+        covers the shard from its first token on.
         """
         if self._learned is None:
             if learned is None or learned.all():

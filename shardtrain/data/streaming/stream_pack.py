@@ -29,7 +29,7 @@ Place = tuple[int, int]
 """The next document of a reader: its epoch or shard, and its number there."""
 
 Documents = Iterator[tuple[Place, Document]]
-"""Documents, each with the place after it."""
+"""Documents, each with the place at which reading resumes after it."""
 
 
 class Packer(Protocol):

@@ -384,9 +384,9 @@ class SshConnections:
         # The other hosts know how the run ended, and have written it to exit.json.
         codes = [one.process.wait() for one in self._open if not one.is_lost] or [self._stop_code]
         if self._requests:
-            # A node that is killed after exit.json is written has the code in that file. A
-            # request that arrives while Python starts ends a node with its default effect, and
-            # there is nothing to save.
+            # A node that was killed with SIGKILL has already written exit.json, so use the stop code
+            # of the run. A request that arrives while Python starts ends a node with SIGTERM, and
+            # there is nothing to save yet.
             ends = {128 + signal.SIGKILL: self._stop_code, 128 + signal.SIGTERM: PREEMPTED}
             codes = [ends.get(code, code) for code in codes]
         return status_of([-code if code > 128 else code for code in codes])

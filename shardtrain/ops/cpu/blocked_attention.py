@@ -283,9 +283,9 @@ def _pairs(x_rkGnH: Tensor) -> Tensor:
 
 
 def _keys(x_BKsH: Tensor, block: ScoreBlock) -> Tensor:
-    """Return a view (P, m, H) of a block's keys.
+    """Return the keys of a block as a view (P, m, H).
 
-    It exists because pairs are entire rows, or heads of one row.
+    No copy is needed, because the pairs of a block (row and key-value head) are entire rows, or heads of one row.
     """
     x_rkmH = x_BKsH[block.keys]
     return x_rkmH.view(-1, *x_rkmH.shape[2:])

@@ -160,8 +160,8 @@ class HeartbeatExchange:
             if text is not None and self._heard.get(place, (b"",))[0] != text:
                 self._heard[place] = bytes(text), rank_heartbeat.read_many(text)
             for rank, sign in self._heard.get(place, (b"", {}))[1].items():
-                # Keep the newest heartbeat: a node that lost its folder has several places, and old
-                # heartbeats can be replayed.
+                # Keep the newest heartbeat: a node that lost its folder has written to several store
+                # keys, and old heartbeats can be replayed.
                 if rank not in self._newest or self._newest[rank].beat < sign.beat:
                     self._newest[rank] = sign
                 heartbeats[rank] = self._newest[rank]

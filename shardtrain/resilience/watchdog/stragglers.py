@@ -41,6 +41,7 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
         groups.setdefault(mark.facts, []).append(rank)
     if len(groups) == 1:
         return None
+    # Blame the smallest group. On a tie, blame the one that begins with the higher rank.
     odd = min(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     descriptions = []
     for facts, ranks in groups.items():

@@ -204,9 +204,9 @@ class Watchdog:
             self._others.meet(os.environ)
             while True:
                 beat += 1
-                sign = self._sign(beat)
-                self._others.say(sign)
-                if sign.has_left:
+                heartbeat = self._sign(beat)
+                self._others.say(heartbeat)
+                if heartbeat.has_left:
                     return
                 # The verdict of any rank ends every rank.
                 verdict = self._others.verdict()

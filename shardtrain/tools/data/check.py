@@ -356,7 +356,7 @@ def _judge(survey: Survey, vocab_size: int, packing: Packing | None, policy: Bad
     # No token with a target, or no sequence after packing. Damage would explain both.
     if packed and tally.documents and not survey.damage:
         if not tally.learned:
-            report.bad.append(f"{title} has no token that is learned; check data.format")
+            report.bad.append(f"{title} has no token that counts in the loss; check data.format")
         elif not packed.num_rows:
             rule = f"has no sequence with packing {packed.packing.kind} and seq_len {packed.packing.seq_len}"
             report.bad.append(f"{title} {rule}; check data.long_documents, and documents of one token")

@@ -141,6 +141,7 @@ def _receive(
             yield worker.units.popleft(), message["done"]
         else:
             yield None, message
+    # Let the caller update its progress even without a message.
     yield None, {}
 
 
@@ -163,8 +164,8 @@ def _death(worker: _Worker) -> str:
 
 def _serve(connection: Connection, foreign: list[Connection], work: Work) -> None:
     """Main function of a worker process: run units until the connection closes."""
-    # The fork copied the parent's ends of the pipes. While one is open here, the end of the parent
-    # would go unnoticed.
+    # The fork copied the parent's pipe connections. While one of them is open here, the pipes would not
+    # close when the parent exits, so its workers would keep running.
     for other in foreign:
         other.close()
     # Ctrl-C also reaches the parent, which stops its processes.

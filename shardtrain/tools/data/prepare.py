@@ -193,7 +193,7 @@ def prepare(job: PrepareJob, processes: int) -> str:
     result = f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}"
     # If an earlier command tokenized everything, this one has no speed.
     if work.tokens:
-        megabytes_per_second = progress.megabytes(1.0) / seconds
+        megabytes_per_second = progress.megabytes(done=1.0) / seconds
         result += f" ({megabytes_per_second:.2f} MB/s, {work.tokens / seconds:,.0f} tokens/s)"
     lines = [result]
     lines += [f"  skipped {reason}" for reason in work.tally.reasons()]

@@ -209,7 +209,7 @@ def _wrong_positions(batch: Batch) -> list[str]:
         expected = positions[t - 1] + 1 if documents[t] == documents[t - 1] else 0
         if positions[t] != expected:
             wrong.append(
-                f"wrong position: place {t} of document {documents[t]} is {positions[t]} instead of {expected}"
+                f"wrong position: place {t} of document {documents[t]} has position {positions[t]}, expected {expected}"
             )
     return wrong
 

@@ -312,7 +312,7 @@ def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
             num_tokens += len(piece.tokens)
             if piece.learned:
                 num_learned += len(piece.tokens)
-        lines.append(_framed(f"-- {name}: {num_tokens} tokens, {num_learned} of them learned", color))
+        lines.append(_framed(f"-- {name}: {num_tokens} tokens, {num_learned} in the loss", color))
         lines.append(_marked(pieces, tokenizer, color))
     return "\n".join(lines)
 

@@ -184,7 +184,7 @@ def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) 
     starts = line.document_starts()
     at = 0
     while at < line.num_documents and not survey.damage:
-        # Take documents of about one block of tokens together, at least one.
+        # Read at least one document, and at most about one block of tokens, at a time.
         stop = int(np.searchsorted(starts, starts[at] + _BLOCK_TOKENS))
         stop = min(max(at + 1, stop), line.num_documents)
         base = int(starts[at])

@@ -245,8 +245,8 @@ class _UnitFiles:
             if high >= self._vocab_size:
                 raise beyond_vocabulary(high, self._vocab_size)
 
-        # The file of masks is created at the first token that is not learned. Ones are written for
-        # all earlier tokens.
+        # Create the mask file at the first token that does not count in the loss, with ones for all
+        # earlier tokens.
         mask = _mask_of(self._documents)
         if mask is not None and not self._masked:
             self._masked = True

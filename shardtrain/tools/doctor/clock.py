@@ -32,7 +32,7 @@ _TIME_ERROR = 5
 
 
 def collect(context: RankContext, facts: Facts) -> None:
-    """Record the clock source, and the time of this rank at moments when all ranks have just met."""
+    """Record the clock source, and this rank's time directly after each of several barriers."""
     facts["source"] = kernel_text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     facts["synchronized"] = synchronized()
     facts["moments"] = []
@@ -76,7 +76,7 @@ def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
 
     smallest = {}
     for rank, times in answered.items():
-        # Ranks may have more moments than ``rounds``.
+        # A rank may have recorded more times than ``rounds``.
         differences = [time - median for time, median in zip(times, median_times, strict=False)]
         smallest[rank] = min(differences, key=abs)
     return smallest

@@ -159,7 +159,7 @@ def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
     with health.query(uuid) as query:
         end = time.monotonic() + LOAD_SECONDS
         while query.poll() is None and time.monotonic() < end:
-            # Queue several products between two looks at the query, so the device is never idle.
+            # Queue several matmuls before each poll of the query, so the device is never idle.
             for _ in range(10):
                 multiply(a, b)
             accelerator.finish(a.device)

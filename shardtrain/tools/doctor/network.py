@@ -121,8 +121,8 @@ def _peer(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
 def _hosts(context: RankContext) -> list[int]:
     """Return a number for each rank that is equal for the ranks of one host. Collective.
 
-    Rank 0 receives the names. With the same number of ranks on all hosts, in order, it sends only this
-    number.
+    Rank 0 receives the host names. If every host has the same number of consecutive ranks, it sends only
+    the number of ranks per host.
     """
     import socket
 

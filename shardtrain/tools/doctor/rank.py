@@ -76,10 +76,12 @@ def _limited(context: RankContext, area: Area) -> Facts:
     A write to a dead file server cannot be interrupted.
     """
     collected: Facts = {}
+    # Each check has its own channel, so an abandoned check cannot disturb later areas.
+    channel = context.line.begin(area.name)
 
     def collect() -> None:
         try:
-            area.collect(replace(context, line=line), collected)
+            area.collect(replace(context, line=channel), collected)
         except PeerError as error:
             collected[ERROR] = str(error)
             collected["is_peer"] = True
@@ -87,23 +89,21 @@ def _limited(context: RankContext, area: Area) -> Facts:
             lines = str(error).strip().splitlines() or [""]
             collected[ERROR] = redact(f"{type(error).__name__}: {lines[0]}"[:300])
 
-    # Each check has its own channel, so an abandoned check cannot disturb later areas.
-    line = context.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
     # The check moves its own deadline with each step, so look at it again every 0.2 s.
-    while thread.is_alive() and time.monotonic() < line.deadline:
-        remaining = line.deadline - time.monotonic()
+    while thread.is_alive() and time.monotonic() < channel.deadline:
+        remaining = channel.deadline - time.monotonic()
         thread.join(timeout=min(0.2, max(0.01, remaining)))
     facts = collected
     if thread.is_alive():
-        facts = {STOPPED: line.where, "place": line.place}
+        facts = {STOPPED: channel.where, "place": channel.place}
 
-    # If this rank failed, cancel its remaining meetings so that other ranks do not wait. A rank that timed
+    # If this rank failed, cancel its remaining barriers so that other ranks do not wait. A rank that timed
     # out waiting for another rank has not failed itself.
     if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
-        line.cancel()
-    context.line.timed_out = line.timed_out
+        channel.cancel()
+    context.line.timed_out = channel.timed_out
     return facts
 
 

@@ -85,8 +85,8 @@ class StoreChannel:
     """One rank's connection to the others.
 
     Attributes:
-        place: Number of marks in this area. Ranks pass the same marks in order, so a lower number is further
-            behind.
+        place: Number of steps that this rank has begun in this area. All ranks begin the same steps in the
+            same order, so a lower number is further behind.
         timed_out: True if this rank has waited in vain for other ranks.
         deadline: Monotonic time at which the current step exceeds its limit.
     """
@@ -171,7 +171,7 @@ class StoreChannel:
         return json.loads(self._store.get(key))
 
     def _comes(self, key: str, limit_seconds: float, unless: str = "") -> bool:
-        """Return True if the key is set within the time limit. Return False earlier if ``unless`` is set."""
+        """Wait until the key is set. Return False after the time limit, or as soon as the key ``unless`` is set."""
         end = time.monotonic() + limit_seconds
         interval = max(LOOK_SECONDS, self.size / LOOKS_PER_SECOND)
         while not self._store.check([key]):

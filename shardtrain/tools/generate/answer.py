@@ -112,7 +112,7 @@ class Answers:
             options.top_p,
         )
         if opened.token_mixing is not None and not options.no_cache:
-            # The second part of the rule concerns ranks.
+            # Keep the part before ", but". The rest explains why ranks cannot split the tokens.
             place, _, _ = opened.token_mixing.rule.partition(", but")
             raise ConfigError(
                 Problem(

@@ -32,9 +32,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 BLOCK = 64
 """The number of cache columns is a multiple of this.
 
-It stays small, because products also read unused columns.
+Keep it small, because matmuls also read the unused columns.
 """
-_SMALLEST_BY_PRODUCTS = 1 << 18
+_SMALLEST_FOR_MATMULS = 1 << 18
 """Minimum number of cached key elements for matrix products.
 
 Below it, the call overhead of oneDNN exceeds the gain.
@@ -136,7 +136,7 @@ class CachedCore(nn.Module):
         self.cache = Cache([self])
         self.keys_BKSH: Tensor | None = None
         self.values_BKSH: Tensor | None = None
-        self._by_products = False
+        self._uses_matmuls = False
 
     def forward(
         self,
@@ -150,14 +150,17 @@ class CachedCore(nn.Module):
 
         Arguments and result are (B, N, T, H) if the original core has ``heads_first``.
         """
+        # The cache stores heads before tokens.
+        k_BKTH = k_BTKH if self.heads_first else k_BTKH.transpose(1, 2)
+        v_BKTH = v_BTKH if self.heads_first else v_BTKH.transpose(1, 2)
+
         # Prompt pass: store aligned keys and values, then call the original core.
         if self.cache.lengths:
-            k_BKTH = k_BTKH if self.heads_first else k_BTKH.transpose(1, 2)
-            v_BKTH = v_BTKH if self.heads_first else v_BTKH.transpose(1, 2)
-            numel = k_BKTH.numel() // k_BKTH.size(2) * self.cache.limit
+            numel_per_column = k_BKTH.numel() // k_BKTH.size(2)
+            full_numel = numel_per_column * self.cache.limit
             is_plain = self._scores.has_kernel and sinks_N is None
-            self._by_products = is_plain and _has_fast_products(q_BTNH, numel)
-            self.keys_BKSH = self._aligned(k_BKTH, self._by_products)
+            self._uses_matmuls = is_plain and _has_fast_matmuls(q_BTNH, full_numel)
+            self.keys_BKSH = self._aligned(k_BKTH, self._uses_matmuls)
             self.values_BKSH = self._aligned(v_BKTH)
             # Pass optional arguments only if set, because a user's core may accept neither of them.
             if sinks_N is not None:
@@ -169,17 +172,15 @@ class CachedCore(nn.Module):
         # Append new tokens. Under tensor parallelism some of them are padding. The next pass
         # overwrites their columns.
         if self.heads_first:
-            q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        k_BKTH = k_BTKH.transpose(1, 2)
-        v_BKTH = v_BTKH.transpose(1, 2)
+            q_BTNH = q_BTNH.transpose(1, 2)
         start = self.cache.filled
         stop = self.cache.filled + q_BTNH.size(1)
         keys_BKSH, values_BKSH = self._room(stop)
         keys_BKSH[:, :, start:stop] = k_BKTH
         values_BKSH[:, :, start:stop] = v_BKTH
         mask = self.cache.mask(q_BTNH.size(1), self.window, self.chunk)
-        if self._by_products:
-            out_BTNH = _attend_by_products(q_BTNH, keys_BKSH, values_BKSH, stop, mask, self._scores.scale)
+        if self._uses_matmuls:
+            out_BTNH = _attend_with_matmuls(q_BTNH, keys_BKSH, values_BKSH, stop, mask, self._scores.scale)
         else:
             out_BTNH = _attend(
                 q_BTNH,
@@ -199,7 +200,7 @@ class CachedCore(nn.Module):
         """Keep only the keys and values of these rows."""
         if self.keys_BKSH is not None and self.values_BKSH is not None:
             # Index the transposed keys to keep their memory layout.
-            self.keys_BKSH = self.keys_BKSH.mT[index].mT if self._by_products else self.keys_BKSH[index]
+            self.keys_BKSH = self.keys_BKSH.mT[index].mT if self._uses_matmuls else self.keys_BKSH[index]
             self.values_BKSH = self.values_BKSH[index]
 
     def _aligned(self, x_BKTH: Tensor, turned: bool = False) -> Tensor:
@@ -226,7 +227,7 @@ class CachedCore(nn.Module):
         # Grow by an eighth. A copy costs two passes over the cache, and each new token one.
         if columns > size:
             larger = max(columns, min(self.cache.limit, size + size // 8))
-            keys = self.keys_BKSH = _grown(keys, larger, self._by_products)
+            keys = self.keys_BKSH = _grown(keys, larger, self._uses_matmuls)
             values = self.values_BKSH = _grown(values, larger, False)
         return keys, values
 
@@ -262,7 +263,7 @@ def _attend(
     return _ungrouped(out_BKRH, q_BTNH)
 
 
-def _attend_by_products(
+def _attend_with_matmuls(
     q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, columns: int, mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Return the attention to the first ``columns`` columns, with two batched matrix products.
@@ -280,13 +281,13 @@ def _attend_by_products(
     return _ungrouped(out_PRH.unflatten(0, k_BKSH.shape[:2]), q_BTNH)
 
 
-def _has_fast_products(q_BTNH: Tensor, numel: int) -> bool:
+def _has_fast_matmuls(q_BTNH: Tensor, numel: int) -> bool:
     """True if matrix products are faster than the flash kernel for ``numel`` cached key elements.
 
     Speedup in bfloat16 with 1,088 columns: 1.4 for four query heads per key head of size 64, and 3.5 for one
     query head per key head of size 128. In float32 it is 0.7 to 1.3.
     """
-    return q_BTNH.dtype == torch.bfloat16 and numel >= _SMALLEST_BY_PRODUCTS and attends_in_blocks(q_BTNH)
+    return q_BTNH.dtype == torch.bfloat16 and numel >= _SMALLEST_FOR_MATMULS and attends_in_blocks(q_BTNH)
 
 
 def _grouped(q_BTNH: Tensor, K: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -71,11 +71,11 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
         line = data.decode("utf-8-sig").strip()
         values = json.loads(line)
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: is not UTF-8 at byte {error.start}") from None
+        raise DataError(f"{place}: the line is not UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: is not JSON ({str(error)[:100]})") from None
+        raise DataError(f"{place}: the line is not JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
-        raise DataError(f"{place}: is not a JSON object; write one object per line, with the field {field!r}")
+        raise DataError(f"{place}: the line is not a JSON object; write one object per line, with the field {field!r}")
     try:
         value = column(values, field)
         if not isinstance(value, list):

@@ -195,7 +195,7 @@ def _recurrence_bytes(
     within_blocks = tokens * BLOCK * (5 * value_heads + 3 * key_heads)
     numel = 10 * keys + 9 * values + 4 * keys_of_values + 2 * states + within_blocks
     if job.cp > 1:
-        # The map from incoming to outgoing state: its states, and the changes of each token.
+        # The map S_out = A S_in + B from incoming to outgoing state: A and B per block, and their terms per token.
         numel += values + keys_of_values + states + states * shape.key_dim // shape.value_dim
     # The norm of the output, its gate in float32, and their product. Gates of a head are a few numbers per token.
     numel += 3 * values + 8 * tokens * value_heads
@@ -228,11 +228,12 @@ def _feed_forward_bytes(
     hidden = 0
     for linear in inner:
         ranks = job.tp if linear.style == "colwise" else 1
-        hidden += tokens * -(-linear.out_features // ranks) * width
+        local_features = -(-linear.out_features // ranks)  # rounded up
+        hidden += tokens * local_features * width
     saved = norm + 2 * hidden
     if any(linear.trained for linear in inner):
         saved += gathered
-    # A frozen output linear does not save its input.
+    # A frozen output linear does not save its input, which is as large as the output of one inner linear.
     are_outputs_trained = [linear.trained for linear in linears if linear.style == "rowwise"]
     if are_outputs_trained and not any(are_outputs_trained):
         saved -= hidden // max(1, len(inner))
@@ -289,7 +290,7 @@ def _expert_bytes(experts: ExpertShape, tokens: int, dim: int, job: PlannedJob) 
         saved += input_bytes + 2 * hidden_bytes
     # The router's float32 scores per token, and its numbers per row.
     saved += tokens * experts.count * 4 + rows * (8 * 3 + 4 * 3)
-    # Gradients of products, and of the rows before and after they are sorted, and with ep, exchanged.
+    # Gradients of the matmul outputs, and of the rows before and after sorting, and after the exchange of ep.
     copies_of_rows = 3 if job.ep > 1 else 2
     return _FeedForwardBytes(saved, 2 * hidden_bytes + copies_of_rows * input_bytes)
 

@@ -20,6 +20,10 @@ from shardtrain.tools.plan.link_timing import (
 )
 from shardtrain.tools.plan.shapes import Layer, Linear, RecurrenceShape
 
+UNFUSED_MATMUL_SHARE = 0.7
+"""Efficiency of the matmuls of attention without a fused kernel, relative to other matmuls."""
+SCORE_PASSES = 5
+"""Passes over the attention scores without a fused kernel."""
 HALF_SIZE = 96
 """Dimension of a product that reaches half of the rate of a large one."""
 STREAM_PASSES = 20.0
@@ -172,7 +176,7 @@ def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int
     half_size = HALF_SIZE
     if is_float8:
         peak = peak * FLOAT8_SHARE
-        half_size = 2 * HALF_SIZE  # float8 halves the time of the matmul, but not of its start
+        half_size = 2 * HALF_SIZE  # float8 halves the time of the matmul, but not its launch overhead
     if not device.is_cpu:
         efficiency = math.prod(size / (size + half_size) for size in (tokens, rows, columns))
     elif job.tp > 1 and job.compute_dtype == "float32":
@@ -234,8 +238,8 @@ def _attention_seconds(layer: Layer, job: PlannedJob, device: Device) -> float:
     rate = memory_rate(device)
     if not job.flash:
         scores = tokens * span * layer.heads / job.tp
-        peak = device.peak(job.compute_dtype) * device.matmul_efficiency * 0.7
-        return flops / peak + 5 * scores * job.compute_width / rate
+        peak = device.peak(job.compute_dtype) * device.matmul_efficiency * UNFUSED_MATMUL_SHARE
+        return flops / peak + SCORE_PASSES * scores * job.compute_width / rate
     # On a GPU, heads of less than 128 features leave units idle, and short sequences are slower.
     efficiency_of_head = min(1.0, (layer.qk_dim + 32) / 160)
     efficiency_of_length = span / (span + 512)

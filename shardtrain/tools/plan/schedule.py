@@ -112,13 +112,13 @@ def _one_f_one_b(rank: int, degree: int, count: int) -> tuple[Action, ...]:
 def most_kept(
     kept_by_stage: Mapping[int, int], actions: Sequence[Action], waiting_by_stage: Mapping[int, int] | None = None
 ) -> tuple[int, int, int]:
-    """Return the maximum of activations that wait for their backward pass.
+    """Return the peak of the activations that are kept for backward.
 
     Args:
         kept_by_stage: Bytes of a micro-batch from forward to backward.
         actions: Actions of one rank.
-        waiting_by_stage: Bytes that the backward of inputs ("I") adds for the backward of weights
-            ("W"). "I" frees nothing.
+        waiting_by_stage: Additional bytes that the backward of inputs ("I") keeps for the later backward of
+            weights ("W"). "I" frees nothing.
 
     Returns:
         The largest number of bytes, the largest number of micro-batches, and the largest number of

@@ -274,7 +274,7 @@ def _is_inside(name: str, paths: Iterable[str]) -> bool:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Return a key of layers with equal norms, parameters, attention windows and linears."""
+    """Return a key that is equal for layers with the same norms, parameters, attention windows and linears."""
     norms = []
     windows = []
     linears = []
@@ -325,7 +325,7 @@ def decoder(
         for i in inputs:
             linears.append(Linear(f"ffn.w{i}", dim, ffn, "colwise"))
         linears.append(Linear("ffn.w2", ffn, dim, "rowwise"))
-    # Their weights, those of experts, and the norms.
+    # The weights of the linears and of the experts, and the norms.
     parameters = []
     for linear in linears:
         weight_shape = (linear.out_features, linear.in_features)
@@ -381,17 +381,18 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         kv_heads = recurrence.key_heads
         qk_dim = recurrence.key_dim
         v_dim = recurrence.value_dim
+    # A gated feed-forward has two input linears: gate and up.
     mixer = recurrence.block if recurrence else "attn"
     ffn_inputs = [linear for linear in linears if linear.style == "colwise" and mixer not in linear.path]
     modules = list(layer.modules())
     return Layer(
-        tuple(_parameters(layer, None, layout, path)),
-        tuple(linears),
-        heads,
-        kv_heads,
-        qk_dim,
-        v_dim,
-        min((limit for limit in limits if limit), default=0),
+        parameters=tuple(_parameters(layer, None, layout, path)),
+        linears=tuple(linears),
+        heads=heads,
+        kv_heads=kv_heads,
+        qk_dim=qk_dim,
+        v_dim=v_dim,
+        limit=min((limit for limit in limits if limit), default=0),
         causal=not bool(getattr(core, "bidirectional", False)),
         gated=len(ffn_inputs) > 1 or experts is not None,
         layer_norm=any(isinstance(module, nn.LayerNorm) for module in modules),

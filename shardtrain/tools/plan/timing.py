@@ -136,9 +136,9 @@ def _action_seconds(
 
 @lru_cache(maxsize=64)
 def _with_threads(device: Device, ranks: int) -> Device:
-    """Return the CPU as seen by one of its ranks, which share the cores. ``device`` describes one core.
+    """Scale ``device``, which describes one core of a CPU, to the cores that each rank has.
 
-    Kernels are still started by one thread.
+    The launch overhead does not change, because one thread starts all kernels.
     """
     cores = device.devices_per_node
     threads = max(1, cores // min(ranks, cores))

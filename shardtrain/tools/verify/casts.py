@@ -24,7 +24,7 @@ used: list[str] = []
 
 @contextmanager
 def off(wide: torch.dtype = torch.float32) -> Iterator[None]:
-    """While the context is active, replace casts to shorter dtypes than ``wide`` by casts to ``wide``, in this
+    """While the context is active, replace casts to dtypes narrower than ``wide`` with casts to ``wide``, in this
     process and its forks, even under autocast.
 
     ``wide`` is float32, or float64 for a model in float64, whose casts to float32 and 8 bits are then disabled, too.

@@ -1,5 +1,5 @@
-"""Record the inputs and outputs of every module in a forward pass, and find the first module that
-differs in another.
+"""Record the inputs and outputs of every module in a forward pass, and find the first module
+whose output differs between two passes.
 
 The culprit is the module whose inputs agree with the other pass but whose output differs. Calls are compared
 in the order in which they end, children before parents, so the innermost module is found. If the difference

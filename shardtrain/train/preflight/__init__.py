@@ -8,6 +8,7 @@ optimizer state. Torch is imported only if a check needs it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -294,16 +295,13 @@ def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
         findings.problems.append(problem)
 
     # Build the model at most once, and only if the sizes do not show that it fits: building imports PyTorch
-    builds: list[list[memory_fit.ParameterMemory] | None] = []
-
+    @functools.cache
     def build() -> list[memory_fit.ParameterMemory] | None:
-        if not builds:
-            from shardtrain.train.preflight import meta_model
+        from shardtrain.train.preflight import meta_model
 
-            errors, parameters = meta_model.build(loaded.config, machine.world_size)
-            findings.add(errors)
-            builds.append(parameters)
-        return builds[0]
+        errors, parameters = meta_model.build(loaded.config, machine.world_size)
+        findings.add(errors)
+        return parameters
 
     needs_build = machine.is_here and memory_fit.only_building_tells(loaded)
     if needs_build or not memory_fit.surely_fits(loaded, machine):

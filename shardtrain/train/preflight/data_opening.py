@@ -25,7 +25,7 @@ SMALL_BYTES = 2 * 2**20
 FIRST_ROWS = 64
 """Maximum number of rows to read of a larger dataset."""
 FIRST_CHARACTERS = 2**17
-"""Stop after the row that reaches this number of characters: a tenth of a second."""
+"""Stop after the row that reaches this number of characters, which takes about a tenth of a second."""
 _LANGUAGE_MODELS = ("language_model", "distillation")
 
 

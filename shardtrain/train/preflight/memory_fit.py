@@ -25,7 +25,7 @@ _BYTES_PER_TOKEN = 16
 _SAFE_SHARE = 0.5
 """Share of the memory below which an upper bound of the size needs no exact count."""
 _TASKS_WITH_RULES = ("language_model",)
-"""Tasks whose models the torch-free rules check completely."""
+"""Tasks whose models can be checked completely without importing torch."""
 _BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
 """Backends of torch.compile that every PyTorch has."""
 

@@ -162,7 +162,7 @@ def test_a_sequence_without_loss_is_found() -> None:
 def test_positions_that_do_not_restart_are_found() -> None:
     batch = dataclasses.replace(packed(), positions_BT=torch.arange(T)[None])
     report = probe(model_of("llama3"), batch)
-    assert report.wrong[0] == "wrong position: place 7 of document 1 is 7 instead of 0"
+    assert report.wrong[0] == "wrong position: place 7 of document 1 has position 7, expected 0"
 
 
 def test_batches_with_a_single_document_are_rejected() -> None:

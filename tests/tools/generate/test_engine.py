@@ -121,20 +121,20 @@ def test_a_cache_that_grows_changes_no_token():
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"])  # windows, sinks, chunks, latents
-def test_attention_by_products_changes_no_token(family, monkeypatch):
+def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
     # In float32, where rounding changes no token. The command uses this path in bfloat16.
     model, layout = tiny(family)
     inputs, stops = prompts(3, 40, 8, 1), frozenset(range(0, VOCAB, 40))
     expected = Generator(model, layout, width=2).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops)
     assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have ended
-    monkeypatch.setattr(cache, "_has_fast_products", lambda *_: True)
+    monkeypatch.setattr(cache, "_has_fast_matmuls", lambda *_: True)
     for width in (1, 2):
         assert Generator(model, layout, width=width).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops) == expected
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_by_products_matches_float64(dtype, tokens):
+def test_attention_with_matmuls_matches_float64(dtype, tokens):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, tokens, 8, 16), (2, 4, 90, 16), (2, 4, 90, 16)))  # fmt: skip  # noqa: E501
     mask = torch.ones(90, 90, dtype=torch.bool).tril()[None, None, 90 - tokens :].repeat(2, 1, 1, 1)
@@ -142,7 +142,7 @@ def test_attention_by_products_matches_float64(dtype, tokens):
     room_K, room_V = (torch.full((2, 4, 128, 16), 7.0, dtype=dtype) for _ in range(2))
     room_K[:, :, :90] = k
     room_V[:, :, :90] = v
-    output = cache._attend_by_products(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
+    output = cache._attend_with_matmuls(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
     double = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
     exact = F.scaled_dot_product_attention(q.double().transpose(1, 2), *double, attn_mask=mask).transpose(1, 2)
     # Scores and probabilities are rounded to 8 bits, like in block-wise attention.

@@ -73,7 +73,7 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
     [
         (2, {"filter_fqns": ["attn"]}, ""),
         (1, {}, "quantize.grouped_mm.float8.fqns=['experts'] names no experts of this model"),
-        (2, {"filter_fqns": ["nothing"]}, "names no module of this model by 'nothing'"),
+        (2, {"filter_fqns": ["nothing"]}, "contains 'nothing', which matches no module of this model"),
         (2, {"filter_fqns": ["layers", "head"]}, "leaves no linear layer to compute in float8"),
     ],
 )

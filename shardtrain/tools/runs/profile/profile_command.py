@@ -34,7 +34,9 @@ def main(words: Sequence[str]) -> int:
         example="shardtrain profile outputs",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
-    parser.add_argument("--step", type=int, metavar="N", help="last step of the traces (of the newest)")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="summarize the traces that end with this step (the newest)"
+    )
     parser.add_argument(
         "--rank",
         type=int,

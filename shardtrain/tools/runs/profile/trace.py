@@ -226,7 +226,7 @@ def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
     decoder = json.JSONDecoder()
     at = begin.end()
     while True:
-        # Keep at least one part in memory, because an event is shorter.
+        # Keep at least one part in memory: an event is shorter than a part, so the next one is complete.
         if len(text) - at < _PART:
             text = text[at:] + file.read(_PART)
             at = 0

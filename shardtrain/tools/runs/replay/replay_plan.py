@@ -75,8 +75,8 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
 
 def config_of(config: Config, replay_plan: ReplayPlan, output: Path) -> Config:
     """Return the run's configuration, changed to load its checkpoint and to write only a log."""
-    # A replay from the start loads the initial weights in the same way as the run did. Without
-    # checkpoints in the run, there is nothing to save either.
+    # A replay from the start loads the initial weights in the same way as the run did, so it keeps the
+    # run's checkpoint.enable. A replay never saves: load_only.
     has_checkpoints = config.checkpoint.enable
     checkpoint = config.checkpoint
     lora = config.lora

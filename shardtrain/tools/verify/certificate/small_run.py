@@ -120,7 +120,8 @@ class SmallRun:
     def checked(self, name: str, loaded: Loaded) -> Loaded:
         """Set the output folder, and raise ConfigError if the configuration breaks a rule."""
         job = {"dump_folder": str(self.folder / "runs" / name)}
-        # The rules reject an option that the user set without effect, but not one that verify has turned off.
+        # The rules reject options without effect if the user has set them. Without origins, no option counts
+        # as set by the user, so the rules accept options of a feature that verify has turned off.
         loaded = dataclasses.replace(changed(loaded, {"job": job}, set(), ""), origins={})
         problems = [*configs.check(loaded), *configs.unavailable(loaded)]
         if problems:
@@ -160,7 +161,7 @@ def _small_model(
     loaded: Loaded, requested_meshes: Sequence[str], notes: list[str], small_copy: SmallCopy
 ) -> dict[str, Any]:
     """Return overrides of the model's sizes. The vocabulary stays that of the tokenizer."""
-    # The default list of meshes determines sizes that all of them divide.
+    # All meshes that are requested, or all default meshes, must divide the small sizes.
     plans = meshes.requested(loaded, requested_meshes or meshes.DEFAULT_MESHES, (), allow_impossible=True)
     own = None
     if loaded.config.model.name.endswith(".py"):
