@@ -242,6 +242,7 @@ def test_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, na
         return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, timeout=limit)
 
     lines = [line for _, line in commands([ROOT / f"docs/{name}.md"]) if not line.startswith("./")]
+    assert lines
     run_commands(shell, lines, here)
 
 

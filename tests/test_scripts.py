@@ -1,4 +1,4 @@
-"""run_train.sh, run_tests.sh and .ci/run, with a stand-in for Python that records its calls."""
+"""run_train.sh, run_tests.sh and .ci/run, with a fake Python that records its calls."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ esac
 
 @pytest.fixture
 def repository(tmp_path):
-    """A folder with copies of the scripts, next to a stand-in for Python."""
+    """A folder with copies of the scripts, next to a fake Python."""
     folder = tmp_path / "repository"
     for name in SCRIPTS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     shutil.copytree(ROOT / "scripts/constraints", folder / "scripts/constraints")
-    python = tmp_path / "python-stand-in"
+    python = tmp_path / "fake-python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
     return folder
 
 
 def run(repository, script, *arguments, cwd=None, **environment):
-    """Run a script with the stand-in. Return its exit status, the calls of the stand-in, stderr, and the process id."""
+    """Run a script with a fake Python. Return its exit status, the calls of Python, stderr, and the process ID."""
     calls = repository.parent / "calls"
     calls.write_text("")
     unwanted = ("VIRTUAL_ENV", "CONDA_PREFIX", "NGPU", "CONFIG_FILE", "COMM_MODE", "LOG_RANK", "TRAIN_FILE", "PYTHON")
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-    stand_in = str(repository.parent / "python-stand-in")
+    fake_python = str(repository.parent / "fake-python")
     process = subprocess.Popen(
         [str(repository / script), *arguments],
-        env={**inherited, "CALLS": str(calls), "PYTHON": stand_in, **environment},
+        env={**inherited, "CALLS": str(calls), "PYTHON": fake_python, **environment},
         cwd=cwd,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -236,7 +236,7 @@ def test_training_runs_in_the_callers_folder_for_relative_paths(repository, tmp_
 
 def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path):
     (tmp_path / "active/bin").mkdir(parents=True)
-    shutil.copy(tmp_path / "python-stand-in", tmp_path / "active/bin/python")
+    shutil.copy(tmp_path / "fake-python", tmp_path / "active/bin/python")
     _, calls, _, _ = run(repository, "run_train.sh", VIRTUAL_ENV=str(tmp_path / "active"))
     assert not (repository / ".venv").exists()
     assert (tmp_path / "calls.activate").read_text() == "\n"

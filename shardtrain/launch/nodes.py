@@ -21,7 +21,7 @@ from shardtrain.facts.ports import RENDEZVOUS_PORT
 from shardtrain.launch import environment
 from shardtrain.launch.environment import ProcessCount
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.variables import is_whole_number
+from shardtrain.utils.variables import is_whole_number, number
 
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
@@ -326,19 +326,8 @@ def _number(
     if given is not None:
         return given
     for name in variables:
-        text = names.get(name)
-        if text:
-            if not is_whole_number(text) or int(text) < least:
-                raise ConfigError(
-                    Problem(
-                        name,
-                        text,
-                        rule=f"must be an integer of at least {least}",
-                        fix="correct it",
-                        where="environment",
-                    )
-                )
-            return int(text)
+        if names.get(name):
+            return number(names, name, "", least)
     return None
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 class ProcessStat(NamedTuple):
     """Fields of /proc/PID/stat.
 
-    ``start_ticks`` counts clock ticks since boot and tells reused process IDs apart.
+    ``start_ticks`` counts clock ticks since boot. It differs between processes that reuse a process ID.
     """
 
     state: str

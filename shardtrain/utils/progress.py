@@ -39,7 +39,7 @@ class Progress:
         self._title = title
         self._total = total
         self._completed = completed
-        self._words: list[str] = []
+        self._details: list[str] = []
         self._drawn = -float("inf")
         self._said = silent_since()
         if self.is_live:
@@ -53,14 +53,14 @@ class Progress:
             )
             self._live.start()
 
-    def show(self, completed: float, words: Sequence[str], at_once: bool = False) -> None:
-        """Show that ``completed`` of the total is complete, and ``words``.
+    def show(self, completed: float, details: Sequence[str], at_once: bool = False) -> None:
+        """Show that ``completed`` of the total is complete, followed by ``details``.
 
-        The last words are dropped if space is short. Draws or prints only if enough time has passed.
+        The last details are dropped if space is short. Draws or prints only if enough time has passed.
         ``at_once`` always redraws a live line.
         """
         self._completed = completed
-        self._words = list(words)
+        self._details = list(details)
         now = time.monotonic()
         if self.is_live:
             if at_once or now - self._drawn >= REDRAW_SECONDS:
@@ -69,7 +69,7 @@ class Progress:
         elif now - max(self._said, last_said()) >= LINE_SECONDS:
             self._said = now
             not_silent()
-            print(f"{self._title}: {', '.join(words)}", file=sys.stderr, flush=True)
+            print(f"{self._title}: {', '.join(details)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Remove the live line."""
@@ -87,22 +87,22 @@ class Progress:
         self.close()
 
     def _render(self) -> Table:
-        """Return the line for rich: title, bar and words."""
+        """Return the line for rich: bar, title and details."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        words = [word for word in (self._title, *self._words) if word]
+        texts = [text for text in (self._title, *self._details) if text]
         # Drop columns, two cells apart, until the line fits. A wrapped line cannot be redrawn.
-        room = self._console.width - 2 * len(words)
-        while len(words) > 1 and sum(map(len, words)) > room:
+        room = self._console.width - 2 * len(texts)
+        while len(texts) > 1 and sum(map(len, texts)) > room:
             room += 2
-            words.pop()
+            texts.pop()
         table = Table.grid(padding=(0, 2))
-        columns = min(_BAR_COLUMNS, room - sum(map(len, words)))
+        columns = min(_BAR_COLUMNS, room - sum(map(len, texts)))
         bars = []
         if columns >= 4:
             bars = [ProgressBar(total=max(self._total, 1e-9), completed=self._completed, width=columns)]
-        for _ in (*bars, *words):
+        for _ in (*bars, *texts):
             table.add_column(no_wrap=True)
-        table.add_row(*bars, *words)
+        table.add_row(*bars, *texts)
         return table

@@ -40,7 +40,7 @@ class CommandVerb:
     Attributes:
         target: "module" or "module:function", relative to ``shardtrain``, imported when the verb runs; or
             a function.
-            Without ":", the function is ``main``. It receives the words after the verb and returns the
+            Without ":", the function is ``main``. It receives the arguments after the verb and returns the
                 exit status.
         rows: usage and description of each line of the help. A description may have several lines.
         needs_torch: the verb imports torch when it runs. No verb does for ``--help``.
@@ -54,12 +54,12 @@ class CommandVerb:
     is_long: bool = False
     has_help: bool = True
 
-    def __call__(self, words: list[str]) -> int:
+    def __call__(self, arguments: list[str]) -> int:
         """Run the verb and return its exit status."""
         if callable(self.target):
-            return self.target(words)
+            return self.target(arguments)
         module, _, function = self.target.partition(":")
-        return int(getattr(import_part(f"shardtrain.{module}"), function or "main")(words))
+        return int(getattr(import_part(f"shardtrain.{module}"), function or "main")(arguments))
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Command:
                 lines += [" " * self.column + line for line in others]
         return "\n".join([*lines, "", self.notes])
 
-    def run(self, words: Sequence[str]) -> int:
-        """Run the first verb in ``words``, or print the help. Return the exit status.
+    def run(self, arguments: Sequence[str]) -> int:
+        """Run the verb that ``arguments`` begin with, or print the help. Return the exit status.
 
         Raises:
             ConfigError: the verb is missing or unknown. The message suggests a similar one.
         """
-        name, rest = self.choose(words)
+        name, rest = self.choose(arguments)
         verb = self.verbs.get(name)
         if verb is None or (not verb.has_help and {"--help", "-h"} & {*rest}):
             print(self.usage(), end="")
@@ -115,14 +115,14 @@ class Command:
         with heartbeat(f"{self.program} {name}"):
             return verb(rest)
 
-    def choose(self, words: Sequence[str]) -> tuple[str, list[str]]:
+    def choose(self, arguments: Sequence[str]) -> tuple[str, list[str]]:
         """Split the verb or help option from the arguments after it. Raises ConfigError like ``run``."""
-        if not words:
-            fix = f"use one of {', '.join(self.names)}; {self.program} --help says what each does"
+        if not arguments:
+            fix = f"use one of {', '.join(self.names)}; {self.program} --help describes each"
             if self.example:
                 fix = fix.replace(";", f", as in {self.example};")
             raise ConfigError(Problem(self.program, None, "needs a verb", fix, "command line"))
-        name, *rest = words
+        name, *rest = arguments
         if name not in self.verbs and name not in HELP_WORDS:
             near = difflib.get_close_matches(name, self.names, 1)
             near = [self.other_names[name]] if name in self.other_names else near

@@ -4,7 +4,7 @@ Ranks find each other by keys in a store. torchrun keeps one store for all resta
 rank may therefore read the address of a dead rank, connect to it, and fail or wait (PyTorch issue
 135712). The restart count does not identify an attempt: each agent has its own count, and a node
 that joined later has a lower one. Instead, rank 0 draws a random name for the attempt. Every other
-rank asks for the name with a random word, and rank 0 replies under that word.
+rank requests the name with a random token, and rank 0 replies under that token.
 
 The launcher's store has no password. If all ranks are on this machine, or are tasks of a Slurm step
 on one node, they meet in a private folder instead. Ranks on several nodes sign their values if they
@@ -78,11 +78,11 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
         return private_store.group_store(place / name)
 
     if environment["RANK"] != "0":
-        # Ask rank 0 for the name of this attempt. The random word excludes answers from earlier attempts.
-        word = secrets.token_hex(8)
-        shared.set(f"{_ASKED}/{shared.add(_ASKED, 1)}", word)
-        shared.wait([f"{_ASKED}/answer/{word}"], timeout)
-        yield store(shared.get(f"{_ASKED}/answer/{word}").decode())
+        # Request the name of this attempt from rank 0. The random token excludes answers from earlier attempts.
+        token = secrets.token_hex(8)
+        shared.set(f"{_ASKED}/{shared.add(_ASKED, 1)}", token)
+        shared.wait([f"{_ASKED}/answer/{token}"], timeout)
+        yield store(shared.get(f"{_ASKED}/answer/{token}").decode())
         return
     name = secrets.token_hex(8)
     if place:
@@ -127,7 +127,7 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
 
 
 def _listener(address: str, port: int, timeout: timedelta) -> int | None:
-    """Return the descriptor of a socket that listens for the store. None if the port is taken.
+    """Return the descriptor of a socket that listens for the store. None if another socket uses the port.
 
     PyTorch then shares the store that this process already serves, or fails with the same error.
     After any other error it would listen on all addresses of this machine.

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from shardtrain.layout import Layout
+from shardtrain.tools.verify import verify_report
 from shardtrain.tools.verify.verify_rank import MAX_NORM, RankRecord, is_clipped
-from shardtrain.tools.verify.verify_report import MOST
+from shardtrain.tools.verify.verify_report import MOST, ROUNDING
 from shardtrain.utils.variables import is_whole_number
-
-ROUNDING = 8
-"""Tolerance divided by the effect of shaken weights.
-
-It exceeds 1 because a mesh also rounds all sums of a step differently.
-"""
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,7 @@ class Errors:
     weights: float
 
 
-USUAL = Errors(loss=1e-5, gradient=1e-5, norm=1e-5, weights=1e-6)
-"""Tolerances for a model that does not amplify rounding."""
+USUAL = Errors(**verify_report.USUAL)
 NONE = Errors(0.0, 0.0, 0.0, 0.0)
 SMALL = 0.05
 """A gradient whose norm is a smaller fraction of the norm of all gradients is compared relative to

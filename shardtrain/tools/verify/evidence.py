@@ -12,10 +12,10 @@ from shardtrain.config import Config
 from shardtrain.data.batch import Batch
 from shardtrain.layout import Layout
 from shardtrain.tools.verify.batches import whole_batch
-from shardtrain.tools.verify.compare import ROUNDING, Errors, Expected, First, assemble
+from shardtrain.tools.verify.compare import Errors, Expected, First, assemble
 from shardtrain.tools.verify.shares import Shares
 from shardtrain.tools.verify.verify_rank import RankRecord, micro_batches, model_of, plain_model
-from shardtrain.tools.verify.verify_report import MOST
+from shardtrain.tools.verify.verify_report import MOST, ROUNDING
 
 MATCH = 2e-4
 """Maximum relative error of a hypothesis that explains a gradient: far above rounding, far below

@@ -12,13 +12,13 @@ from typing import Any
 from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.tools.verify import dropout
-from shardtrain.tools.verify.compare import NONE, ROUNDING, Expected, First, compare, moved_by, tolerances
+from shardtrain.tools.verify.compare import NONE, Expected, First, compare, moved_by, tolerances
 from shardtrain.tools.verify.diagnose import diagnose
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
 from shardtrain.tools.verify.first_divergence import CLOSE
 from shardtrain.tools.verify.traces import differs
 from shardtrain.tools.verify.verify_rank import RankRecord, read_record
-from shardtrain.tools.verify.verify_report import BLIND
+from shardtrain.tools.verify.verify_report import BLIND, ROUNDING
 
 
 def judge(

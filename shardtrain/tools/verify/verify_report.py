@@ -11,6 +11,15 @@ from typing import Literal
 from shardtrain.tools.verify.verify_request import VerifyOptions
 
 Verdict = Literal["same", "differs", "failed", "not possible"]
+USUAL = {"loss": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 1e-6}
+"""Tolerances of float32 for a model that does not amplify rounding. Relative for gradients and the norm,
+absolute for others.
+"""
+ROUNDING = 8
+"""Tolerance divided by the effect of shaken weights.
+
+It exceeds 1 because a mesh also rounds all sums of a step differently.
+"""
 MOST = 100
 """Maximum multiple of the usual tolerance for a model that amplifies rounding. An error of more than a
 thousandth of a gradient is never rounding.

@@ -175,7 +175,7 @@ def test_single_token_documents_without_target_are_counted(
     arguments += ["--data.add_bos=false", f"--data.packing={packing}", f"--data.document_mask={mask}"]
     arguments += ["--training.local_batch_size=1"]
     if prepared:
-        monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 1)  # so that prepare writes a table with the count
+        monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 1)  # prepare then writes a table with the count
         assert prepare.main([*arguments, "--output", str(tmp_path / "shards")]) == 0
         arguments = ["--training.dataset=tokens", f"--training.dataset_path={tmp_path / 'shards'}", *arguments[2:]]
     count = sum(map(len, texts)) - (len(texts) if mask == "auto" or lost else 1)

@@ -18,10 +18,10 @@ from shardtrain import config
 from shardtrain.config import Config
 from shardtrain.layout import Layout
 from shardtrain.tools.verify import before_training, causes, verify_report
-from shardtrain.tools.verify.compare import ROUNDING, USUAL, Errors, Expected, First, tolerances
+from shardtrain.tools.verify.compare import USUAL, Errors, Expected, First, tolerances
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.verify_rank import RankRecord
-from shardtrain.tools.verify.verify_report import MOST
+from shardtrain.tools.verify.verify_report import MOST, ROUNDING
 
 AMPLIFYING = Path(__file__).parent / "amplifying_model.py"
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "dp_replicate=2,dp_shard=2")

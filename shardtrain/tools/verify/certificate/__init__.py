@@ -1,6 +1,6 @@
 """``shardtrain verify --certificate``: check every dimension that must not change a number, and write the proof.
 
-- ``small_run`` and ``stand_ins`` derive a small configuration from the user's.
+- ``small_run`` and ``substitutes`` derive a small configuration from the user's.
 - ``dimensions`` lists what is varied.
 - ``trial``, ``trial_runs``, ``trial_rank`` and ``trial_batches`` run the variants through the trainer.
 - ``comparison`` judges the errors, and ``certificate_table`` prints them.
@@ -179,7 +179,7 @@ def _compare_synthetic(
 ) -> list[VariantResult]:
     """Compare meshes with synthetic data, as ``verify`` does without a certificate."""
     options = dataclasses.replace(request, meshes=tuple(meshes), allow_impossible=True, precision=precision)
-    task = engine.plan(engine.comparable(run.with_stand_ins), options)
+    task = engine.plan(engine.comparable(run.with_substitutes), options)
     folder = run.folder / f"synthetic-{precision}"
     folder.mkdir()
     task, _ = engine.probe(task, folder)

@@ -19,7 +19,7 @@ class DimensionResult:
     Attributes:
         name: The dimension.
         verdict: "holds", "differs", "failed", "not checked", "does not apply" or "not requested".
-        comparisons: What was compared.
+        comparisons: Results of its comparisons.
         reason: Reason why nothing was compared.
     """
 

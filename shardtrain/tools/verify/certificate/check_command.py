@@ -1,4 +1,7 @@
-"""``shardtrain verify --check``: does a certificate still apply to a configuration? Does not import torch."""
+"""``shardtrain verify --check``: report if a certificate still applies to a configuration.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from shardtrain.config import Loaded, certificate
 
 
 def main(path: str, loaded: Loaded, is_json: bool) -> int:
-    """Print the state of a certificate and what changed. Return 0 if it applies, or else 4.
+    """Print the state of a certificate and the changes since it was written. Return 0 if it applies, else 4.
 
     Raises:
         ConfigError: the file does not exist, is not a certificate, or is damaged.

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardtrain.tools.verify import verify_report
 from shardtrain.tools.verify.certificate.trial import NumberError
-from shardtrain.tools.verify.verify_report import MOST, MeshResult, Verdict
+from shardtrain.tools.verify.verify_report import MOST, ROUNDING, MeshResult, Verdict
 
-USUAL = {"initial": 0.0, "loss": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 1e-6, "validation": 1e-5}
-"""Tolerances of float32, as in ``compare``: relative for gradients and the norm, absolute for others."""
-ROUNDING = 8
-"""Tolerance divided by the effect of rounding that a shaken run measures: see ``compare``."""
+USUAL = {**verify_report.USUAL, "initial": 0.0, "validation": 1e-5}
+"""Tolerances of float32. Initial weights must be bitwise equal."""
 _ORDER = ("initial", "gradient", "loss", "norm", "weights", "validation")
 """Order of the numbers of a step. A gradient names a tensor, so it comes before the loss."""
 
@@ -22,8 +21,10 @@ _ORDER = ("initial", "gradient", "loss", "norm", "weights", "validation")
 class WorstDifference:
     """The number of a comparison that is closest to its tolerance, or furthest beyond it.
 
-    ``error`` is None if a number is missing or not finite. ``step`` and ``tensor`` are None if only the largest error
-    of all steps and tensors is known, and ``tolerance`` if each tensor has a measured one.
+    Attributes:
+        error: None for a number that is missing or not finite.
+        step, tensor: None if only the largest error of all steps and tensors is known.
+        tolerance: None if it was measured for each tensor.
     """
 
     kind: str
@@ -86,8 +87,8 @@ def judge(
         shaken: Errors of a run whose weights were moved by one unit in the last place, if it exists.
 
     Returns:
-        The comparison. None if a number exceeds its usual tolerance and only a shaken run can tell whether this is
-        rounding.
+        The comparison. None if a number exceeds its usual tolerance, and a shaken run is needed to find out whether
+        rounding explains it.
     """
     effects = {(error.kind, error.step, error.tensor): error.error for error in shaken or ()}
     ranked = sorted(errors, key=lambda error: (error.step, _ORDER.index(error.kind)))

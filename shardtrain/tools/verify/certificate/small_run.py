@@ -29,7 +29,7 @@ from shardtrain.config.schema import (
 from shardtrain.config.schema.data_options import DataLoaderOptions
 from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.tools.verify import meshes, shrink
-from shardtrain.tools.verify.certificate.stand_ins import with_stand_ins
+from shardtrain.tools.verify.certificate.substitutes import with_substitutes
 from shardtrain.tools.verify.meshes import MeshPlan, changed
 from shardtrain.utils.errors import ConfigError
 
@@ -52,7 +52,7 @@ class SmallRun:
 
     Attributes:
         user: The user's configuration.
-        with_stand_ins: The user's configuration with replacements for missing data.
+        with_substitutes: The user's configuration with replacements for missing data.
         loaded: The small configuration on one process, with all rows in one pass.
         rows_per_pass: Smallest number of rows of a forward pass.
         notes: Changes from the user's configuration.
@@ -60,7 +60,7 @@ class SmallRun:
     """
 
     user: Loaded
-    with_stand_ins: Loaded
+    with_substitutes: Loaded
     loaded: Loaded
     rows_per_pass: int
     notes: Sequence[str]
@@ -104,7 +104,7 @@ class SmallRun:
         if mesh:
             loaded, plan = self.on_mesh(name, mesh)
             num_ranks = plan.num_ranks
-        user = self.with_stand_ins.config.validation
+        user = self.with_substitutes.config.validation
         options = {
             **_defaults(user),
             "local_batch_size": local_batch_size,
@@ -135,7 +135,7 @@ def prepare(user: Loaded, requested_meshes: Sequence[str], folder: Path, small_c
     Raises:
         ConfigError: the configuration is wrong, or has no small version.
     """
-    loaded, notes = with_stand_ins(user, folder)
+    loaded, notes = with_substitutes(user, folder)
     complete = loaded
     config = loaded.config
     rows_per_pass = 1

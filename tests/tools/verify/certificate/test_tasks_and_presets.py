@@ -9,7 +9,7 @@ import pytest
 from shardtrain import cli, config
 from shardtrain.config import presets
 from shardtrain.tools import verify
-from shardtrain.tools.verify.certificate.stand_ins import with_stand_ins
+from shardtrain.tools.verify.certificate.substitutes import with_substitutes
 from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.train.step_sums import StepSums
 
@@ -41,10 +41,10 @@ def test_a_wrong_divisor_of_a_task_is_seen(check, monkeypatch, task):
 
 
 def test_missing_data_and_tokenizers_are_replaced_and_named(tmp_path):
-    loaded, notes = with_stand_ins(config.load("llama3_8b", []), tmp_path)
+    loaded, notes = with_substitutes(config.load("llama3_8b", []), tmp_path)
     assert loaded.config.model.hf_assets_path == "bytes" and loaded.config.training.dataset == "python_stdlib"
-    assert [note.partition(" ")[0] for note in notes] == ["stand-in:", "stand-in:"]
-    assert with_stand_ins(config.load("debug", []), tmp_path)[1] == []
+    assert [note.partition(" ")[0] for note in notes] == ["substitute:", "substitute:"]
+    assert with_substitutes(config.load("debug", []), tmp_path)[1] == []
 
 
 def test_rounding_of_states_is_off_in_float32():

@@ -24,7 +24,7 @@ _VOCAB_SIZE = 512
 """Vocabulary of a model whose tokenizer is replaced by bytes."""
 
 
-def with_stand_ins(loaded: Loaded, folder: Path) -> tuple[Loaded, list[str]]:
+def with_substitutes(loaded: Loaded, folder: Path) -> tuple[Loaded, list[str]]:
     """Return the configuration with replacements for missing parts, and a note for each of them."""
     notes: list[str] = []
     config = loaded.config
@@ -35,19 +35,19 @@ def with_stand_ins(loaded: Loaded, folder: Path) -> tuple[Loaded, list[str]]:
         overrides = {**config.model.overrides, "vocab_size": _VOCAB_SIZE}
         sections["model"] = {"hf_assets_path": "bytes", "tokenizer_path": None, "overrides": overrides}
         sections["data"] = {"separator": None, "chat_template": None, "turn_end": None}
-        notes.append(f"stand-in: bytes instead of the tokenizer {tokenizer}, which is not on this machine")
+        notes.append(f"substitute: bytes instead of the tokenizer {tokenizer}, which is not on this machine")
     if not _has_data(config.training.dataset, config.training.dataset_path, config):
         name = config.training.dataset_path or config.training.dataset or "the mixture"
         dataset, path = _data_for(config, folder)
         sections["training"] = {"dataset": dataset, "dataset_path": path}
         sections["data"] = {**sections.get("data", {}), **_plain_rows(config)}
-        notes.append(f"stand-in: {dataset} instead of the data {name}, which are not on this machine")
+        notes.append(f"substitute: {dataset} instead of the data {name}, which are not on this machine")
         if config.validation.enable:
             sections["validation"] = {"dataset": dataset, "dataset_path": path}
     elif config.validation.enable and not _has_data(config.validation.dataset, config.validation.dataset_path, config):
         training = {"dataset": config.training.dataset, "dataset_path": config.training.dataset_path}
         sections["validation"] = training
-        notes.append("stand-in: the training data instead of the validation data, which are not on this machine")
+        notes.append("substitute: the training data instead of the validation data, which are not on this machine")
     return changed(loaded, sections, set(), ""), notes
 
 
