@@ -7,6 +7,7 @@ so this module belongs to the core. It does not import torch.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -58,10 +59,15 @@ _PATHS = (
     "validation.dataset_path",
     "data.chat_template",
     "task.teacher_path",
+    "task.reference_path",
     "checkpoint.initial_load_path",
     "lora.initial_load_path",
 )
 """Options that name files or folders of the run's inputs."""
+_PYTHON_FILES = ("training.dataset", "validation.dataset")
+"""Options that may name a Python file of the user, which a resume does not compare."""
+_ALSO_RECORDED = ("validation.enable",)
+"""Options that a resume ignores, but that decide which dimensions a certificate has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +123,8 @@ def configuration_record(config: Config) -> dict[str, Any]:
     record = {}
     for name in options():
         is_how = name.startswith(_HOW_SECTIONS)
-        if name not in _FREE and (is_how or class_of(name) != "ignore"):
+        is_recorded = is_how or name in _ALSO_RECORDED or class_of(name) != "ignore"
+        if name not in _FREE and is_recorded:
             record[name] = json_value(value_of(config, name))
     # Without a global batch size, that of a micro-batch determines the rows of a step.
     if config.training.global_batch_size == -1:
@@ -275,7 +282,7 @@ def _changes(document: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
 def _versions() -> dict[str, str | None]:
     """Return versions of the packages that compute numbers. Reading metadata does not import them."""
     versions: dict[str, str | None] = {"shardtrain": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "tokenizers"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -284,12 +291,14 @@ def _versions() -> dict[str, str | None]:
 
 
 def _code_hash() -> str:
-    """Return the SHA-256 of the package's Python files, without tools, which a run does not use."""
+    """Return the SHA-256 of the package's Python files, without those that a run does not use."""
     package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
-        if not name.startswith(("tools/", "compat/", "launch/platforms/")):
+        is_unused = name.startswith(("tools/", "compat/", "launch/platforms/"))
+        # Weights of older systems are read by this file.
+        if not is_unused or name == "compat/layer_files.py":
             digest.update(f"{name}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -300,19 +309,32 @@ def _input_files(config: Config) -> dict[str, str]:
     named = {name: value_of(config, name) for name in _PATHS}
     for source, options_of_source in config.data.sources.items():
         named[f"data.sources.{source}.dataset_path"] = options_of_source.dataset_path
+    for name in _PYTHON_FILES:
+        dataset = value_of(config, name)
+        if isinstance(dataset, str) and dataset.endswith(".py"):
+            named[name] = dataset
     fingerprints = {}
     for name, path in named.items():
-        if isinstance(path, str) and os.path.exists(path):
-            fingerprints[name] = _fingerprint(Path(path))
+        if isinstance(path, str):
+            # The path of data may be a pattern such as "rows/*.jsonl".
+            paths = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+            if paths:
+                fingerprints[name] = _fingerprint_of_files(paths)
     return fingerprints
 
 
-def _fingerprint(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names, sizes and times of large files and of a folder's files."""
-    if path.is_dir():
-        entries = sorted(entry for entry in path.iterdir() if entry.is_file())[:MAX_LISTED_FILES]
-        return _sha256(_canonical([f"{entry.name} {_fingerprint_of_file(entry)}" for entry in entries]))
-    return _fingerprint_of_file(path)
+def _fingerprint_of_files(paths: Sequence[str]) -> str:
+    """Return the SHA-256 of a file, or of the fingerprints of several files and of the files below folders.
+
+    Of more than ``MAX_LISTED_FILES``, the first ones are read and the rest is counted.
+    """
+    if len(paths) == 1 and os.path.isfile(paths[0]):
+        return _fingerprint_of_file(Path(paths[0]))
+    files: list[Path] = []
+    for path in paths:
+        files += [entry for entry in Path(path).rglob("*") if entry.is_file()] if os.path.isdir(path) else [Path(path)]
+    listed = [f"{file.as_posix()} {_fingerprint_of_file(file)}" for file in sorted(files)[:MAX_LISTED_FILES]]
+    return _sha256(_canonical([len(files), *listed]))
 
 
 def _fingerprint_of_file(path: Path) -> str:

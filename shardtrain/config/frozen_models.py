@@ -193,6 +193,13 @@ def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Pr
         )
 
 
+def has_comparable_tokenizer(config: Config, path: str) -> bool:
+    """True if the folder of a frozen model has a tokenizer file of the same kind as the model's own."""
+    tokenizer = config.model.tokenizer_path or config.model.hf_assets_path
+    names = (_TOKENIZER, *_OTHER_TOKENIZERS)
+    return any(_file(tokenizer, name) is not None and _file(path, name) is not None for name in names)
+
+
 def _num_rows(loaded: Loaded) -> int | None:
     """Return the rows of a model's embedding, or None if unknown."""
     num_rows = (model_shape(loaded) or {}).get("vocab_size")

@@ -118,7 +118,13 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
             fix = _how_to_keep_batch_size(run.config, change)
         accept = f'{ACCEPT} = ["{change.option}"]'
         lines.append(f"checkpoint {path} was saved with another {change}; {fix}, or accept it with {accept}")
-    if other_data:
+    if other_data.startswith(("reference ", "teacher ")):
+        lines.append(
+            f"checkpoint {path} was trained with another frozen model ({other_data}); use the same weights "
+            "(task.reference_path or task.teacher_path, checkpoint.initial_load_path, lora.initial_load_path), or "
+            "another job.dump_folder"
+        )
+    elif other_data:
         options = "".join(f", {change}" for change in found if change.kind == "data")
         lines.append(
             f"checkpoint {path} was trained on other data ({other_data}{options}); use the same, "

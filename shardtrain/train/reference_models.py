@@ -19,7 +19,7 @@ from shardtrain.checkpoint import manifest, tensor_reader, tensors
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
-from shardtrain.config.frozen_models import REFERENCE, frozen_config
+from shardtrain.config.frozen_models import REFERENCE, frozen_config, has_comparable_tokenizer
 from shardtrain.config.schema import Config
 from shardtrain.distributed import Mesh, Runner
 from shardtrain.distributed.distillation_runner import DistillationRunner
@@ -84,6 +84,11 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
             all_ranks(partial(importing.fill, weights, Path(folder), built.module, built.shape))
             count = format_count(built.num_params)
             logger.info(f"{name} (frozen): {frozen.model.name} from {folder}, {count} parameters")
+            if not has_comparable_tokenizer(config, folder):
+                logger.warning(
+                    f"{name}: {folder} has no tokenizer to compare with the model's; its numbers are only right if "
+                    "both have the same token ids"
+                )
             continue
         start = start_of(config)
         if _is_adapted(frozen):

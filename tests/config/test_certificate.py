@@ -170,3 +170,34 @@ def test_a_certificate_that_cannot_be_written_is_refused_at_once(tmp_path):
         certificate.require_writable(str(tmp_path / "file" / "c.json"), "--certificate")
     certificate.require_writable(str(tmp_path / "new" / "c.json"), "--certificate")
     assert not (tmp_path / "new").exists()
+
+
+def test_data_below_folders_and_of_patterns_are_part_of_the_certificate(tmp_path):
+    rows = tmp_path / "rows/more/a.jsonl"
+    rows.parent.mkdir(parents=True)
+    for path in (tmp_path / "rows", tmp_path / "rows/*/*.jsonl"):
+        rows.write_text("first")
+        options = ("--training.dataset", "jsonl", "--training.dataset_path", str(path))
+        certified = write(tmp_path / "c.json", *options)
+        assert state(certified, *options).applies
+        rows.write_text("other")
+        assert list(state(certified, *options).changes) == [
+            "training.dataset_path: the file or folder has other contents"
+        ]
+
+
+def test_a_dataset_file_and_a_reference_model_are_part_of_the_certificate(tmp_path):
+    for option in ("training.dataset", "task.reference_path"):
+        file = tmp_path / "file.py"
+        file.write_text("first = 1")
+        options = (f"--{option}", str(file))
+        certified = write(tmp_path / "c.json", *options)
+        assert state(certified, *options).applies
+        file.write_text("other = 1")
+        assert list(state(certified, *options).changes) == [f"{option}: the file or folder has other contents"]
+
+
+def test_a_dimension_that_the_configuration_did_not_have_is_a_change(tmp_path):
+    certified = write(tmp_path / "c.json")
+    (change,) = state(certified, "--validation.enable", "true").changes
+    assert change.startswith("validation.enable: ")

@@ -221,7 +221,8 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
     if not 0 <= task.nll_weight < math.inf:
         yield problem(loaded, "task.nll_weight", "must be 0 or above", "use 1.0")
-    yield from _check_pair_loss(loaded)
+    if task.name == PREFERENCE:
+        yield from _check_pair_loss(loaded)
 
     # Names of the three columns.
     for option, column in fields.items():

@@ -133,7 +133,13 @@ ABOVE_0 = (
 )
 # An infinite max_norm measures the norm of the gradients and never clips.
 MAY_BE_INFINITE = ("training.max_norm",)
-FROM_0_BELOW_1 = ("optimizer.beta1", "optimizer.beta2", "optimizer.muon_momentum", "training.label_smoothing")
+FROM_0_BELOW_1 = {
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.95,
+    "optimizer.muon_momentum": 0.95,
+    "training.label_smoothing": 0.1,
+}
+"""Option -> a usual value, which the message names."""
 FROM_0_TO_1 = (
     "training.nonfinite_max_skip_fraction",
     "lr_scheduler.decay_ratio",
@@ -191,11 +197,10 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
         rule,
         "use for example 75",
     )
-    for option in FROM_0_BELOW_1:
+    for option, usual in FROM_0_BELOW_1.items():
         value = loaded.value(option)
-        yield from _check_number(
-            loaded, option, 0 <= value < 1, "must be at least 0 and below 1", "use for example 0.9"
-        )
+        is_valid = 0 <= value < 1
+        yield from _check_number(loaded, option, is_valid, "must be at least 0 and below 1", f"use for example {usual}")
     for option in FROM_0_TO_1:
         value = loaded.value(option)
         if value is not None:

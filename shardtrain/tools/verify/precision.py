@@ -133,7 +133,8 @@ def _on_one_process(task: VerifyTask, trainer: Trainer, folder: Path, modules: M
     assert task.own is not None
     row = _compared(MeshResult(ONE_PROCESS, "", "same"), task, task.own, {}, 1, trainer, folder)
     if modules["skipped"]:
-        row = dataclasses.replace(row, rounding=f"{row.rounding}; {modules['skipped']}")
+        unproven = "; ".join(text for text in (row.unproven, modules["skipped"]) if text)
+        row = dataclasses.replace(row, rounding=f"{row.rounding}; {modules['skipped']}", unproven=unproven)
     excess = modules["excess"]
     if not excess or row.verdict not in ("same", "differs"):
         return row

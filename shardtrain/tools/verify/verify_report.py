@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardtrain.tools.verify.verify_request import VerifyOptions
 
-Verdict = Literal["same", "differs", "failed", "not possible"]
+Verdict = Literal["same", "differs", "failed", "not possible", "not proven"]
 USUAL = {"loss": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 1e-6}
 """Tolerances of float32 for a model that does not amplify rounding. Relative for gradients and the norm,
 absolute for others.
@@ -32,7 +32,8 @@ class MeshResult:
 
     ``initial`` is the number of tensors whose initial values are not bitwise equal. ``loss`` and ``weights``
     are absolute errors, ``gradient`` and ``norm`` relative ones. ``rounding`` is a note for a model with
-    larger tolerances.
+    larger tolerances. ``unproven`` says which numbers could not be compared, because rounding alone may
+    change them by as much as a fault would.
     """
 
     mesh: str
@@ -48,6 +49,7 @@ class MeshResult:
     cause: str = ""
     options: str = ""
     rounding: str = ""
+    unproven: str = ""
 
 
 BLIND = "rounding may be all of it"

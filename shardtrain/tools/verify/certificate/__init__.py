@@ -22,6 +22,7 @@ from typing import Any
 
 from shardtrain.config import Loaded, certificate
 from shardtrain.tools.verify import meshes as mesh_plans
+from shardtrain.tools.verify import verify_report
 from shardtrain.tools.verify.certificate import certificate_table, comparison, small_run, trial_runs
 from shardtrain.tools.verify.certificate.certificate_table import DimensionResult
 from shardtrain.tools.verify.certificate.comparison import VariantResult
@@ -102,11 +103,11 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
     for dimension in DIMENSIONS:
         reason = dimension.reason_not_to_apply(run)
         if dimension.name not in names:
-            results[dimension.name] = DimensionResult(
-                dimension.name, "not requested", reason="--dimension names others"
-            )
+            results[dimension.name] = DimensionResult(dimension.name, "not requested", reason="not in --dimension")
         elif reason:
-            results[dimension.name] = DimensionResult(dimension.name, "does not apply", reason=reason)
+            # A dimension that the user names must be checked.
+            verdict = "not checked" if dimension.name in request.dimensions else "does not apply"
+            results[dimension.name] = DimensionResult(dimension.name, verdict, reason=reason)
         elif dimension.name not in (MESH, PRECISION):
             variants[dimension.name] = list(dimension.variants(wanted))
     compared = _run_variants(run, variants)
@@ -117,8 +118,17 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
         compared[PRECISION] = _compare_synthetic(run, request, trainer, engine, meshes, "own")
     for name, comparisons in compared.items():
         verdict = comparison.verdict_of(comparisons, accepts_impossible)
+        if name == MESH and not request.meshes and verdict == "holds" and not _has_own_mesh(run, comparisons):
+            verdict = "not checked"
         results[name] = DimensionResult(name, verdict, tuple(comparisons))
     return [results[dimension.name] for dimension in DIMENSIONS]
+
+
+def _has_own_mesh(run: SmallRun, comparisons: Sequence[VariantResult]) -> bool:
+    """True if the configuration's own axes were compared together. Meshes of more than 8 ranks are not tried."""
+    own = mesh_plans.own_axes(run.user)
+    same = [comparison.compared for comparison in comparisons if comparison.verdict == "same"]
+    return not own or any(compared.startswith(own) for compared in same)
 
 
 def _run_variants(run: SmallRun, variants: dict[str, list[Variant]]) -> dict[str, list[VariantResult]]:
@@ -154,7 +164,14 @@ def _judge(variant: Variant, answers: dict[str, TrialErrors], shaken: TrialError
         if answer.failure:
             verdict: Any = "not possible" if answer.is_refused else "failed"
             return VariantResult(variant.label, verdict, first=answer.failure)
-    errors = answers[variant.trials[-1].name].errors
+    last = variant.trials[-1]
+    errors = answers[last.name].errors
+    found = {(error.kind, error.step) for error in errors}
+    missing = [
+        f"{kind} of step {step}" for step in last.steps for kind in verify_report.USUAL if (kind, step) not in found
+    ]
+    if missing:
+        return VariantResult(variant.label, "failed", first=f"was not compared: {', '.join(missing)}")
     return comparison.judge(variant.label, errors, variant.is_exact, None if shaken is None else shaken.errors)
 
 
@@ -196,7 +213,7 @@ def document_of(
     return {
         "format": certificate.FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "holds": all(result.holds for result in results),
+        "holds": all(result.holds for result in results) and any(result.verdict == "holds" for result in results),
         "quick": request.quick,
         **certificate.facts_of(loaded),
         "commit": certificate.commit(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ class DimensionResult:
 
     Attributes:
         name: The dimension.
-        verdict: "holds", "differs", "failed", "not checked", "does not apply" or "not requested".
+        verdict: "holds", "differs", "failed", "not proven", "not checked", "does not apply" or "not requested".
         comparisons: Results of its comparisons.
         reason: Reason why nothing was compared.
     """
@@ -41,8 +42,12 @@ class DimensionResult:
     @property
     def compared_axes(self) -> set[str]:
         """Mesh axes of the comparisons that found the same numbers."""
-        same = [comparison.compared for comparison in self.comparisons if comparison.verdict == "same"]
-        return {axis for axis in AXES for compared in same if f"{axis}=" in compared}
+        axes = set()
+        for comparison in self.comparisons:
+            if comparison.verdict == "same":
+                degrees = re.findall(r"(\w+)=(\d+)", comparison.compared)
+                axes |= {axis for axis, degree in degrees if axis in AXES and int(degree) > 1}
+        return axes
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a certificate."""

@@ -127,9 +127,12 @@ def of_mesh(row: MeshResult, has_measured_tolerances: bool = False) -> VariantRe
         worst = _largest_of(row)
         if has_measured_tolerances:
             worst = replace(worst, tolerance=None)
+    seconds = round(row.seconds, 1)
+    if row.verdict == "same" and row.unproven:
+        return VariantResult(compared, "not proven", worst, row.unproven, seconds=seconds)
     first = row.first or row.cause
     cause = row.cause if row.first else ""
-    return VariantResult(compared, row.verdict, worst, first, cause, round(row.seconds, 1))
+    return VariantResult(compared, row.verdict, worst, first, cause, seconds)
 
 
 def _largest_of(row: MeshResult) -> WorstDifference:
@@ -144,9 +147,9 @@ def _largest_of(row: MeshResult) -> WorstDifference:
 
 
 def verdict_of(comparisons: Sequence[VariantResult], accepts_impossible: bool) -> str:
-    """Return "holds", "differs", "failed" or "not checked" for a dimension."""
+    """Return "holds", "differs", "failed", "not proven" or "not checked" for a dimension."""
     verdicts = {comparison.verdict for comparison in comparisons}
-    for name in ("differs", "failed"):
+    for name in ("differs", "failed", "not proven"):
         if name in verdicts:
             return name
     if "not possible" in verdicts and not accepts_impossible:

@@ -61,7 +61,8 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
         if reference is None:
             reference = _read(Path(folder))
         wanted = [key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)]
-        errors = [(*key, error) for key, error in errors_of(numbers, reference) if key in set(wanted)]
+        # Also numbers that the reference lacks, whose error is infinite.
+        errors = [(*key, error) for key, error in errors_of(numbers, reference) if _is_compared(key, trial)]
         text = json.dumps({"wanted": wanted, "errors": errors})
         errors_file(Path(folder), trial.name, rank).write_text(text, encoding="utf-8")
 

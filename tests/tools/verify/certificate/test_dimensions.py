@@ -133,8 +133,12 @@ def test_attention_between_documents(check, monkeypatch):
     assert result.verdict == "differs" and "gradient of" in result.comparisons[0].first, result
 
 
-def test_documents_that_are_not_masked_are_not_compared(check):
-    assert "attend to each other" in check("packing").reason
+def test_a_named_dimension_that_does_not_apply_is_not_checked(check):
+    """Otherwise a certificate of this dimension would hold without a comparison."""
+    result = check("packing")
+    assert "attend to each other" in result.reason
+    assert result.verdict == "not checked"
+    assert not result.holds
 
 
 def perturbed(module, factor):

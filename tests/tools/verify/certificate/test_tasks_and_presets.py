@@ -56,10 +56,23 @@ def test_rounding_of_states_is_off_in_float32():
     assert task.plans[0].loaded.config.optimizer.bf16_stochastic_round
 
 
+NOT_PROVEN = {"llama3_8b_float8": ["precision"]}
+"""Dimensions of presets in which rounding alone changes a small model as much as a fault would."""
+
+
 @pytest.mark.nightly("each takes up to a minute")
 @pytest.mark.parametrize("name", presets.names())
 def test_the_certificate_of_a_preset_holds(tmp_path, name, capsys):
     path = tmp_path / "certificate.json"
-    assert cli.main(["verify", name, "--certificate", str(path), "--quick"]) == 0, capsys.readouterr()
-    assert json.loads(path.read_text())["holds"]
-    assert cli.main(["verify", name, "--check", str(path)]) == 0, capsys.readouterr()
+    status = cli.main(["verify", name, "--certificate", str(path), "--quick"])
+    dimensions = json.loads(path.read_text())["dimensions"]
+    verdicts = {dimension["name"]: dimension["verdict"] for dimension in dimensions}
+    not_proven = [dimension for dimension, verdict in verdicts.items() if verdict == "not proven"]
+    assert not_proven == NOT_PROVEN.get(name, []), capsys.readouterr()
+    assert {"task", "accumulation", "resume"} <= {
+        dimension for dimension, verdict in verdicts.items() if verdict == "holds"
+    }
+    assert set(verdicts.values()) <= {"holds", "does not apply", "not proven"}
+    expected = 4 if not_proven else 0
+    assert status == expected
+    assert cli.main(["verify", name, "--check", str(path)]) == expected, capsys.readouterr()
