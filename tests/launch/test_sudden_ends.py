@@ -28,6 +28,12 @@ def pid_of(folder: Path, rank: int) -> int:
     return int(path.read_text())
 
 
+def next_start_removes_others(places: Path) -> bool:
+    """True if the folder of a new start is the only one."""
+    with temporary.temporary_folder() as new_folder:
+        return [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)] == [new_folder]
+
+
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, monkeypatch):
     seconds = []
@@ -51,8 +57,8 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, m
         assert len([path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)]) == (
             victim == "launcher"
         )
-        with temporary.temporary_folder() as new_folder:
-            assert [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)] == [new_folder]
+        # The lock ends with the last fork of the launcher, which on a busy machine may be after the ranks.
+        wait_for(lambda: next_start_removes_others(places), LIMIT_SECONDS)
         if victim == "rank":
             assert (status, record(folder)["rank"], record(folder)["code"]) == (6, number % 2, 6)
     seconds.sort()
