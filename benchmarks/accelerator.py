@@ -65,7 +65,12 @@ TINY: Options = {
     "training.local_batch_size": 2,
     "compile.enable": False,
 }
-TINY_DENSE: Options = {"model.name": "llama3", "model.flavor": "debugmodel", **TINY, "model.overrides.ffn_dim": 128}
+TINY_DENSE: Options = {
+    "model.name": "llama3",
+    "model.flavor": "debugmodel",
+    **TINY,
+    "model.overrides.ffn_dim": 128,
+}
 TINY_EXPERTS: Options = {
     "model.name": "mixtral",
     "model.flavor": "debugmodel",
@@ -91,7 +96,10 @@ def model(name: str, flavor: str, rows: int) -> Options:
 COMPILED: Options = {"compile.enable": True}
 BFLOAT16: Options = {"training.dtype": "bfloat16"}
 """One device of 80 GB fits 8B only with AdamW states in bfloat16: 64 GB."""
-FLOAT8: Options = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
+FLOAT8: Options = {
+    "model.converters": ["quantize.linear.float8"],
+    "quantize.linear.float8.filter_fqns": ["output"],
+}
 """As in torchtitan's files, the head remains in bfloat16."""
 FOUR_LAYERS: Options = {"model.overrides.num_layers": 4}
 FULL: Options = {"activation_checkpoint.mode": "full"}
@@ -99,7 +107,11 @@ SPEED: dict[str, Options] = {
     "1B": model("llama3", "1B", 8),
     "1B compiled": {**model("llama3", "1B", 8), **COMPILED},
     "1B compiled float8": {**model("llama3", "1B", 8), **COMPILED, **FLOAT8},
-    "1B compiled 8-bit states": {**model("llama3", "1B", 8), **COMPILED, "optimizer.name": "AdamW8bit"},
+    "1B compiled 8-bit states": {
+        **model("llama3", "1B", 8),
+        **COMPILED,
+        "optimizer.name": "AdamW8bit",
+    },
     "3B compiled": {**model("llama3", "3B", 4), **COMPILED},
     "8B of one row": {**model("llama3", "8B", 1), **COMPILED, **BFLOAT16},
     "8B of three rows": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16},
@@ -202,7 +214,10 @@ def option_cases() -> dict[str, tuple[Options, Options]]:
             cases[f"{family}: compiled {words(more)}"] = ({**of_family, **more}, eager)
     for name, options in SINGLE.items():
         cases[name] = (options, host)
-    cases["memory budget"] = ({**COMPILED, "activation_checkpoint.mode": "memory_budget"}, {**RECOMPUTE[0], **eager})
+    cases["memory budget"] = (
+        {**COMPILED, "activation_checkpoint.mode": "memory_budget"},
+        {**RECOMPUTE[0], **eager},
+    )
     for recipe in RECIPES:
         for compiles in (False, True):
             real: Options = {
@@ -317,7 +332,12 @@ def capabilities(device: str, tiny: bool) -> Iterator[Row]:
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
     """Return TFLOP/s of matrix products with shapes of 8B and random data, by shape (M, K, N)."""
     tflops = {}
-    for m, k, n in ((8192, 8192, 8192), (12288, 4096, 14336), (12288, 14336, 4096), (12288, 4096, 6144)):
+    for m, k, n in (
+        (8192, 8192, 8192),
+        (12288, 4096, 14336),
+        (12288, 14336, 4096),
+        (12288, 4096, 6144),
+    ):
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
         seconds = _seconds_of(lambda a=a, b=b: a @ b, device, 30)  # type: ignore[misc]
@@ -368,7 +388,11 @@ def waits(device: str, tiny: bool) -> Iterator[Row]:
             if "called a synchronizing" in str(warning.message)
         ]
         positions = positions or [line for line in _lines if line]
-        yield {"case": name, "unmeant_waits": len(positions) if device == "cuda" else None, "where": positions}
+        yield {
+            "case": name,
+            "unmeant_waits": len(positions) if device == "cuda" else None,
+            "where": positions,
+        }
         _lines.clear()
 
 
@@ -389,7 +413,11 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
     kernels. With several devices, ``shardtrain verify`` compares a mesh of them with one.
     """
     documents: Options = {**SPEED["1B"], **PACKING[1]}
-    cases = {"dense": SPEED["1B"], "documents": documents, "experts": EXPERTS["4 layers of 30B-A3B"]}
+    cases = {
+        "dense": SPEED["1B"],
+        "documents": documents,
+        "experts": EXPERTS["4 layers of 30B-A3B"],
+    }
     for name, options in cases.items():
         for dtype in ("float32", "bfloat16"):
             mixed = {**options, "training.mixed_precision_param": dtype}
@@ -397,11 +425,27 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
             yield {"case": name, "dtype": dtype, **_differences(ours, theirs)}
     count = accelerator.module(device).device_count() if accelerator.is_accelerator(device) else 1
     if count > 1:
-        command = [sys.executable, "-m", "shardtrain", "verify", "--mesh", f"dp_shard={count}", "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "shardtrain",
+            "verify",
+            "--mesh",
+            f"dp_shard={count}",
+            "--json",
+        ]
         done = subprocess.run(
-            [*command, "--training.device", device], capture_output=True, text=True, check=False, timeout=PART_SECONDS
+            [*command, "--training.device", device],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PART_SECONDS,
         )
-        yield {"case": "verify", "exit_code": done.returncode, "output": (done.stdout or done.stderr)[-4000:]}
+        yield {
+            "case": "verify",
+            "exit_code": done.returncode,
+            "output": (done.stdout or done.stderr)[-4000:],
+        }
 
 
 def losses(device: str, tiny: bool) -> Iterator[Row]:
@@ -518,7 +562,11 @@ def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: 
         where = [
             f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]
         ]
-        return {"case": name, "error": f"{type(error).__name__}: {str(error)[:600]}", "where": where}
+        return {
+            "case": name,
+            "error": f"{type(error).__name__}: {str(error)[:600]}",
+            "where": where,
+        }
 
 
 def planned(file: Path) -> str:
@@ -585,7 +633,11 @@ def processes(part: str, options: argparse.Namespace) -> list[list[str]]:
 def run_here(arguments: argparse.Namespace, device: str) -> Iterator[Row]:
     """Yield rows of one part or one of its cases, with the device they were measured on."""
     device_here = torch.device(device, 0) if device != "cpu" else torch.device(device)
-    common = {"part": arguments.part, "device": accelerator.name(device_here), "tiny": arguments.tiny}
+    common = {
+        "part": arguments.part,
+        "device": accelerator.name(device_here),
+        "tiny": arguments.tiny,
+    }
     work = PARTS[arguments.part]
     if work is None:
         names = [arguments.case] if arguments.case else list(TIMED[arguments.part])
@@ -605,7 +657,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="models that a CPU trains in seconds")
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument(
-        "--cases", default="", help="names of timed or compared cases, or parts of names (default: all)"
+        "--cases",
+        default="",
+        help="names of timed or compared cases, or parts of names (default: all)",
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps, after three others")
     parser.add_argument("--kernels", type=Path, help="folder for kernel profiles")

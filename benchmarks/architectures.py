@@ -269,7 +269,11 @@ def main() -> int:
             rows_of_one = partial(rows_of, meshes=meshes, output=Path(folder))
             cells = list(itertools.chain.from_iterable(pool.map(rows_of_one, names)))
     rows = merged(cells, options.out)
-    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "tolerance": TOLERANCE}
+    facts = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tolerance": TOLERANCE,
+    }
     options.out.write_text(json.dumps({**facts, "cells": rows}, indent=1) + "\n")
     verdicts = [row["verdict"] for row in rows if row["verdict"] != "no experts"]
     faults = sum(verdict in ("differs", "fails") for verdict in verdicts)

@@ -45,7 +45,10 @@ class Ours:
 
     def __init__(self, root: Path) -> None:
         options = Checkpoint(enable=True, keep_latest_k=2)
-        self.kept, self.root = Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=options)), root
+        self.kept, self.root = (
+            Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=options)),
+            root,
+        )
 
     def folder(self, step: int) -> Path:
         return self.root / f"checkpoint/step-{step}"
@@ -274,7 +277,10 @@ def main() -> None:
         results[kind.name] = outcomes
         print(kind.name)
         for name, counts in outcomes.items():
-            print(f"  {name:20s} " + ", ".join(f"{key} {value}" for key, value in counts.items()), flush=True)
+            print(
+                f"  {name:20s} " + ", ".join(f"{key} {value}" for key, value in counts.items()),
+                flush=True,
+            )
     if options.output:
         options.output.write_text(json.dumps({"torch": torch.__version__, **results}, indent=1) + "\n")
 

@@ -97,7 +97,12 @@ def once(way: Any, step: int, tensors: State, a: torch.Tensor) -> dict[str, floa
         meanwhile.append(one_step(a))
     total = time.perf_counter() - begun
     way.finish()
-    return {"stall": stall, "total": total, "step": peace, "step_meanwhile": statistics.median(meanwhile or [peace])}
+    return {
+        "stall": stall,
+        "total": total,
+        "step": peace,
+        "step_meanwhile": statistics.median(meanwhile or [peace]),
+    }
 
 
 def measure(megabytes: int, rounds: int, root: Path) -> dict[str, dict[str, float]]:
@@ -141,10 +146,14 @@ def main() -> None:
         for megabytes in arguments.megabytes:
             results = measure(megabytes, arguments.rounds, root)
             ratio = results["shardtrain async"]["stall"] / results["shardtrain"]["stall"]
-            result["sizes"][f"{megabytes} MiB"] = {**results, "stall_async_of_sync": round(ratio, 4)}
+            result["sizes"][f"{megabytes} MiB"] = {
+                **results,
+                "stall_async_of_sync": round(ratio, 4),
+            }
             for name, numbers in results.items():
                 print(
-                    f"{megabytes:5} MiB  {name:17}", "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
+                    f"{megabytes:5} MiB  {name:17}",
+                    "  ".join(f"{key} {value:.4f}" for key, value in numbers.items()),
                 )
             print(f"{megabytes:5} MiB  the background keeps training waiting for {100 * ratio:.1f} % of a save at once")
     if arguments.output:

@@ -21,7 +21,10 @@ from shardtrain.checkpoint import collectives
 
 def rank_main(rank: int, size: int, folder: str, mebibytes: int) -> None:
     dist.init_process_group(
-        "gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank, world_size=size
+        "gloo",
+        store=dist.FileStore(os.path.join(folder, "store"), size),
+        rank=rank,
+        world_size=size,
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     text = collectives.broadcast_json("m" * (mebibytes * 2**20) if rank == 0 else None)

@@ -63,7 +63,15 @@ def main() -> None:
             for _ in range(options.rounds)
         ]
         for row in rows:
-            print(json.dumps({"dtype": dtype, "compile": options.compile, **{k: round(v) for k, v in row.items()}}))
+            print(
+                json.dumps(
+                    {
+                        "dtype": dtype,
+                        "compile": options.compile,
+                        **{k: round(v) for k, v in row.items()},
+                    }
+                )
+            )
         ratios = [row["auto"] / row["pytorch"] for row in rows]
         best = {kernels: max(row[kernels] for row in rows) for kernels in rows[0]}
         print(

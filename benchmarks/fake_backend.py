@@ -24,9 +24,21 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ANYWHERE = ["--comm.mode", "fake_backend", "--model.hf_assets_path", "bytes", "--training.dataset_path", str(ROOT)]
+ANYWHERE = [
+    "--comm.mode",
+    "fake_backend",
+    "--model.hf_assets_path",
+    "bytes",
+    "--training.dataset_path",
+    str(ROOT),
+]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "8", "--training.local_batch_size", "16"]
-CONTEXT = ["--parallelism.context_parallel_degree", "4", "--parallelism.data_parallel_replicate_degree", "2"]
+CONTEXT = [
+    "--parallelism.context_parallel_degree",
+    "4",
+    "--parallelism.data_parallel_replicate_degree",
+    "2",
+]
 CASES = (
     ("llama3_8b", 8, 0, []),
     ("llama3_70b", 256, 0, []),
@@ -59,7 +71,10 @@ def main() -> None:
         if status:
             sys.exit(f"{name} on {size} ranks failed")
         mesh = next(line.partition(" on ")[2] for line in text.splitlines() if line.startswith("model "))
-        print(f"{name:<13}{size:>6}{rank:>6}{seconds:>9.1f}{usage.ru_maxrss / 1024:>10.0f}  {mesh}", flush=True)
+        print(
+            f"{name:<13}{size:>6}{rank:>6}{seconds:>9.1f}{usage.ru_maxrss / 1024:>10.0f}  {mesh}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

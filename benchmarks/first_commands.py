@@ -40,7 +40,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         run, page = Path(name, "run"), Path(name, "report.html")
         lengthen(run, options.steps)
-        results["steps"], results["metrics_mb"] = options.steps, round((run / "metrics.jsonl").stat().st_size / 1e6, 1)
+        results["steps"], results["metrics_mb"] = (
+            options.steps,
+            round((run / "metrics.jsonl").stat().st_size / 1e6, 1),
+        )
         results["report"] = measured(["report", str(run), "-o", str(page)], options.rounds)
         results["report_mb"] = round(page.stat().st_size / 1e6, 2)
         results["watch_share_of_a_core"] = watched(run)
@@ -56,7 +59,10 @@ def measured(arguments: list[str], rounds: int) -> list[float]:
     for _ in range(rounds):
         before = spent()
         subprocess.run(
-            [sys.executable, "-m", "shardtrain", *arguments], env=ENVIRONMENT, check=True, capture_output=True
+            [sys.executable, "-m", "shardtrain", *arguments],
+            env=ENVIRONMENT,
+            check=True,
+            capture_output=True,
         )
         seconds.append(spent() - before)
     return [round(min(seconds), 2), round(max(seconds), 2)]
@@ -64,7 +70,10 @@ def measured(arguments: list[str], rounds: int) -> list[float]:
 
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), os.uname().machine)
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        os.uname().machine,
+    )
 
 
 def spent() -> float:
@@ -75,8 +84,20 @@ def spent() -> float:
 def lengthen(run: Path, steps: int) -> None:
     """Train two steps, and repeat the last line of the metrics up to ``steps``."""
     small = "--training.steps=2 --training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1"
-    arguments = ["train", "debug", "--nproc=1", f"--job.dump_folder={run}", *small.split(), "--metrics.sample_freq=0"]
-    subprocess.run([sys.executable, "-m", "shardtrain", *arguments], env=ENVIRONMENT, check=True, capture_output=True)
+    arguments = [
+        "train",
+        "debug",
+        "--nproc=1",
+        f"--job.dump_folder={run}",
+        *small.split(),
+        "--metrics.sample_freq=0",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "shardtrain", *arguments],
+        env=ENVIRONMENT,
+        check=True,
+        capture_output=True,
+    )
     metrics = run / "metrics.jsonl"
     record = json.loads(metrics.read_text().splitlines()[-1])
     with metrics.open("w") as file:
@@ -89,7 +110,10 @@ def watched(run: Path) -> float:
     """Return the share of a core used by ``watch`` at one frame per second, for a run that logs every second."""
     command = ["script", "-qfec", f"{sys.executable} -m shardtrain watch {run}", "/dev/null"]
     watch = subprocess.Popen(
-        command, env={**ENVIRONMENT, "TERM": "xterm"}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        command,
+        env={**ENVIRONMENT, "TERM": "xterm"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
     )
     try:
         time.sleep(5)  # until it has started and read the existing metrics

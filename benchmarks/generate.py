@@ -53,7 +53,13 @@ THEIRS = {
     "intermediate_size": FFN,
     "tie_word_embeddings": False,
 }
-LATENT = {"q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+LATENT = {
+    "q_lora_rank": 192,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "llama": ("llama3", {**GROUPED, "ffn_dim": FFN, "rope_theta": 10000.0}, "Llama", {}),
     "qwen3": ("qwen3", {**GROUPED, "ffn_dim": FFN, "rope_theta": 10000.0}, "Qwen3", {}),
@@ -67,7 +73,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "qwen3_moe",
         {**GROUPED, "moe_ffn_dim": 192, "num_experts": 32, "top_k": 4, "rope_theta": 10000.0},
         "Qwen3Moe",
-        {"moe_intermediate_size": 192, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True},
+        {
+            "moe_intermediate_size": 192,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
     ),
     "deepseek_v3": (
         "deepseek_v3",
@@ -129,7 +140,12 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
     def hugging_face() -> list[list[int]]:
         # a tensor of tokens and its mask: the fast path of transformers, without strings or streaming
         found = reference.generate(
-            prompts_BT, attention_mask=mask_BT, max_new_tokens=NEW, do_sample=False, use_cache=True, pad_token_id=0
+            prompts_BT,
+            attention_mask=mask_BT,
+            max_new_tokens=NEW,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
         )
         return found[:, PROMPT:].tolist()
 
@@ -172,7 +188,11 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     ours = module.Config(**flavor)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": ours.rope_theta}
     if ours.rope_scaling == "llama3":
-        rope |= {"rope_type": "llama3", "factor": ours.rope_scaling_factor, "original_max_position_embeddings": 8192}
+        rope |= {
+            "rope_type": "llama3",
+            "factor": ours.rope_scaling_factor,
+            "original_max_position_embeddings": 8192,
+        }
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = transformers.LlamaConfig(
         vocab_size=ours.vocab_size,
@@ -276,7 +296,10 @@ def print_result(result: dict[str, Any]) -> None:
         prompt = f"prompt {first:8.3f} s {rows * result['prompt'] / first:8.1f} tokens/s"
         steps = f"step {1000 * step:7.1f} ms {rows / step:7.2f} tokens/s"
         weights = f"{result['weight_bytes'] / step / 1e9:5.1f} GB/s of weights"
-        print(f"{work} {prompt}   {steps}   {weights}   128 new tokens {first + 127 * step:6.1f} s", flush=True)
+        print(
+            f"{work} {prompt}   {steps}   {weights}   128 new tokens {first + 127 * step:6.1f} s",
+            flush=True,
+        )
 
 
 def read_gigabytes_per_second() -> float:
@@ -300,7 +323,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 1024])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--new", type=int, default=17, help="new tokens with --sizes: the time of a step is their mean")
+    parser.add_argument(
+        "--new",
+        type=int,
+        default=17,
+        help="new tokens with --sizes: the time of a step is their mean",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

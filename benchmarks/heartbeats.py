@@ -68,7 +68,10 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
     ]
     nodes, assumed = math.ceil(ranks / per_node), beat_seconds(30, math.ceil(ranks / per_node))
     speakers = [HeartbeatExchange(stores[node % CONNECTIONS], node * per_node, ranks, assumed) for node in range(nodes)]
-    judging, judge = HeartbeatExchange(stores[0], 0, ranks, assumed), HangDetector(ranks, assumed, 300, 100)
+    judging, judge = (
+        HeartbeatExchange(stores[0], 0, ranks, assumed),
+        HangDetector(ranks, assumed, 300, 100),
+    )
     facts = "step 1234, 5046272 samples, order 9f8e7d6c5b4a3928"
 
     def sign(rank: int, beat: int) -> str:
@@ -92,7 +95,11 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
             speaker._post(text)
             speaker.verdict()
         said, said_requests = cpu_seconds(server.pid or 0) - before, Counted.requests - requests
-        before, requests, begun = cpu_seconds(server.pid or 0), Counted.requests, time.process_time()
+        before, requests, begun = (
+            cpu_seconds(server.pid or 0),
+            Counted.requests,
+            time.process_time(),
+        )
         signs = judging.receive()
         judge.observe(time.monotonic(), signs)
         common(signs, ranks, 0)

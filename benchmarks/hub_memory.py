@@ -34,7 +34,10 @@ def write_model(folder: Path) -> tuple[int, int, int]:
         prefix = f"model.layers.{layer}"
         shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (DIM, DIM) for name in "qkvo"}
         shapes |= {f"{prefix}.mlp.{name}_proj.weight": (FFN, DIM) for name in ("gate", "up")}
-        shapes |= {f"{prefix}.mlp.down_proj.weight": (DIM, FFN), f"{prefix}.input_layernorm.weight": (DIM,)}
+        shapes |= {
+            f"{prefix}.mlp.down_proj.weight": (DIM, FFN),
+            f"{prefix}.input_layernorm.weight": (DIM,),
+        }
         shapes |= {f"{prefix}.post_attention_layernorm.weight": (DIM,)}
     shapes |= {"model.norm.weight": (DIM,), "lm_head.weight": (VOCAB, DIM)}
     files: list[dict[str, torch.Tensor]] = [{}]
@@ -91,7 +94,10 @@ def main() -> None:
         root = Path(name)
         total, largest_file, largest_tensor = write_model(root / "hf")
         empty = measure(["-c", "import torch, safetensors, shardtrain.hf.importing, time; time.sleep(0.3)"])
-        cli, bound = ["-m", "shardtrain"], ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"]
+        cli, bound = (
+            ["-m", "shardtrain"],
+            ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"],
+        )
         taken = measure([*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint")])
         given = measure([*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound])
     mib = {"model": total, "largest_file": largest_file, "largest_tensor": largest_tensor}

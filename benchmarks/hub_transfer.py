@@ -47,7 +47,10 @@ def write_model(folder: Path) -> tuple[int, int]:
         shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (DIM, DIM) for name in "qo"}
         shapes |= {f"{prefix}.self_attn.{name}_proj.weight": (KEYS, DIM) for name in "kv"}
         shapes |= {f"{prefix}.mlp.{name}_proj.weight": (FFN, DIM) for name in ("gate", "up")}
-        shapes |= {f"{prefix}.mlp.down_proj.weight": (DIM, FFN), f"{prefix}.input_layernorm.weight": (DIM,)}
+        shapes |= {
+            f"{prefix}.mlp.down_proj.weight": (DIM, FFN),
+            f"{prefix}.input_layernorm.weight": (DIM,),
+        }
         shapes |= {f"{prefix}.post_attention_layernorm.weight": (DIM,)}
     shapes |= {"model.norm.weight": (DIM,)}
     shares: list[list[str]] = [[]]
@@ -87,7 +90,12 @@ def measure(arguments: list[str]) -> tuple[float, int]:
             status = Path(f"/proc/{process.pid}/status").read_text()
         except OSError:
             break
-        peak = max([peak, *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))])
+        peak = max(
+            [
+                peak,
+                *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")),
+            ]
+        )
         time.sleep(0.02)
     assert process.stderr is not None
     if process.wait(timeout=60):
@@ -114,9 +122,24 @@ def main() -> None:
         os.sync()
         cli, bound = ["-m", "shardtrain"], ["--shard_gigabytes", "0.5", "--check", "weights"]
         commands = {
-            "import": [*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint"), "--check", "weights"],
+            "import": [
+                *cli,
+                "import",
+                str(root / "hf"),
+                "--to",
+                str(root / "checkpoint"),
+                "--check",
+                "weights",
+            ],
             "load": ["-c", LOAD, str(root / "hf")],
-            "export": [*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound],
+            "export": [
+                *cli,
+                "export",
+                str(root / "checkpoint"),
+                "--to",
+                str(root / "back"),
+                *bound,
+            ],
             "load_save": ["-c", LOAD, str(root / "hf"), str(root / "saved")],
         }
         for _ in range(options.rounds):

@@ -55,7 +55,11 @@ def open_at(folder: Path, data: Data) -> DataLoader:
     config = Config(data=data)
     model = dataclasses.replace(config.model, hf_assets_path="bytes")
     training = dataclasses.replace(
-        config.training, dataset="tokens", dataset_path=str(folder), seq_len=SEQ_LEN, local_batch_size=ROWS
+        config.training,
+        dataset="tokens",
+        dataset_path=str(folder),
+        seq_len=SEQ_LEN,
+        local_batch_size=ROWS,
     )
     config = dataclasses.replace(config, model=model, training=dataclasses.replace(training, on_data_end="repeat"))
     return open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
@@ -114,7 +118,11 @@ def open_jsonl(config: Config, path: Path) -> DataLoader:
     """Open the training stream of a JSONL file."""
     model = dataclasses.replace(config.model, hf_assets_path="bytes")
     training = dataclasses.replace(
-        config.training, dataset="jsonl", dataset_path=str(path), seq_len=SEQ_LEN, local_batch_size=ROWS
+        config.training,
+        dataset="jsonl",
+        dataset_path=str(path),
+        seq_len=SEQ_LEN,
+        local_batch_size=ROWS,
     )
     config = dataclasses.replace(config, model=model, training=training)
     return open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
@@ -146,7 +154,11 @@ def main() -> None:
             "text_mb": arguments.text_mb,
             "machine": platform.processor() or platform.machine(),
         }
-        facts |= {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+        facts |= {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        }
         arguments.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
 

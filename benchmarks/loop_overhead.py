@@ -56,7 +56,12 @@ def make_config(dtype: str, folder: str) -> Config:
         job=dataclasses.replace(config.job, dump_folder=folder),
         model=dataclasses.replace(config.model, overrides=SHAPE),
         training=dataclasses.replace(
-            config.training, local_batch_size=8, seq_len=512, steps=10_000, mixed_precision_param=dtype, device="cpu"
+            config.training,
+            local_batch_size=8,
+            seq_len=512,
+            steps=10_000,
+            mixed_precision_param=dtype,
+            device="cpu",
         ),
         activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
         metrics=dataclasses.replace(config.metrics, log_freq=10),
@@ -135,7 +140,11 @@ def main() -> None:
             f"  ratio {row['ratio']:.3f}"
         )
     if options.out:
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        facts = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "processor": platform.processor(),
+        }
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()

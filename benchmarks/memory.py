@@ -55,12 +55,22 @@ def main() -> None:
         training = {"seq_len": 512, "mixed_precision_param": "bfloat16", "global_batch_size": -1}
         training |= {"local_batch_size": 8 * apart // size} | sections.get("training", {})
         config = dataclasses.replace(tiny_config(**{**sections, "training": training}), model=Model(**law.LLAMA))
-        measured, planned = run_ranks(size, law.measured_bytes, config), law.planned_bytes(config, size)
+        measured, planned = (
+            run_ranks(size, law.measured_bytes, config),
+            law.planned_bytes(config, size),
+        )
         per_place = size // len(planned)
         for place, of_plan in enumerate(planned):
             found = max(measured[place * per_place : (place + 1) * per_place])
             which = f", rank {place}" if len(planned) > 1 else ""
-            rows.append({"name": name + which, "ranks": size, "measured_bytes": found, "planned_bytes": of_plan})
+            rows.append(
+                {
+                    "name": name + which,
+                    "ranks": size,
+                    "measured_bytes": found,
+                    "planned_bytes": of_plan,
+                }
+            )
             print(rows[-1], flush=True)
     if options.output:
         found = {"torch": torch.__version__, "rows": rows}

@@ -34,12 +34,27 @@ from shardtrain.distributed import process_group
 from shardtrain.train import trainer
 from shardtrain.train.build import use_fastest_kernels
 
-COMMON = {"vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+COMMON = {
+    "vocab_size": 2048,
+    "dim": 256,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 MODELS = {
     "dense": ("llama3", "debugmodel", {**COMMON, "ffn_dim": 768}),
-    "2 of 8": ("mixtral", "debugmodel", {**COMMON, "moe_ffn_dim": 384, "num_experts": 8, "top_k": 2}),
+    "2 of 8": (
+        "mixtral",
+        "debugmodel",
+        {**COMMON, "moe_ffn_dim": 384, "num_experts": 8, "top_k": 2},
+    ),
     "dense, qk-norm": ("qwen3", "debugmodel", {**COMMON, "ffn_dim": 768, "tied_embeddings": False}),
-    "8 of 64": ("qwen3_moe", "debugmodel_moe", {**COMMON, "moe_ffn_dim": 96, "num_experts": 64, "top_k": 8}),
+    "8 of 64": (
+        "qwen3_moe",
+        "debugmodel_moe",
+        {**COMMON, "moe_ffn_dim": 96, "num_experts": 64, "top_k": 8},
+    ),
 }
 BASE = {"2 of 8": "dense", "8 of 64": "dense, qk-norm"}
 TOKENS = 8 * 512
@@ -89,7 +104,12 @@ def measure(dtype: str, rounds: int, kernels: str, micro_batches: int) -> dict[s
                 seconds[name].append(time.process_time() - start)
     speed = {name: TOKENS * micro_batches / statistics.median(values) for name, values in seconds.items()}
     ratios = {name: speed[name] / speed[base] for name, base in BASE.items()}
-    return {"dtype": dtype, "tokens_per_cpu_second": speed, "ratio": ratios, "cpu_seconds_per_step": seconds}
+    return {
+        "dtype": dtype,
+        "tokens_per_cpu_second": speed,
+        "ratio": ratios,
+        "cpu_seconds_per_step": seconds,
+    }
 
 
 def main() -> None:
@@ -110,7 +130,11 @@ def main() -> None:
                 f"  ratio {row['ratio'][name]:.3f}"
             )
     if options.out:
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        facts = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "processor": platform.processor(),
+        }
         options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()

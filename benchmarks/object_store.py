@@ -93,7 +93,16 @@ def run(server: Counted) -> dict[str, Any]:
     """Train with two ranks, resume, and list the checkpoints that are left."""
     server.requests.clear()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-P", "-m", "shardtrain", "train", "debug", "--nproc=2", "--checkpoint.enable"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "shardtrain",
+            "train",
+            "debug",
+            "--nproc=2",
+            "--checkpoint.enable",
+        ]
         options = {
             "job.dump_folder": folder, "checkpoint.folder": f"s3://{BUCKET}/run", "checkpoint.interval": 5,
             "checkpoint.async_mode": "async", "checkpoint.keep_latest_k": 2,
@@ -105,7 +114,12 @@ def run(server: Counted) -> dict[str, Any]:
         resumed = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     steps_trained = [line["step"] for line in resumed if "loss" in line]
     listed = sorted(path.name for path in place(f"s3://{BUCKET}/run").iterdir())
-    return {"codes": codes, "left": listed, "last_step": max(steps_trained), "requests": dict(server.requests)}
+    return {
+        "codes": codes,
+        "left": listed,
+        "last_step": max(steps_trained),
+        "requests": dict(server.requests),
+    }
 
 
 def main() -> None:

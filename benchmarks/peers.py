@@ -163,8 +163,18 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         work.mkdir()
         start = [python]
         if peer.ranks > 1:
-            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={peer.ranks}"]
-        command = [*start, str(SCRIPTS / "timed.py"), str(times), *peer.words(dtype, steps, peer.ranks, work)]
+            start += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={peer.ranks}",
+            ]
+        command = [
+            *start,
+            str(SCRIPTS / "timed.py"),
+            str(times),
+            *peer.words(dtype, steps, peer.ranks, work),
+        ]
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(HERE.parent)]),
         }  # fmt: skip
@@ -174,7 +184,12 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         with open(folder / "log", "w+") as log:
             try:
                 code = subprocess.run(
-                    command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=timeout_seconds
+                    command,
+                    cwd=work,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=timeout_seconds,
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = -1
@@ -183,7 +198,10 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         ranks = [list(_steps(path)) for path in sorted(times.glob("*.jsonl"))]
     row: dict[str, object] = {"exit": code, "load": round(load, 1)}
     if code or len(ranks) < peer.ranks or any(len(rank) <= LEFT_OUT + 1 for rank in ranks):
-        return {**row, "last_lines": re.sub(r"/[^\s\"':]*/", "", last)}  # removes folders of this machine
+        return {
+            **row,
+            "last_lines": re.sub(r"/[^\s\"':]*/", "", last),
+        }  # removes folders of this machine
     cpu = [
         [after[1] - before[1] for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)]
         for rank in ranks

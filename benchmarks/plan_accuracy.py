@@ -22,7 +22,15 @@ from typing import Any
 import shardtrain
 from shardtrain.config import stages
 from shardtrain.config.schema import Parallelism
-from shardtrain.tools.plan import hardware, job_sizes, planning, rank_memory, schedule, shapes, timing
+from shardtrain.tools.plan import (
+    hardware,
+    job_sizes,
+    planning,
+    rank_memory,
+    schedule,
+    shapes,
+    timing,
+)
 
 TORCHTITAN = Path(__file__).with_name("plan_torchtitan.jsonl")
 OTHERS = Path(__file__).with_name("plan_others.jsonl")
@@ -224,7 +232,11 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     systems known to replicate it.
     """
     m, p, h = row["model"], row["parallel"], row["hardware"]
-    sharding, precision, software = row["sharding"] or "", row["precision"] or "", row["software"] or ""
+    sharding, precision, software = (
+        row["sharding"] or "",
+        row["precision"] or "",
+        row["software"] or "",
+    )
     replicas, shards = p.get("dp") or 1, p.get("fsdp") or 1
     if p.get("fsdp_group"):
         shards, replicas = p["fsdp_group"], h["count"] // p["fsdp_group"]
@@ -387,10 +399,23 @@ def scatter(scores: Sequence[Score]) -> str:
 
     def line(factor: float, style: str) -> str:
         x1, x2 = (place(max(low, low / factor)), place(min(high, high / factor)))
-        y1, y2 = (size - place(factor * max(low, low / factor)), size - place(factor * min(high, high / factor)))
+        y1, y2 = (
+            size - place(factor * max(low, low / factor)),
+            size - place(factor * min(high, high / factor)),
+        )
         return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
 
-    colours = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#000000", "#ff8800")
+    colours = (
+        "#4477aa",
+        "#ee6677",
+        "#228833",
+        "#ccbb44",
+        "#66ccee",
+        "#aa3377",
+        "#777777",
+        "#000000",
+        "#ff8800",
+    )
     names = sorted({one.series for one in shown})
     total = size + 2 * margin
     parts = [

@@ -26,12 +26,24 @@ from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
     "5.8M": {
-        "model.overrides": {"dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32},
+        "model.overrides": {
+            "dim": 256,
+            "num_layers": 6,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 32,
+        },
         "ffn_dim": 768,
         "training.local_batch_size": 4,
     },
     "52M": {
-        "model.overrides": {"dim": 512, "num_layers": 16, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64},
+        "model.overrides": {
+            "dim": 512,
+            "num_layers": 16,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+            "head_dim": 64,
+        },
         "ffn_dim": 1536,
         "training.local_batch_size": 2,
     },
@@ -39,11 +51,20 @@ MODELS: dict[str, dict[str, Any]] = {
 MESHES: dict[str, dict[str, Any]] = {
     "one process": {},
     "FSDP 2": {"parallelism.data_parallel_shard_degree": 2},
-    "DDP 2": {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1},
+    "DDP 2": {
+        "parallelism.data_parallel_replicate_degree": 2,
+        "parallelism.data_parallel_shard_degree": 1,
+    },
     "TP 2": {"parallelism.tensor_parallel_degree": 2},
-    "PP 2": {"parallelism.pipeline_parallel_degree": 2, "parallelism.pipeline_parallel_microbatch_size": 1},
+    "PP 2": {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+    },
     "CP 2": {"parallelism.context_parallel_degree": 2},
-    "CP 2 ring": {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_rotate_method": "alltoall"},
+    "CP 2 ring": {
+        "parallelism.context_parallel_degree": 2,
+        "parallelism.context_parallel_rotate_method": "alltoall",
+    },
 }
 CALIBRATED_WITH = "FSDP 2"
 LEFT_OUT = 2
@@ -57,7 +78,11 @@ def options(model: str, mesh: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model.name": "llama3",
         "model.flavor": "debugmodel",
-        "model.overrides": {**sizes["model.overrides"], "ffn_dim": sizes["ffn_dim"], "vocab_size": 2048},
+        "model.overrides": {
+            **sizes["model.overrides"],
+            "ffn_dim": sizes["ffn_dim"],
+            "vocab_size": 2048,
+        },
         "model.hf_assets_path": "bytes",
         "training.seq_len": 512,
         "training.local_batch_size": rows // 2 if mesh in ("FSDP 2", "DDP 2") else rows,
@@ -106,7 +131,12 @@ def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
         said = [one.communicate(timeout=1800)[0] for one in started]
     if any(one.returncode for one in started):
         raise SystemExit(f"{model} on {mesh} ended with {[one.returncode for one in started]}")
-    return {"model": model, "mesh": mesh, "load": load, "ranks": [json.loads(one.splitlines()[-1]) for one in said]}
+    return {
+        "model": model,
+        "mesh": mesh,
+        "load": load,
+        "ranks": [json.loads(one.splitlines()[-1]) for one in said],
+    }
 
 
 def seconds_of(row: dict[str, Any]) -> tuple[float, float]:
@@ -175,7 +205,11 @@ def main() -> None:
         return
     import torch
 
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
     rows = []
     for _ in range(options.rounds):
         for model in options.models.split(","):

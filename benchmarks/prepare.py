@@ -88,7 +88,13 @@ def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
         return {"ids": [[bos, *one.ids, eos] for one in encode(rows["text"], add_special_tokens=False)]}
 
     rows = datasets.load_dataset("json", data_files=text, cache_dir=folder, split="train")
-    rows = rows.map(tokenize, batched=True, batch_size=1000, num_proc=processes, remove_columns=rows.column_names)
+    rows = rows.map(
+        tokenize,
+        batched=True,
+        batch_size=1000,
+        num_proc=processes,
+        remove_columns=rows.column_names,
+    )
     print(sum(len(batch.column("ids").flatten()) for batch in rows.data.to_batches()))
 
 
@@ -122,7 +128,12 @@ class Memory(threading.Thread):
 
 def timed(command: list[str]) -> dict[str, float | str]:
     """Run a command. Return wall seconds, CPU seconds of its process tree, peak memory in MiB and its last line."""
-    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = {
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     before, started = os.times(), time.perf_counter()
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     memory = Memory(process.pid)
@@ -134,7 +145,12 @@ def timed(command: list[str]) -> dict[str, float | str]:
     if process.returncode:
         raise SystemExit(f"{command} failed:\n{err}")
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"seconds": seconds, "cpu_seconds": cpu, **memory.peak, "said": out.strip().splitlines()[-1]}
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        **memory.peak,
+        "said": out.strip().splitlines()[-1],
+    }
 
 
 def main() -> None:
@@ -145,7 +161,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ours-only", action="store_true")
     parser.add_argument(
-        "--bytes", action="store_true", help="use the byte tokenizer, without the peer: the cost of the pipeline"
+        "--bytes",
+        action="store_true",
+        help="use the byte tokenizer, without the peer: the cost of the pipeline",
     )
     parser.add_argument("--folder", type=Path, help="folder for the files (default: a temporary one)")
     parser.add_argument("--out", type=Path)
@@ -157,27 +175,56 @@ def main() -> None:
     rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        text, tokenizer = folder / "text.jsonl", Path("bytes") if options.bytes else folder / "tokenizer"
+        text, tokenizer = (
+            folder / "text.jsonl",
+            Path("bytes") if options.bytes else folder / "tokenizer",
+        )
         make_text(text, options.mb)
         if not options.bytes:
             train_tokenizer(text, tokenizer)
         megabytes = text.stat().st_size / 1e6
         for number in range(options.rounds):
             target = folder / f"ours-{number}"
-            command = [sys.executable, "-m", "shardtrain", "data", "prepare", "--output", str(target)]
+            command = [
+                sys.executable,
+                "-m",
+                "shardtrain",
+                "data",
+                "prepare",
+                "--output",
+                str(target),
+            ]
             command += ["--processes", str(options.processes), "--training.dataset", "jsonl"]
-            command += ["--training.dataset_path", str(text), "--model.hf_assets_path", str(tokenizer)]
+            command += [
+                "--training.dataset_path",
+                str(text),
+                "--model.hf_assets_path",
+                str(tokenizer),
+            ]
             rows.append({"side": "shardtrain", **timed(command)})
             tokens = json.loads((target / "index.json").read_text())["num_tokens"]
             if not options.ours_only:
-                command = [sys.executable, __file__, "--processes", str(options.processes), "--peer"]
-                command += [str(text), str(tokenizer / "tokenizer.json"), str(folder / f"peer-{number}")]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--processes",
+                    str(options.processes),
+                    "--peer",
+                ]
+                command += [
+                    str(text),
+                    str(tokenizer / "tokenizer.json"),
+                    str(folder / f"peer-{number}"),
+                ]
                 rows.append({"side": "datasets", **timed(command)})
                 if int(rows[-1]["said"]) != tokens:
                     raise SystemExit(f"the sides disagree: {tokens} and {rows[-1]['said']} tokens")
             for row in rows[-2 if not options.ours_only else -1 :]:
                 speed = f"{megabytes / row['seconds']:6.2f} MB/s {tokens / row['seconds'] / 1e6:6.3f} M tokens/s"
-                print(f"{row['side']:10s} {row['seconds']:7.1f} s {speed}, {row['cpu_seconds']:7.1f} CPU s", end="")
+                print(
+                    f"{row['side']:10s} {row['seconds']:7.1f} s {speed}, {row['cpu_seconds']:7.1f} CPU s",
+                    end="",
+                )
                 print(f", peak {row['pss']:.0f} MiB (rss {row['rss']:.0f})", flush=True)
     seconds = {side: statistics.median(r["seconds"] for r in rows if r["side"] == side) for side in {*_sides(rows)}}
     summary = {side: {"mb_per_second": megabytes / s, "tokens_per_second": tokens / s} for side, s in seconds.items()}

@@ -62,9 +62,10 @@ class Trace:
     def start(self) -> None:
         """Discard earlier records and start tracing."""
         self._codes, self._main = set(), set()
-        threading.setprofile_all_threads(self._note) if sys.version_info >= (3, 12) else threading.setprofile(
-            self._note
-        )
+        threading.setprofile_all_threads(self._note) if sys.version_info >= (
+            3,
+            12,
+        ) else threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def stop(self) -> dict[str, Found]:
@@ -141,11 +142,18 @@ def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
 def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) -> list[str]:
     """Return a table of files, functions, and lines of both, for each trace."""
     lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}{'entered':>9}"]
-    for name, title in (("step", "a steady step"), ("first_update", "from the command to the first update")):
+    for name, title in (
+        ("step", "a steady step"),
+        ("first_update", "from the command to the first update"),
+    ):
         found, main = traces[name]["all"], traces[name]["main"]
         compute = {file: names for file, names in found.items() if file.startswith(COMPUTE)}
         checks = {file: names for file, names in found.items() if file.startswith(CHECKS)}
-        parts = ((title, found), ("  of which in the main thread", main), ("  of which compute", compute))
+        parts = (
+            (title, found),
+            ("  of which in the main thread", main),
+            ("  of which compute", compute),
+        )
         if checks:
             parts = (*parts, ("  of which reads and checks options", checks))
         for label, files in parts:

@@ -59,7 +59,13 @@ def measure(rows: int, rounds: int) -> dict[str, object]:
                 seconds["comparison"].append(time.process_time() - begin)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     step, comparison = (statistics.median(values) for values in seconds.values())
-    return {"tokens": rows * 512, "bytes": size, "step": step, "comparison": comparison, "share": comparison / step}
+    return {
+        "tokens": rows * 512,
+        "bytes": size,
+        "step": step,
+        "comparison": comparison,
+        "share": comparison / step,
+    }
 
 
 def main() -> None:
@@ -80,7 +86,11 @@ def main() -> None:
         comparison = f"comparison of {measured['bytes'] / 1e6:.0f} MB {measured['comparison'] * 1e3:.1f} ms"
         print(f"{step}, {comparison}, {100 * measured['share']:.2f} % of a step")
     if options.out:
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        facts = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "processor": platform.processor(),
+        }
         options.out.write_text(json.dumps({**facts, "rows": results}, indent=1) + "\n")
 
 

@@ -94,14 +94,46 @@ def start(folder: Path, launcher: str, kills: int) -> subprocess.Popen[str]:
     if launcher == "torchrun":
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        elastic = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        elastic += ["--max-restarts", str(kills), "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+        elastic = [
+            "--nproc-per-node",
+            "2",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+        ]
+        elastic += [
+            "--max-restarts",
+            str(kills),
+            "--monitor-interval",
+            "0.1",
+            "--local-addr",
+            "127.0.0.1",
+        ]
         command = ["-m", "torch.distributed.run", *elastic, "-m", "shardtrain", "train", *arguments]
     else:
-        command = ["-m", "shardtrain", "train", *arguments, "--nproc", "2", "--max_restarts", str(kills)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        command = [
+            "-m",
+            "shardtrain",
+            "train",
+            *arguments,
+            "--nproc",
+            "2",
+            "--max_restarts",
+            str(kills),
+        ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
     return subprocess.Popen(
-        [sys.executable, *command], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -173,7 +205,11 @@ def main() -> None:
     import torch
 
     found = measure(given.launcher, given.kills, given.at)
-    found |= {"torch": torch.__version__, "cores": os.cpu_count(), "python": platform.python_version()}
+    found |= {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     print(json.dumps(found, indent=2))
     if given.output:
         earlier = json.loads(given.output.read_text()) if given.output.exists() else []

@@ -120,10 +120,17 @@ def metrics(count: int) -> dict[str, Any]:
 
         def replay() -> None:
             for record in thinned(opened.history):
-                sink.scalars(record["step"], {name: value for name, value in record.items() if name != "step"})
+                sink.scalars(
+                    record["step"],
+                    {name: value for name, value in record.items() if name != "step"},
+                )
             sink.close()
 
-        return {"cpu_seconds": seconds, "mib": round(grown, 1), "tensorboard_cpu_seconds": cpu_timed(replay)[0]}
+        return {
+            "cpu_seconds": seconds,
+            "mib": round(grown, 1),
+            "tensorboard_cpu_seconds": cpu_timed(replay)[0],
+        }
 
 
 def shards(count: int) -> dict[str, Any]:
@@ -148,7 +155,14 @@ def many_files(count: int) -> dict[str, Any]:
             if number % 1000 == 0:
                 path.parent.mkdir(parents=True)
             path.write_bytes(b'{"text": "a document of several words"}\n')
-        words = ["--training.dataset", "jsonl", "--training.dataset_path", f"{folder}/data", "--data.mode", "stream"]
+        words = [
+            "--training.dataset",
+            "jsonl",
+            "--training.dataset_path",
+            f"{folder}/data",
+            "--data.mode",
+            "stream",
+        ]
         config, pipes, processes = load("debug", words).config, [], []
         for rank in range(2):
             receiver, sender = multiprocessing.Pipe(False)
@@ -179,7 +193,11 @@ def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
     found = {"seconds": seconds, "cpu_seconds": round(cpu, 2), "mib": round(grown, 1)}
     if rank == 0:
         hashed = {name: "0" * 64 for name in loader.sampled_files}
-        facts = {"data_files": loader.sampled_files, "data_contents": hashed, "data_cursors": loader.cursors().tolist()}
+        facts = {
+            "data_files": loader.sampled_files,
+            "data_contents": hashed,
+            "data_cursors": loader.cursors().tolist(),
+        }
         found["state_bytes"] = len(json.dumps(facts))
         found["contents_seconds"], _ = timed(lambda: Contents(loader.whole_files).look())
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -211,7 +229,11 @@ def whole_documents(count: int) -> dict[str, Any]:
         mib = tracemalloc.get_traced_memory()[0] / 2**20
         tracemalloc.stop()
         seconds, rows = cpu_timed(lambda: pack(line, Packing(2048, kind)))  # type: ignore[arg-type]  # noqa: B023
-        found |= {"rows": rows.num_rows, f"{kind}_cpu_seconds": seconds, f"{kind}_mib": round(mib, 1)}
+        found |= {
+            "rows": rows.num_rows,
+            f"{kind}_cpu_seconds": seconds,
+            f"{kind}_mib": round(mib, 1),
+        }
     return found
 
 
@@ -222,7 +244,11 @@ class PeriodicLengths:
 
     def __init__(self, count: int) -> None:
         lengths = np.random.default_rng(1).integers(2, 2000, BLOCK_DOCUMENTS)
-        self._starts, self._period, self.num_documents = np.cumsum(lengths) - lengths, int(lengths.sum()), count
+        self._starts, self._period, self.num_documents = (
+            np.cumsum(lengths) - lengths,
+            int(lengths.sum()),
+            count,
+        )
 
     def document_starts(self) -> Any:
         return self
@@ -248,7 +274,12 @@ def prepared_documents(count: int) -> dict[str, Any]:
         writer.add((counts, fit.to_bytes()) for _ in range(blocks))
         writer.finish()
         size = (Path(folder) / table_name(packing)).stat().st_size
-        facts: Any = {"fingerprint": "", "num_documents": count, "block_documents": BLOCK_DOCUMENTS, "option": "o"}
+        facts: Any = {
+            "fingerprint": "",
+            "num_documents": count,
+            "block_documents": BLOCK_DOCUMENTS,
+            "option": "o",
+        }
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         seconds, table = cpu_timed(lambda: open_table(Path(folder), packing, **facts))
         rows, out = pack(line, packing, table), PackedSequences(1, packing)  # type: ignore[arg-type]
@@ -264,8 +295,19 @@ def llama3_405b() -> dict[str, tuple[int, ...]]:
     layers, dim, ffn = 126, 16384, 53248
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (128256, dim)}
     for layer in range(layers):
-        own: dict[str, tuple[int, ...]] = {"wq": (dim, dim), "wk": (1024, dim), "wv": (1024, dim), "wo": (dim, dim)}
-        own |= {"w1": (ffn, dim), "w2": (dim, ffn), "w3": (ffn, dim), "attn_norm": (dim,), "ffn_norm": (dim,)}
+        own: dict[str, tuple[int, ...]] = {
+            "wq": (dim, dim),
+            "wk": (1024, dim),
+            "wv": (1024, dim),
+            "wo": (dim, dim),
+        }
+        own |= {
+            "w1": (ffn, dim),
+            "w2": (dim, ffn),
+            "w3": (ffn, dim),
+            "attn_norm": (dim,),
+            "ffn_norm": (dim,),
+        }
         shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in own.items()}
     return {**shapes, "norm.weight": (dim,), "head.weight": (128256, dim)}
 
@@ -275,10 +317,23 @@ def experts_1t() -> dict[str, tuple[int, ...]]:
     dim, ffn, latent = 7168, 2048, 512
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (163840, dim)}
     for layer in range(61):
-        own: dict[str, tuple[int, ...]] = {"wq_a": (1536, dim), "wq_b": (64 * 192, 1536), "wkv_a": (latent + 64, dim)}
+        own: dict[str, tuple[int, ...]] = {
+            "wq_a": (1536, dim),
+            "wq_b": (64 * 192, 1536),
+            "wkv_a": (latent + 64, dim),
+        }
         own |= {"wo": (dim, 64 * 128)}
-        own |= {"wkv_b": (64 * 256, latent), "attn_norm": (dim,), "ffn_norm": (dim,), "router": (384, dim)}
-        own |= {"experts.w1": (384, ffn, dim), "experts.w2": (384, dim, ffn), "experts.w3": (384, ffn, dim)}
+        own |= {
+            "wkv_b": (64 * 256, latent),
+            "attn_norm": (dim,),
+            "ffn_norm": (dim,),
+            "router": (384, dim),
+        }
+        own |= {
+            "experts.w1": (384, ffn, dim),
+            "experts.w2": (384, dim, ffn),
+            "experts.w3": (384, ffn, dim),
+        }
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
     return {**shapes, "norm.weight": (dim,), "head.weight": (163840, dim)}
 
@@ -359,7 +414,10 @@ RESUMES = {
     "405B pp 16 fsdp 128 tp 8, the same": ("405B pp 16 fsdp 128 tp 8", "405B pp 16 fsdp 128 tp 8"),
     "405B fsdp 2048 tp 8, the same": ("405B fsdp 2048 tp 8", "405B fsdp 2048 tp 8"),
     "405B fsdp 2048 tp 8 on fsdp 64 tp 8": ("405B fsdp 2048 tp 8", "405B fsdp 64 tp 8"),
-    "405B pp 16 fsdp 128 tp 8 on fsdp 2048 tp 8": ("405B pp 16 fsdp 128 tp 8", "405B fsdp 2048 tp 8"),
+    "405B pp 16 fsdp 128 tp 8 on fsdp 2048 tp 8": (
+        "405B pp 16 fsdp 128 tp 8",
+        "405B fsdp 2048 tp 8",
+    ),
     "1T fsdp 16384 ep 64, the same": ("1T fsdp 16384 ep 64", "1T fsdp 16384 ep 64"),
     "1T fsdp 16384 ep 64 on fsdp 512 ep 64": ("1T fsdp 16384 ep 64", "1T fsdp 512 ep 64"),
     "405B fsdp 8191 on fsdp 64 tp 8": ("405B fsdp 8191", "405B fsdp 64 tp 8"),
@@ -401,9 +459,14 @@ def resuming(name: str) -> dict[str, Any]:
         for rank in (0, ranks // 2, ranks - 1):
             found = needed(parse(data, Path("step-1")), said[table_of_rank[rank]], rank)
             told = in_fresh_process(
-                lambda rank: read_by(data, narrow, narrow_said[table_of_rank[rank]], folder, rank), rank
+                lambda rank: read_by(data, narrow, narrow_said[table_of_rank[rank]], folder, rank),
+                rank,
             )
-            told |= {"pieces": found[0], "files": len(found[1]), "read_for_needed": round(found[2] / found[3], 2)}
+            told |= {
+                "pieces": found[0],
+                "files": len(found[1]),
+                "read_for_needed": round(found[2] / found[3], 2),
+            }
             worst = {key: max(worst[key], told[key]) for key in worst}
     return {"ranks": ranks, **worst}
 
@@ -598,7 +661,10 @@ def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
     packing = Packing(8192, "concat")
-    rows, out = pack(ShardTokenBuffer(Path(folder, "s")), packing, None), PackedSequences(1, packing)
+    rows, out = (
+        pack(ShardTokenBuffer(Path(folder, "s")), packing, None),
+        PackedSequences(1, packing),
+    )
     asked = np.random.default_rng(1).integers(0, rows.num_rows, 500).tolist()
     sent = torch.zeros(8193, dtype=torch.int32)
 
@@ -626,7 +692,13 @@ def retained(count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = Manifest(
-            1, 1, "0", "benchmark", (TensorFile("rank-00000.bin", 0, "0" * 64),), {}, {"state": {"step": 1}}
+            1,
+            1,
+            "0",
+            "benchmark",
+            (TensorFile("rank-00000.bin", 0, "0" * 64),),
+            {},
+            {"state": {"step": 1}},
         )
         for step in range(10, 10 * count + 1, 10):
             (folder / f"step-{step}").mkdir()

@@ -60,7 +60,16 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
         "metrics.enable_tensorboard": "true",
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc", str(nproc), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "debug",
+        "--nproc",
+        str(nproc),
+        *arguments,
+    ]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
     samples: list[dict[str, Any]] = []
     try:

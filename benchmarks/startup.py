@@ -201,7 +201,10 @@ def main() -> None:
     for law in laws:
         print(json.dumps(law))
     if arguments.out:
-        facts = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+        facts = {
+            "processor": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+        }
         arguments.out.write_text(json.dumps({**facts, "rows": rows, "laws": laws}, indent=1) + "\n")
 
 

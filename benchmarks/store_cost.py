@@ -107,7 +107,10 @@ def main() -> None:
     options = parser.parse_args()
     context = multiprocessing.get_context("fork")
     pairs: dict[str, list[Connection]] = {}
-    with tempfile.TemporaryDirectory() as folder, private_network.create_network_namespace() as network:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        private_network.create_network_namespace() as network,
+    ):
         if not network:
             raise SystemExit("this system does not allow network namespaces, so the rendezvous would not be private")
         places: dict[str, tuple[Path | int, dict[str, str]]] = {
@@ -134,8 +137,17 @@ def main() -> None:
     ratio = median["private"] / median["plain"]
     print(f"plain {median['plain'] * 1e3:.2f} ms  private {median['private'] * 1e3:.2f} ms a step  ratio {ratio:.3f}")
     if options.out:
-        facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
-        result = {**facts, "median_seconds_per_step": median, "ratio": ratio, "seconds_per_step": seconds}
+        facts = {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "processor": platform.processor(),
+        }
+        result = {
+            **facts,
+            "median_seconds_per_step": median,
+            "ratio": ratio,
+            "seconds_per_step": seconds,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -37,9 +37,20 @@ ROOT = Path(__file__).parents[1]
 ROWS, TOKENS = 8, 512
 NATIVE = {
     "Llama": ("llama3", "debugmodel", {"ffn_dim": 768}),
-    "Qwen3-MoE": ("qwen3_moe", "debugmodel_moe", {"moe_ffn_dim": 96, "num_experts": 64, "top_k": 8}),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        "debugmodel_moe",
+        {"moe_ffn_dim": 96, "num_experts": 64, "top_k": 8},
+    ),
 }
-COMMON = {"vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+COMMON = {
+    "vocab_size": 2048,
+    "dim": 256,
+    "num_layers": 6,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 32,
+}
 HF_COMMON = {
     "vocab_size": 2048,
     "hidden_size": 256,
@@ -54,7 +65,12 @@ HF = {
     "Llama": ("LlamaForCausalLM", {"intermediate_size": 768}),
     "Qwen3-MoE": (
         "Qwen3MoeForCausalLM",
-        {"moe_intermediate_size": 96, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        {
+            "moe_intermediate_size": 96,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
     ),
 }
 ROUTES = ("native", "transformers")
@@ -146,7 +162,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         for dtype in ("float32", "bfloat16"):
             rows += measure(dtype, options.rounds, here, Path(folder))
-    facts = {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor()}
+    facts = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": processor(),
+    }
     options.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -125,7 +125,10 @@ def options(cls: Any, **more: Any) -> Any:
 
 
 def theirs(
-    make: Callable[[Any, Any], Any], style: str = "llama3", cls: str = "AutoModelForCausalLM", **named: Any
+    make: Callable[[Any, Any], Any],
+    style: str = "llama3",
+    cls: str = "AutoModelForCausalLM",
+    **named: Any,
 ) -> list[float]:
     """Return the loss of each step of another trainer, in a separate process.
 

@@ -39,7 +39,11 @@ def jsonl(file: Path, rows: int = 60) -> Path:
 def ds_json(file: Path, micro: int, batch: int, bf16: bool = True, **changed: Any) -> Path:
     """Write FMEngine's llama.json with the given batch sizes. ``changed`` are other top-level keys."""
     content = json.loads(json.dumps(LLAMA))
-    content |= {"train_micro_batch_size_per_gpu": micro, "train_batch_size": batch, "bf16": {"enabled": bf16}}
+    content |= {
+        "train_micro_batch_size_per_gpu": micro,
+        "train_batch_size": batch,
+        "bf16": {"enabled": bf16},
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content | changed, indent=1))
     return file

@@ -42,7 +42,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2LMHeadModel",
         {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **BYTES},
     ),
-    "gemma2": ("Gemma2ForCausalLM", {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {**_SMALL, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16},
+    ),
     "phi": ("PhiForCausalLM", _SMALL),
     "qwen3": ("Qwen3ForCausalLM", {**_SMALL, "num_key_value_heads": 2, "head_dim": 8}),
     "opt": (
@@ -101,7 +104,11 @@ def folder(name: str) -> Path:
 
 
 def config_for(
-    name: str, output: Path, in_hf: bool = True, overrides: dict[str, Any] | None = None, **sections: Any
+    name: str,
+    output: Path,
+    in_hf: bool = True,
+    overrides: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> Config:
     """Return the tiny configuration for such a folder. ``in_hf`` starts from its weights."""
     load = {"initial_load_path": str(folder(name)), "initial_load_in_hf": True} if in_hf else {}
@@ -109,7 +116,12 @@ def config_for(
         **{
             **sections,
             "job": {"dump_folder": str(output)},
-            "training": {"seq_len": 32, "max_norm": 1e9, "steps": 3, **sections.get("training", {})},
+            "training": {
+                "seq_len": 32,
+                "max_norm": 1e9,
+                "steps": 3,
+                **sections.get("training", {}),
+            },
             "checkpoint": {"enable": True, "interval": 2, **load, **sections.get("checkpoint", {})},
         }
     )

@@ -16,14 +16,23 @@ LLAMA = {
     "bf16": {"enabled": True},
     "fp16": {"enabled": False},
     "data_types": {"grad_accum_dtype": "fp32"},
-    "zero_optimization": {"stage": 0, "allgather_bucket_size": 5e8, "overlap_comm": True, "reduce_scatter": True},
+    "zero_optimization": {
+        "stage": 0,
+        "allgather_bucket_size": 5e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+    },
     "optimizer": {"type": "Adam", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-6}},
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 1e-6, "warmup_max_lr": 5e-5, "warmup_num_steps": 50},
     },
     "min_lr": 5e-7,
-    "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False, "profile": False},
+    "activation_checkpointing": {
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "profile": False,
+    },
     "wall_clock_breakdown": False,
     "flops_profiler": {"enabled": False, "profile_step": 1, "output_file": None},
 }

@@ -43,7 +43,13 @@ PLACES = {
 """For each place of a hang, the phase that the report must name."""
 
 
-def config(folder: Path, workers: int = 0, comm: dict | None = None, parallelism: dict | None = None, **training):
+def config(
+    folder: Path,
+    workers: int = 0,
+    comm: dict | None = None,
+    parallelism: dict | None = None,
+    **training,
+):
     return tiny_config(
         job={"dump_folder": str(folder)},
         training={
@@ -195,7 +201,10 @@ def run(run_config, place: str = "none", culprits: tuple[int, ...] = (), count: 
 def _rank(run_config, place, culprits, count, rank, port):
     """Run one rank as srun would start it. Rank 0 hosts the store."""
     environment.set_process_defaults(os.environ, count, 2, alone=True)
-    os.environ.update(environment.rank_environment(rank, count, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
+    os.environ.update(
+        environment.rank_environment(rank, count, port, "foreign"),
+        TORCHELASTIC_USE_AGENT_STORE="False",
+    )
     del os.environ["TORCHELASTIC_RUN_ID"]
     folder = Path(run_config.job.dump_folder)
     local.leave(local.run_rank(Loaded(run_config), trainer(folder, place, culprits), count))

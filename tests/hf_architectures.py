@@ -62,14 +62,25 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", _HEAD_8),
     "granite": (
         "GraniteForCausalLM",
-        {**_GROUPED, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {
+            **_GROUPED,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
     ),
     "cohere2": ("Cohere2ForCausalLM", {**_HEAD_8, **_SLIDING}),
     "starcoder2": ("Starcoder2ForCausalLM", _GROUPED),
     "stablelm": ("StableLmForCausalLM", _GROUPED),
     "falcon": (
         "FalconForCausalLM",
-        {**_SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "bias": False},
+        {
+            **_SMALL,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "alibi": False,
+            "bias": False,
+        },
     ),
     "nemotron": ("NemotronForCausalLM", _HEAD_8),
     "exaone4": ("Exaone4ForCausalLM", {**_HEAD_8, **_SLIDING}),
@@ -94,11 +105,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeForCausalLM", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
-        {**_HEAD_8, **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        {
+            **_HEAD_8,
+            **_EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeForCausalLM",
-        {**_GROUPED, "moe_intermediate_size": 16, "moe_k": 2, "moe_num_experts": 4, "moe_num_shared_experts": 1},
+        {
+            **_GROUPED,
+            "moe_intermediate_size": 16,
+            "moe_k": 2,
+            "moe_num_experts": 4,
+            "moe_num_shared_experts": 1,
+        },
     ),
     "hunyuan_moe": ("HunYuanMoEV1ForCausalLM", {**_HEAD_8, "num_experts": 4, "moe_topk": 2}),
     "gpt_oss": (

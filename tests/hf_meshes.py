@@ -22,7 +22,8 @@ def deep_folder(name: str) -> Path:
     """Return the folder of an architecture with four layers."""
     changes = layered(name, 4)
     return hf_folder(
-        name, **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+        name,
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()},
     )
 
 

@@ -8,7 +8,15 @@ from typing import Any
 from shardtrain.utils.checked_json import record_of
 
 MEASURED = frozenset(
-    {"tps", "tokens_per_second", "targets_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
+    {
+        "tps",
+        "tokens_per_second",
+        "targets_per_second",
+        "tflops",
+        "memory_gib",
+        "step_seconds",
+        "data_seconds",
+    }
 )
 """Metrics that differ between two equal runs. Those of goodput do too."""
 

@@ -54,7 +54,14 @@ TRUSTED = tuple(
 TOKENS = os.path.join(os.path.realpath(user_cache.folder()), "tokens")
 # Code objects without a file: namedtuple and dataclass generate classes from their field names, Jinja compiles
 # templates into functions that only its sandbox calls, and frozen modules have names in angle brackets
-GENERATED = ("<string>", "<template>", "<frozen ", "<__array_function__", "<eval_with_key>", "<unknown>")
+GENERATED = (
+    "<string>",
+    "<template>",
+    "<frozen ",
+    "<__array_function__",
+    "<eval_with_key>",
+    "<unknown>",
+)
 ALWAYS = {
     "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn",
     "socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "urllib.Request", "pickle.find_class",
@@ -261,7 +268,14 @@ def main(root: Path) -> None:
     for kind, paths in artefacts.items():
         for path in paths:
             for opener in OPENERS[kind]:
-                results.append({"kind": kind, "name": path.name, "opener": opener.__name__, **attempt(opener, path)})
+                results.append(
+                    {
+                        "kind": kind,
+                        "name": path.name,
+                        "opener": opener.__name__,
+                        **attempt(opener, path),
+                    }
+                )
     growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - peak
     Path(root / "results.json").write_text(json.dumps({"results": results, "grown_bytes": growth}))
 

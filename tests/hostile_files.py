@@ -45,7 +45,11 @@ def bombs(canary: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(zipped, "w") as file:
         file.writestr("archive/data.pkl", pickles["pickle-2"])
         file.writestr("archive/version", "3\n")
-    return {**pickles, "torch-zip": zipped.getvalue(), "7z": b"7z\xbc\xaf\x27\x1c" + pickles["pickle-2"]}
+    return {
+        **pickles,
+        "torch-zip": zipped.getvalue(),
+        "7z": b"7z\xbc\xaf\x27\x1c" + pickles["pickle-2"],
+    }
 
 
 def code(canary: Path) -> str:
@@ -106,8 +110,18 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     for name, bomb in bombs(canary).items():
         case(f"rank-{name}", **{"rank-00000.bin": bomb})
         case(f"manifest-{name}", **{"manifest.json": bomb})
-    case("dcp", **{".metadata": pickle.dumps(Bomb(canary)), "__0_0.distcp": pickle.dumps(Bomb(canary))})
-    case("python", **{"manifest.py": code(canary), "__init__.py": code(canary), "sitecustomize.py": code(canary)})
+    case(
+        "dcp",
+        **{".metadata": pickle.dumps(Bomb(canary)), "__0_0.distcp": pickle.dumps(Bomb(canary))},
+    )
+    case(
+        "python",
+        **{
+            "manifest.py": code(canary),
+            "__init__.py": code(canary),
+            "sitecustomize.py": code(canary),
+        },
+    )
     case("deep", **{"manifest.json": signed('{"a": ' + MANY)})
     case("long-number", **{"manifest.json": signed('{"step": ' + "9" * 100_000 + "}")})
     forged("traversal", lambda t: t["files"][0].__setitem__(0, "../../../canary.bin"))
@@ -117,7 +131,10 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     forged("huge", lambda t: t["tensors"]["model.a"].__setitem__(1, [2**40, 2**40]))
     forged("outside", lambda t: t["tensors"]["model.a"][2][0].__setitem__(3, 2**40))
     forged("negative", lambda t: t["tensors"]["model.a"][2][0].__setitem__(3, -8))
-    forged("facts", lambda t: t["facts"].update(state={"step": "__import__('os')"}, data_cursors=[["x"]]))
+    forged(
+        "facts",
+        lambda t: t["facts"].update(state={"step": "__import__('os')"}, data_cursors=[["x"]]),
+    )
     forged("target", lambda t: t["facts"].update(_target_="os.system", auto_map={"AutoModel": "x.py"}))
     step = case("link")
     (step / "rank-00000.bin").unlink()
@@ -152,7 +169,8 @@ def make_foreign(root: Path, canary: Path) -> list[Path]:
         "negative": safetensors({"a": {**tensor, "data_offsets": [-8, 0]}}, bytes(8)),
         "beyond": safetensors({"a": {**tensor, "data_offsets": [0, 2**40]}}, bytes(8)),
         "twice": safetensors(
-            b'{"a":' + json.dumps(tensor).encode() + b',"a":' + json.dumps(tensor).encode() + b"}", bytes(8)
+            b'{"a":' + json.dumps(tensor).encode() + b',"a":' + json.dumps(tensor).encode() + b"}",
+            bytes(8),
         ),
     }
     paths = [write(root / name / "model.safetensors", content).parent for name, content in files.items()]
@@ -161,8 +179,15 @@ def make_foreign(root: Path, canary: Path) -> list[Path]:
     paths.append(write(root / "file.pt", bombs(canary)["torch-zip"]))
     paths.append(write(root / "dcp/.metadata", pickle.dumps(Bomb(canary))).parent)
     write(root / "dcp/__0_0.distcp", pickle.dumps(Bomb(canary)))
-    model = {"architectures": ["Evil"], "auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "trust_remote_code": True}
-    model |= {"_attn_implementation_internal": "someone/evil", "quantization_config": {"_target_": "os.system"}}
+    model = {
+        "architectures": ["Evil"],
+        "auto_map": {"AutoModelForCausalLM": "evil.Evil"},
+        "trust_remote_code": True,
+    }
+    model |= {
+        "_attn_implementation_internal": "someone/evil",
+        "quantization_config": {"_target_": "os.system"},
+    }
     paths.append(write(root / "auto_map/config.json", json.dumps(model)).parent)
     write(root / "auto_map/evil.py", code(canary))
     return paths
@@ -185,16 +210,30 @@ def make_tokenizers(root: Path, canary: Path) -> list[Path]:
 
     auto = {"auto_map": {"AutoTokenizer": ["tokenizer.Evil", None]}, "tokenizer_class": "os.system"}
     folder = json_case("auto-map", keep, **auto, trust_remote_code=True, use_fast=False)
-    for name in ("tokenizer.py", "tokenization_evil.py", "__init__.py", "tokenizers.py", "jinja2.py"):
+    for name in (
+        "tokenizer.py",
+        "tokenization_evil.py",
+        "__init__.py",
+        "tokenizers.py",
+        "jinja2.py",
+    ):
         write(folder / name, code(canary))
     script = "import os; os.system('touch canary')"
     json_case("script-decoder", lambda t: t.update(decoder={"type": "Python", "code": script}))
     json_case("strange-model", lambda t: t["model"].update(type="Evil"))
     json_case("ids-huge", lambda t: t["model"]["vocab"].update(evil=2**31))
     json_case("ids-negative", lambda t: t["model"]["vocab"].update(evil=-1))
-    json_case("added-far", lambda t: t["added_tokens"].append({**t["added_tokens"][0], "id": 2**31, "content": "zz"}))
+    json_case(
+        "added-far",
+        lambda t: t["added_tokens"].append({**t["added_tokens"][0], "id": 2**31, "content": "zz"}),
+    )
     json_case("merges", lambda t: t["model"].update(merges=[["nowhere", "x"]]))
-    slow = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    slow = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     json_case("slow-pattern", lambda t: t.update(pre_tokenizer=slow))
     grow = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 2**20}
     json_case("growing", lambda t: t.update(normalizer=grow))
@@ -300,7 +339,11 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
     paths = [write(root / f"jsonl-{name}.jsonl", content) for name, content in lines.items()]
     paths += [write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row) for name, bomb in bombs(canary).items()]
     bomb = b" " * 2**26  # one line of 64 MiB, more than the largest allowed row
-    packers: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    packers: dict[str, Callable[[bytes], bytes]] = {
+        "gz": gzip.compress,
+        "bz2": bz2.compress,
+        "xz": lzma.compress,
+    }
     for ending, pack in packers.items():
         paths.append(write(root / f"jsonl-bomb.jsonl.{ending}", pack(bomb + row)))
     import pyarrow as pa
@@ -314,9 +357,15 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
     paths.append(folder)
     table = pa.table({"text": ["hello"]})
     pickled = pickle.dumps(Bomb(canary))
-    types = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": pickled}
+    types = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickled,
+    }
     field = pa.field("text", pa.string(), metadata=types)
-    metadata = {b"pandas": pickled, b"huggingface": b'{"info": {"features": {"text": {"_type": "os.system"}}}}'}
+    metadata = {
+        b"pandas": pickled,
+        b"huggingface": b'{"info": {"features": {"text": {"_type": "os.system"}}}}',
+    }
     for name, odd in {
         "metadata": table.replace_schema_metadata(metadata),
         "extension": pa.table({"text": ["hello"]}, schema=pa.schema([field])),
@@ -330,7 +379,10 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
         paths.append(root / f"huggingface-{name}.arrow")
     paths += [write(root / f"parquet-{name}.parquet", bomb) for name, bomb in bombs(canary).items()]
     folder = write(root / "huggingface-script/state.json", '{"_data_files": [{"filename": "../../x"}]}').parent
-    write(folder / "dataset_info.json", '{"features": {"a": {"_type": "os.system"}}, "builder_name": "script"}')
+    write(
+        folder / "dataset_info.json",
+        '{"features": {"a": {"_type": "os.system"}}, "builder_name": "script"}',
+    )
     write(folder / "script.py", code(canary))
     paths.append(folder)
     folder = write(root / "huggingface-builder/huggingface-builder.py", code(canary)).parent
@@ -361,7 +413,10 @@ def make_shards(root: Path) -> list[Path]:
     case("type", lambda t: t.update(dtype="object"))
     case("negative", lambda t: t["shards"][0].update(num_tokens=-1))
     case("huge", lambda t: t.update(num_tokens=2**62))
-    case("code", lambda t: t.update(prepared_from={"_target_": "os.system"}, tokenizer_name="evil.py"))
+    case(
+        "code",
+        lambda t: t.update(prepared_from={"_target_": "os.system"}, tokenizer_name="evil.py"),
+    )
     case("tally", lambda t: t.update(tally=[1], sources="x"))
     folder = case("pipe", keep)
     (folder / "tokens-00000.bin").unlink()
@@ -422,7 +477,13 @@ def make_runs(root: Path, canary: Path) -> list[Path]:
         "object": '{"step": 1, "loss": {"__class__": 1}}',
         "pickle": pickle.dumps(Bomb(canary)).decode("latin-1"),
     }.items():
-        case(f"metrics-{name}", metrics_jsonl=line + "\n", validation_jsonl=line + "\n", exit_json=line, best_json=line)
+        case(
+            f"metrics-{name}",
+            metrics_jsonl=line + "\n",
+            validation_jsonl=line + "\n",
+            exit_json=line,
+            best_json=line,
+        )
     case("pipes")
     for file in ("metrics.jsonl", "exit.json", "best.json"):
         (root / "pipes").mkdir(exist_ok=True)

@@ -149,7 +149,10 @@ class Recorder:
         """Assert that the recorded arguments and variables are those of the job."""
         same(job.command[1:], self.read("argv"))
         recorded = self.variables()
-        same(list(job.environment.values()), [recorded.get(name, "(none)") for name in job.environment])
+        same(
+            list(job.environment.values()),
+            [recorded.get(name, "(none)") for name in job.environment],
+        )
 
 
 ARGV = """/bin/sh

@@ -95,13 +95,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "gpt_oss": ("GptOss", GPT_OSS),
     "neox": ("GPTNeoX", SIZES),
-    "neox-sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    "neox-sequential": (
+        "GPTNeoX",
+        {**SIZES, "use_parallel_residual": False, "hidden_act": "gelu_new"},
+    ),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**EXPERTS, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
+    ),
     "qwen3_next": ("Qwen3Next", QWEN3_NEXT),
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
-    "deepseek_v2": ("DeepseekV2", {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0}),
-    "deepseek_v2-greedy": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
+    ),
+    "deepseek_v2-greedy": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0},
+    ),
     "deepseek_v3": ("DeepseekV3", LATENT),
     "deepseek_v3-plain-queries": ("DeepseekV3", {**LATENT, "q_lora_rank": None}),
 }

@@ -93,7 +93,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.server.fault(self, self.path):
             return
         if self.path.startswith("/api/whoami"):
-            user = {"name": "someone", "type": "user", "auth": {"accessToken": {"role": self.server.role}}}
+            user = {
+                "name": "someone",
+                "type": "user",
+                "auth": {"accessToken": {"role": self.server.role}},
+            }
             return self.give(json.dumps(user).encode())
         if not self.server.exists:
             return self.refuse(404, X_Error_Code="RepoNotFound")
@@ -123,12 +127,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.refuse(200)
         if self.path == "/api/repos/create":
             visibility = json.loads(body).get("visibility")
-            self.server.exists, self.server.private, self.server.files = True, visibility == "private", {}
+            self.server.exists, self.server.private, self.server.files = (
+                True,
+                visibility == "private",
+                {},
+            )
             return self.give(json.dumps({"url": f"{self.server.url}/org/name", "name": "org/name"}).encode())
         if self.path == "/api/validate-yaml":  # validates the front matter of a model card
             has_front_matter = json.loads(body)["content"].startswith("---")
             errors = [] if has_front_matter else [{"message": "no front matter"}]
-            return self.give(json.dumps({"errors": errors, "warnings": []}).encode(), status=400 if errors else 200)
+            return self.give(
+                json.dumps({"errors": errors, "warnings": []}).encode(),
+                status=400 if errors else 200,
+            )
         if "/preupload/" in self.path:
             files = []
             for file in json.loads(body)["files"]:
@@ -155,7 +166,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             else:
                 self.server.files[value["path"]] = base64.b64decode(value["content"])
         self.server.head = hashlib.sha1(body).hexdigest()
-        done = {"success": True, "commitOid": self.server.head, "commitUrl": f"{self.server.url}/org/name/commit/x"}
+        done = {
+            "success": True,
+            "commitOid": self.server.head,
+            "commitUrl": f"{self.server.url}/org/name/commit/x",
+        }
         return self.give(json.dumps(done).encode())
 
     do_PUT = do_POST

@@ -16,7 +16,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("shardtrain", "configs", "pyproject.toml", "README.md", "LICENSE")
-CLONE_VARIABLES = ("PYTHONPATH", "NGPU", "CONFIG_FILE", "LOG_RANK", "COMM_MODE", "SHARDTRAIN_VENV", "VIRTUAL_ENV")
+CLONE_VARIABLES = (
+    "PYTHONPATH",
+    "NGPU",
+    "CONFIG_FILE",
+    "LOG_RANK",
+    "COMM_MODE",
+    "SHARDTRAIN_VENV",
+    "VIRTUAL_ENV",
+)
 
 
 def environment_variables() -> dict[str, str]:
@@ -49,7 +57,12 @@ def build(folder: Path, without: Sequence[str] = ()) -> Path:
         pytest.skip("building a wheel requires pip and setuptools")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name,
+                folder / name,
+                symlinks=True,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
         else:
             shutil.copy(ROOT / name, folder)
     for name in without:

@@ -17,7 +17,12 @@ ANYTHING = {"x-kubernetes-preserve-unknown-fields": True}
 # published as classes with one of several types
 _EITHER = ("ResourceQuantity", "IntOrString")
 # the fields of PyTorchJob, for tests without the wheel; test_real_kubernetes.py compares them with the wheel
-PYTORCHJOB = {"elasticPolicy": dict, "nprocPerNode": str, "pytorchReplicaSpecs": dict, "runPolicy": dict}
+PYTORCHJOB = {
+    "elasticPolicy": dict,
+    "nprocPerNode": str,
+    "pytorchReplicaSpecs": dict,
+    "runPolicy": dict,
+}
 RUN_POLICY = {
     "activeDeadlineSeconds": int, "backoffLimit": int, "cleanPodPolicy": str, "managedBy": str,
     "schedulingPolicy": dict, "suspend": bool, "ttlSecondsAfterFinished": int,
@@ -33,7 +38,12 @@ def definitions(models: Path) -> list[dict]:
     """Return all four CustomResourceDefinitions. ``models`` is the folder of kubeflow-training's models."""
     trainer = ("trainer.kubeflow.org", "v1alpha1")
     return [
-        _definition("kubeflow.org", "v1", "PyTorchJob", {"spec": pytorchjob(models, "KubeflowOrgV1PyTorchJobSpec")}),
+        _definition(
+            "kubeflow.org",
+            "v1",
+            "PyTorchJob",
+            {"spec": pytorchjob(models, "KubeflowOrgV1PyTorchJobSpec")},
+        ),
         _definition(*trainer, "TrainJob", published("TrainerV1alpha1TrainJob")["properties"]),
         _definition(*trainer, "TrainingRuntime", published("TrainerV1alpha1TrainingRuntime")["properties"]),
         _definition("jobset.x-k8s.io", "v1alpha2", "JobSet", published("JobsetV1alpha2JobSet")["properties"]),
@@ -42,11 +52,23 @@ def definitions(models: Path) -> list[dict]:
 
 def _definition(group: str, version: str, kind: str, properties: dict) -> dict:
     plural = f"{kind.lower()}s"
-    schema = {"type": "object", "required": ["spec"], "properties": {"spec": properties["spec"], "status": ANYTHING}}
-    definition = {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
+    schema = {
+        "type": "object",
+        "required": ["spec"],
+        "properties": {"spec": properties["spec"], "status": ANYTHING},
+    }
+    definition = {
+        "name": version,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+    }
     names = {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"}
     # the server requires this annotation for groups of Kubernetes
-    metadata = {"name": f"{plural}.{group}", "annotations": {"api-approved.kubernetes.io": "unapproved, a test"}}
+    metadata = {
+        "name": f"{plural}.{group}",
+        "annotations": {"api-approved.kubernetes.io": "unapproved, a test"},
+    }
     spec = {"group": group, "scope": "Namespaced", "names": names, "versions": [definition]}
     kinds = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition"}
     return {**kinds, "metadata": metadata, "spec": spec}
@@ -76,7 +98,10 @@ def _structural(node: dict, types: dict) -> dict:
         required = {"required": node["required"]} if node.get("required") else {}
         return {"type": "object", "properties": properties} | required
     if node.get("type") == "object" and isinstance(node.get("additionalProperties"), dict):
-        return {"type": "object", "additionalProperties": _structural(node["additionalProperties"], types)}
+        return {
+            "type": "object",
+            "additionalProperties": _structural(node["additionalProperties"], types),
+        }
     if node.get("type") in (None, "object"):
         return dict(ANYTHING)
     return {"type": node["type"]} | ({"format": node["format"]} if "format" in node else {})

@@ -50,7 +50,13 @@ class Server:
         names = {**os.environ, "KUBECONFIG": str(self.config(user)), "HOME": str(self.folder)}
         command = ["kubectl", *arguments]
         return subprocess.run(
-            command, input=text, env=names, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+            command,
+            input=text,
+            env=names,
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(60),
+            check=False,
         )
 
     def get(self, *arguments: str) -> dict:
@@ -68,7 +74,11 @@ class Server:
         self.create(*objects)
         for definition in objects:
             name = definition["metadata"]["name"]
-            _wait(lambda name=name: self.kubectl("get", name, "--all-namespaces").returncode == 0, 60, name)
+            _wait(
+                lambda name=name: self.kubectl("get", name, "--all-namespaces").returncode == 0,
+                60,
+                name,
+            )
 
 
 @contextmanager

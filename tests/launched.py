@@ -22,7 +22,14 @@ from shardtrain.train import validation
 STEPS, HELD = 6, 3
 """Number of steps of the run, and the step in which it is held."""
 TIMEOUT = 120
-VALIDATION = {"enable": True, "freq": HELD, "steps": 3, "dataset": "text", "dataset_path": text_file(), "seq_len": 64}
+VALIDATION = {
+    "enable": True,
+    "freq": HELD,
+    "steps": 3,
+    "dataset": "text",
+    "dataset_path": text_file(),
+    "seq_len": 64,
+}
 
 
 def config(folder: Path, grace: int = 60, enable: bool = True, parallelism: dict | None = None, **training):
@@ -122,20 +129,40 @@ def patch(folder: Path, phase: str) -> None:
     elif phase == "save":
         before(Checkpoints, "save", in_step(1), wait)
     elif phase == "data":
-        before(DataLoader, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
+        before(
+            DataLoader,
+            "__next__",
+            in_step(HELD),
+            lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)),
+        )
     elif phase == "worker":
         pid = folder / "pid-worker"
-        stall = lambda: ((folder / "ready").touch(), pid.write_text(str(os.getpid())), time.sleep(10 * TIMEOUT))  # noqa: E731
+
+        def stall() -> None:
+            (folder / "ready").touch()
+            pid.write_text(str(os.getpid()))
+            time.sleep(10 * TIMEOUT)
+
         before(MicroBatches, "__getitem__", in_step(HELD), stall)
     elif phase == "slow save":
         before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
         before(train.optim, "set_learning_rate", in_step(HELD), wait)
     elif phase == "slow second save":
-        before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
+        before(
+            Checkpoints,
+            "save",
+            in_step(2),
+            lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)),
+        )
     elif phase == "done":
         done = folder / f"done-{os.environ['RANK']}"
         before(Checkpoints, "close", in_step(1), lambda: (done.touch(), hold(folder)))
     elif phase == "ask itself":
-        before(train.optim, "set_learning_rate", in_step(1), lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        before(
+            train.optim,
+            "set_learning_rate",
+            in_step(1),
+            lambda: os.kill(os.getpid(), signal.SIGUSR1),
+        )
     elif phase == "slow steps":
         before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))

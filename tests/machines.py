@@ -34,7 +34,15 @@ def missing() -> str:
     programs = [name for name in ("unshare", "nsenter", "ip", "mount") if not shutil.which(name)]
     if programs:
         return f"no {', '.join(programs)} here: apt-get install iproute2 util-linux (.ci/components.sh does)"
-    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add wire0 type veth peer name wire1"]
+    command = [
+        "unshare",
+        "--net",
+        "--uts",
+        "--mount",
+        "sh",
+        "-c",
+        "ip link add wire0 type veth peer name wire1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False)
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
@@ -47,7 +55,15 @@ class Machine:
 
     def command(self, *command: str) -> list[str]:
         """Return a command that runs ``command`` on this machine."""
-        return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--wdns=/", *command]
+        return [
+            "nsenter",
+            f"--target={self.pid}",
+            "--net",
+            "--uts",
+            "--mount",
+            "--wdns=/",
+            *command,
+        ]
 
     def processes(self) -> set[int]:
         """Return the ids of all processes in the network of this machine."""
@@ -63,7 +79,11 @@ class Machine:
     def do(self, *command: str) -> None:
         """Run a short command on this machine."""
         done = subprocess.run(
-            self.command(*command), capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False
+            self.command(*command),
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(SECONDS),
+            check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}"
 
@@ -112,7 +132,11 @@ def two(folder: Path) -> Iterator[Machines]:
     """Create the hosts ``host-a`` and ``host-b`` and the machine of the launcher for the duration of the block."""
     with ExitStack() as stack:
         switch = stack.enter_context(_machine("launcher"))
-        for arguments in ("link add br0 type bridge", f"addr add {LAUNCHER}/24 dev br0", "link set br0 up"):
+        for arguments in (
+            "link add br0 type bridge",
+            f"addr add {LAUNCHER}/24 dev br0",
+            "link set br0 up",
+        ):
             switch.do("ip", *arguments.split())
         hosts = {}
         for number, (name, address) in enumerate(HOSTS.items()):

@@ -28,7 +28,13 @@ SECONDS = 240
 def environment(**names: str) -> dict[str, str]:
     """Return the environment of this machine without variables that describe a run, plus ``names``."""
     inherited = {name: value for name, value in os.environ.items() if not _RUN_VARIABLES.match(name)}
-    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **names}
+    return {
+        **inherited,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **names,
+    }
 
 
 def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[str, str]]:
@@ -46,7 +52,12 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
     variables |= {"VIRTUAL_ENV": str(notes), "PATH": f"{notes}/bin:{variables['PATH']}"}
     limit = patience.seconds(60)
     done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=variables, capture_output=True, text=True, timeout=limit
+        ["bash", "-c", line],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=limit,
     )
     assert done.returncode == 0 and (notes / "arguments").exists(), done.stderr
     pairs = (notes / "environment").read_text().split("\0")

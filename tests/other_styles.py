@@ -8,7 +8,17 @@ FOLDER = Path(__file__).parent / "models" / "others"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 NEWER = (
-    *("phi", "falcon40b", "gemma3", "minicpm", "ngpt", "differential", "temperature", "olmo2_grouped", "dense_moe"),
+    *(
+        "phi",
+        "falcon40b",
+        "gemma3",
+        "minicpm",
+        "ngpt",
+        "differential",
+        "temperature",
+        "olmo2_grouped",
+        "dense_moe",
+    ),
     *("lfm", "kerple", "dynamic_tanh", "nemotron", "stablelm2", "layer_scale"),
     *("mamba", "retnet", "xlstm", "hyena", "deltanet", "griffin", "depths", "gated_attention"),
 )

@@ -67,7 +67,13 @@ def rows(reports, *names):
 
 
 HEALTHY = {
-    "versions": {"shardtrain": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cuda": "13.0", "options": "abc"},
+    "versions": {
+        "shardtrain": "0.1.0",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+        "cuda": "13.0",
+        "options": "abc",
+    },
     "hosts": {
         "architecture": "x86_64",
         "local_size": 2,
@@ -149,7 +155,10 @@ HEALTHY = {
             "nvlink": [26.562] * 18,
         },
     },
-    "network": {"cards": [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}] * 2, "pairs": []},
+    "network": {
+        "cards": [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}] * 2,
+        "pairs": [],
+    },
 }
 """Facts of one rank of a host with two H100 devices and two cards of 400 Gb/s."""
 
@@ -188,4 +197,11 @@ def folder(**changes):
 
 
 def collective(axis, name, group, ranks, rate, **more):
-    return {"axis": axis, "name": name, "group": group, "size": len(ranks), "right": True, "rate": rate} | more
+    return {
+        "axis": axis,
+        "name": name,
+        "group": group,
+        "size": len(ranks),
+        "right": True,
+        "rate": rate,
+    } | more

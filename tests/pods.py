@@ -66,7 +66,11 @@ def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
         return {"JOB_COMPLETION_INDEX": str(number)}
     master = {"PET_MASTER_ADDR": host, "PET_MASTER_PORT": port, "PET_NODE_RANK": str(number)}
     if manifest["kind"] == "TrainJob":
-        return {**master, "PET_NNODES": str(spec["trainer"]["numNodes"]), "PET_NPROC_PER_NODE": "auto"}
+        return {
+            **master,
+            "PET_NNODES": str(spec["trainer"]["numNodes"]),
+            "PET_NPROC_PER_NODE": "auto",
+        }
     names = {"PYTHONUNBUFFERED": "1"}
     if policy := spec.get("elasticPolicy"):
         elastic = {
@@ -80,7 +84,14 @@ def of_operator(manifest: dict, number: int, endpoint: str) -> dict[str, str]:
         return names | elastic
     nodes = str(sum(role["replicas"] for role in spec["pytorchReplicaSpecs"].values()))
     both = {name.removeprefix("PET_"): value for name, value in master.items() if "MASTER" in name}
-    return {**names, **master, **both, "PET_NNODES": nodes, "WORLD_SIZE": nodes, "RANK": str(number)}
+    return {
+        **names,
+        **master,
+        **both,
+        "PET_NNODES": nodes,
+        "WORLD_SIZE": nodes,
+        "RANK": str(number),
+    }
 
 
 @dataclass
@@ -110,7 +121,12 @@ class Pod:
 
 
 def start(
-    documents: list[dict], number: int, endpoint: str, log: Path, mounted: Path | None = None, **more: str
+    documents: list[dict],
+    number: int,
+    endpoint: str,
+    log: Path,
+    mounted: Path | None = None,
+    **more: str,
 ) -> Pod:
     """Start pod ``number`` of a job as a local process.
 
@@ -132,7 +148,11 @@ def start(
         command = [str(mounted) if argument == kubernetes.CONFIG_PATH else argument for argument in command]
     inherited = {name: value for name, value in os.environ.items() if not _DROPPED.match(name)}
     # a real pod has its own address; these processes share the loopback interface
-    local = {"GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    local = {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+    }
     environment = {**inherited, **local, "OMP_NUM_THREADS": "1", **names}
     with log.open("a") as output:
         return Pod(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output), log)

@@ -103,7 +103,10 @@ def _module() -> types.ModuleType:
     module.set_rng_state = lambda *_: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.get_device_name = lambda _=None: "Pretended 80GB"
-    module.memory_stats = lambda _=None: {"active_bytes.all.peak": 3 << 30, "reserved_bytes.all.peak": 4 << 30}
+    module.memory_stats = lambda _=None: {
+        "active_bytes.all.peak": 3 << 30,
+        "reserved_bytes.all.peak": 4 << 30,
+    }
     module.reset_peak_memory_stats = lambda _=None: None
     module.mem_get_info = lambda _=None: (76 << 30, 80 << 30)
     return module  # type: ignore[no-any-return]
@@ -228,11 +231,17 @@ def register() -> torch.device:
 
 
 @contextlib.contextmanager
-def pretending(answers: dict[str, Callable[[Tensor], list[float]]] | None = None) -> Iterator[Pretended]:
+def pretending(
+    answers: dict[str, Callable[[Tensor], list[float]]] | None = None,
+) -> Iterator[Pretended]:
     """Simulate the device for the duration of the block. Backward passes run in this thread, to find their lines."""
     mode = Pretended(answers)
     _active.append(mode)
-    with pytest.MonkeyPatch.context() as patch, torch.autograd.set_multithreading_enabled(False), mode:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.autograd.set_multithreading_enabled(False),
+        mode,
+    ):
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: mode.pin(self))
         patch.setattr(torch.Tensor, "is_pinned", lambda self, *_: self in mode._pinned)
         patch.setattr(init_weights, "draw_", lambda parameter, *_: local_tensor(parameter.detach()).zero_())

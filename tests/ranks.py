@@ -29,7 +29,9 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
             context.Process(
-                target=_rank, args=(rank, num_ranks, folder, pipes[rank][1], function, arguments), daemon=True
+                target=_rank,
+                args=(rank, num_ranks, folder, pipes[rank][1], function, arguments),
+                daemon=True,
             )
             for rank in range(num_ranks)
         ]
@@ -68,7 +70,14 @@ def _results(answers: list[tuple[bool, Any]]) -> list[Any]:
     return [value for _, value in answers]
 
 
-def _rank(rank: int, num_ranks: int, folder: str, sender: Any, function: Callable[..., Any], arguments: Any) -> None:
+def _rank(
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    sender: Any,
+    function: Callable[..., Any],
+    arguments: Any,
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))

@@ -94,7 +94,12 @@ def changed_files(root: Path) -> list[Path]:
     for revision in ("HEAD", "HEAD~1"):
         command = ["git", "diff", "--name-only", "--diff-filter=d", revision, "--", "*.py"]
         git = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=patience.seconds(20), check=False
+            command,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(20),
+            check=False,
         )
         if git.returncode == 0 and git.stdout:
             return [root / name for name in git.stdout.splitlines()]

@@ -14,7 +14,15 @@ from tiny import tiny_config
 from shardtrain.config.schema import Config
 
 LENGTH = 48
-SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "dropout": 0.0}
+SHAPE = {
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_dim": 64,
+    "dropout": 0.0,
+}
 _WORDS = ["the", "film", "plot", "is", "a", "long", "story", "of", "two", "cats"]
 _TELLING = {0: ["bad", "dull"], 1: ["good", "fine"]}
 

@@ -50,7 +50,24 @@ import pytest
 import search_architectures
 import torch
 import torch.distributed as dist
-from search_case import CP, DDP, FAMILIES, FSDP, LOCAL, NEWER, PP, SEQ, SHAPES, STEPS, TP, UNSET, A, Case, M, P
+from search_case import (
+    CP,
+    DDP,
+    FAMILIES,
+    FSDP,
+    LOCAL,
+    NEWER,
+    PP,
+    SEQ,
+    SHAPES,
+    STEPS,
+    TP,
+    UNSET,
+    A,
+    Case,
+    M,
+    P,
+)
 from search_more import ARCHITECTURES, CSV, FEATURES, tolerance, write_schedule
 from search_space import broken, draw
 from torch import Tensor
@@ -371,7 +388,12 @@ def differences(numbers: Numbers, expected: Numbers, tolerance: Tolerance) -> li
     scalars = (
         ("loss", numbers.losses, expected.losses, [tolerance.loss] * len(expected.losses)),
         ("norm", numbers.norms, expected.norms, [tolerance.norm * norm for norm in expected.norms]),
-        ("validation", numbers.validations, expected.validations, [tolerance.loss] * len(expected.validations)),
+        (
+            "validation",
+            numbers.validations,
+            expected.validations,
+            [tolerance.loss] * len(expected.validations),
+        ),
     )
     for name, values, expected_values, limits in scalars:
         if len(values) != len(expected_values):
@@ -410,7 +432,10 @@ def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance
 
     return Tolerance(
         loss=clamped("loss", [abs(a - b) for a, b in zip(moved_losses, expected_losses, strict=True)]),
-        norm=clamped("norm", [abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True)]),
+        norm=clamped(
+            "norm",
+            [abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True)],
+        ),
         gradient=clamped(
             "gradient",
             [
@@ -611,14 +636,29 @@ def _smaller(case: Case) -> Iterator[Case]:
     if case.then is not None:
         yield dataclasses.replace(case, then=None)
     options = dict(case.options)
-    for start in ("optimizer.", "data.", A, "compile.", "lora.", "training.", "lr_scheduler.", "debug.", "model."):
+    for start in (
+        "optimizer.",
+        "data.",
+        A,
+        "compile.",
+        "lora.",
+        "training.",
+        "lr_scheduler.",
+        "debug.",
+        "model.",
+    ):
         group = [name for name in options if name.startswith(start) and name != LOCAL]
         if len(group) > 1:
             yield _without(case, group)
     for axis in (DDP, FSDP, CP, TP, PP):
         degree = case.number(axis)
         if degree > 1:
-            of_axis = {CP: "context_", PP: "pipeline_", DDP: "shard_optimizer", TP: "disable_loss"}.get(axis)
+            of_axis = {
+                CP: "context_",
+                PP: "pipeline_",
+                DDP: "shard_optimizer",
+                TP: "disable_loss",
+            }.get(axis)
             yield _without(case, [n for n in options if n == axis or (of_axis and n.startswith(P + of_axis))])
             for smaller in sorted({n for n in range(2, degree) if degree % n == 0}):
                 yield _with(case, {axis: str(smaller)})

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_architectures import ARCHITECTURES, EXPERTS, WHOLE_SEQUENCES, WITHOUT_PLAN, hf_config, layered, layers_of
+from hf_architectures import (
+    ARCHITECTURES,
+    EXPERTS,
+    WHOLE_SEQUENCES,
+    WITHOUT_PLAN,
+    hf_config,
+    layered,
+    layers_of,
+)
 from search_case import (
     AS_IS,
     CP,
@@ -83,7 +91,12 @@ def add(rng: random.Random, draft: Draft) -> None:
     if name in EXPERTS and degrees and rng.random() < 0.8:
         draft.options[EP] = str(rng.choice(degrees))
     path = str(FOLDERS / f"{name}-{num_layers}")
-    draft.options |= {"model.name": AS_IS, f"{M}path": path, f"{M}num_layers": UNSET, f"{M}vocab_size": UNSET}
+    draft.options |= {
+        "model.name": AS_IS,
+        f"{M}path": path,
+        f"{M}num_layers": UNSET,
+        f"{M}vocab_size": UNSET,
+    }
 
 
 def broken(case: Case) -> Iterator[Broken]:

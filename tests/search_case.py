@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 DOCUMENTS = "tests/fixtures/search/documents.jsonl"
 STEPS = 2
 P, T, A, M = "parallelism.", "training.", "activation_checkpoint.", "model.overrides."
-DEGREES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+DEGREES = (
+    "pipeline_parallel",
+    "data_parallel_replicate",
+    "data_parallel_shard",
+    "context_parallel",
+    "tensor_parallel",
+)
 PP, DDP, FSDP, CP, TP = (f"{P}{axis}_degree" for axis in DEGREES)
 EP, SCHEDULE = f"{P}expert_parallel_degree", f"{P}pipeline_parallel_schedule"
 MICRO, LOCAL, SEQ = f"{P}pipeline_parallel_microbatch_size", f"{T}local_batch_size", f"{T}seq_len"

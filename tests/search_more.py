@@ -114,7 +114,11 @@ def adapters(rng: random.Random, draft: Draft) -> None:
     drawn |= some(rng, 0.5, target_modules=["layers.*.attn.wo", "layers.*.attn.w[qkvo]", "all-linear"])
     drawn |= some(rng, 0.3, modules_to_save=["embed", "head", "norm", "embed\nhead"])
     if draft.family in MIXTURES and "use_dora" not in drawn:
-        drawn |= some(rng, 0.6, target_parameters=["experts.gate_up_proj", "experts.gate_up_proj\nexperts.down_proj"])
+        drawn |= some(
+            rng,
+            0.6,
+            target_parameters=["experts.gate_up_proj", "experts.gate_up_proj\nexperts.down_proj"],
+        )
     if "checkpoint.initial_load_resize_embeddings" in draft.options:
         drawn["modules_to_save"] = "embed\nhead"
     draft.options |= within("lora", drawn)
@@ -170,7 +174,11 @@ def chat(rng: random.Random, draft: Draft) -> None:
     draft.drop("data.separator", "data.add_")
     seq_len = int(draft.options.get(SEQ, "32"))
     draft.options[SEQ] = str(math.ceil(48 / seq_len) * seq_len)  # room for a question and an answer
-    drawn = {"format": "chat", "chat_template": CHAT, **some(rng, 0.4, long_documents=["cut", "drop", "split"])}
+    drawn = {
+        "format": "chat",
+        "chat_template": CHAT,
+        **some(rng, 0.4, long_documents=["cut", "drop", "split"]),
+    }
     drawn["packing"] = rng.choice(("auto", "concat", "first_fit", "best_fit", "padded"))
     if drawn["packing"] == "concat":
         drawn.pop("long_documents", None)
@@ -193,10 +201,18 @@ def columns(rng: random.Random, draft: Draft) -> None:
     elif kind == "template":
         options["data.template.text"] = "{{ prompt }} and {{ completion }}"
     elif kind == "fields":
-        options |= {"data.format": "prompt_completion", "data.prompt_field": "text", "data.completion_field": "chosen"}
+        options |= {
+            "data.format": "prompt_completion",
+            "data.prompt_field": "text",
+            "data.completion_field": "chosen",
+        }
     elif kind == "bad":
         draft.drop("data.mode", "data.readers")
-        options |= {f"{T}dataset_path": SOME_BAD, "data.bad_rows": "skip", "data.bad_rows_max_fraction": "0.9"}
+        options |= {
+            f"{T}dataset_path": SOME_BAD,
+            "data.bad_rows": "skip",
+            "data.bad_rows_max_fraction": "0.9",
+        }
         options |= within("data", some(rng, 0.5, max_row_bytes=["1024"]))
     options |= within("data", some(rng, 0.3, add_bos=["true", "false"], add_eos=["false"], separator=[" ; "]))
     if rng.random() < 0.2:
@@ -206,9 +222,20 @@ def columns(rng: random.Random, draft: Draft) -> None:
 
 def validation(rng: random.Random, draft: Draft) -> None:
     """Validation losses and generated samples between steps, which must not affect training."""
-    drawn = {"enable": "true", "dataset": "jsonl", "dataset_path": FEW, "seq_len": draft.options.get(SEQ, "32")}
-    if draft.options.get(f"{T}dataset_path") in (TABLE, TALKS):  # [data] names columns of these files
-        drawn["dataset"], drawn["dataset_path"] = draft.options[f"{T}dataset"], draft.options[f"{T}dataset_path"]
+    drawn = {
+        "enable": "true",
+        "dataset": "jsonl",
+        "dataset_path": FEW,
+        "seq_len": draft.options.get(SEQ, "32"),
+    }
+    if draft.options.get(f"{T}dataset_path") in (
+        TABLE,
+        TALKS,
+    ):  # [data] names columns of these files
+        drawn["dataset"], drawn["dataset_path"] = (
+            draft.options[f"{T}dataset"],
+            draft.options[f"{T}dataset_path"],
+        )
     drawn |= some(rng, 0.6, local_batch_size=["1", "2", "3"], seq_len=["16", "48", "96"])
     drawn |= some(rng, 0.25, steps=["1", "2"])
     drawn["freq"] = rng.choice(("1", "1", "2"))
@@ -217,7 +244,10 @@ def validation(rng: random.Random, draft: Draft) -> None:
     if draft.number(PP) > 1:
         drawn["seq_len"] = draft.options.get(SEQ, "32")
     if rng.random() < 0.2:
-        drawn |= {"dataloader.num_workers": "1", **some(rng, 0.5, **{"dataloader.prefetch_factor": ["2"]})}
+        drawn |= {
+            "dataloader.num_workers": "1",
+            **some(rng, 0.5, **{"dataloader.prefetch_factor": ["2"]}),
+        }
         drawn |= some(rng, 0.5, **{"dataloader.persistent_workers": ["true"]})
     if draft.options.get("checkpoint.enable") == "true":
         drawn |= {"patience": "1"}
@@ -374,7 +404,10 @@ def float8(rng: random.Random, draft: Draft) -> None:
         draft.drop(f"{T}mixed_precision_param", f"{T}initial_loss_scale", f"{T}loss_scale")
     grouped = draft.family in MIXTURES and rng.random() < 0.5
     draft.options["model.converters"] = f"{LINEAR}\n{GROUPED}" if grouped else LINEAR
-    drawn = {"emulate": "true", **some(rng, 0.7, recipe_name=["tensorwise", "rowwise", "rowwise_with_gw_hp"])}
+    drawn = {
+        "emulate": "true",
+        **some(rng, 0.7, recipe_name=["tensorwise", "rowwise", "rowwise_with_gw_hp"]),
+    }
     drawn |= some(rng, 0.4, filter_fqns=["output", "attn.wo", "attention", "layers.0"])
     if drawn.get("recipe_name", "tensorwise") == "tensorwise" and f"{T}enable_cpu_offload" not in draft.options:
         drawn |= some(rng, 0.5, enable_fsdp_float8_all_gather=["true"])
@@ -417,9 +450,25 @@ def chunks(rng: random.Random, draft: Draft) -> None:
 def saving(rng: random.Random, draft: Draft) -> None:
     """Checkpoints of all kinds between steps. Most of these runs resume on another mesh."""
     draft.moves = rng.random() < 0.8
-    drawn = {"enable": "true", "interval": "1", "async_mode": rng.choice(("async", "async", "disabled"))}
-    drawn |= some(rng, 0.3, compare_replicas=["false"], storage=["first_node"], enable_first_step_checkpoint=["true"])
-    drawn |= some(rng, 0.2, keep_latest_k=["2", "0"], last_save_model_only=["true"], on_save_error=["continue"])
+    drawn = {
+        "enable": "true",
+        "interval": "1",
+        "async_mode": rng.choice(("async", "async", "disabled")),
+    }
+    drawn |= some(
+        rng,
+        0.3,
+        compare_replicas=["false"],
+        storage=["first_node"],
+        enable_first_step_checkpoint=["true"],
+    )
+    drawn |= some(
+        rng,
+        0.2,
+        keep_latest_k=["2", "0"],
+        last_save_model_only=["true"],
+        on_save_error=["continue"],
+    )
     # the Hugging Face format does not support all options of other families
     unsupported = {"model.norm_type", f"{M}sliding_window"} & draft.options.keys()
     if draft.family in ("llama3", "qwen2", "qwen3") and not unsupported:
@@ -473,7 +522,11 @@ def rows(rng: random.Random, draft: Draft) -> None:
     """Row tasks with their options, often on a small dataset that ends."""
     draft.drop_pipeline()
     draft.drop("data.", "task.", CP, f"{P}context", f"{T}on_data_end")
-    draft.options |= {f"{T}dataset": "jsonl", f"{T}dataset_path": rng.choice((DOCUMENTS, FEW, FEW)), SEQ: "32"}
+    draft.options |= {
+        f"{T}dataset": "jsonl",
+        f"{T}dataset_path": rng.choice((DOCUMENTS, FEW, FEW)),
+        SEQ: "32",
+    }
     name = rng.choice(("classification", "reward_model", *OF_ANSWERS))
     drawn = {"name": name}
     if name == "classification":
@@ -520,7 +573,10 @@ def given_weights(rng: random.Random, draft: Draft) -> None:
         if "initial_load_resize_embeddings" in drawn:
             draft.options["lora.modules_to_save"] = "embed_tokens\nlm_head"
         elif rng.random() < 0.5:
-            draft.options |= {"lora.initial_load_path": ADAPTER, "lora.target_modules": "q_proj\nv_proj"}
+            draft.options |= {
+                "lora.initial_load_path": ADAPTER,
+                "lora.target_modules": "q_proj\nv_proj",
+            }
             draft.options["lora.alpha"] = "8"
     draft.options |= within("checkpoint", drawn)
 
@@ -549,7 +605,12 @@ def as_is(rng: random.Random, draft: Draft) -> None:
         draft.drop(TP, f"{P}disable_loss")
     elif TP in draft.options:
         draft.drop("compile.")
-    draft.options |= {"model.name": AS_IS, f"{M}path": folder, f"{M}num_layers": UNSET, f"{M}vocab_size": UNSET}
+    draft.options |= {
+        "model.name": AS_IS,
+        f"{M}path": folder,
+        f"{M}num_layers": UNSET,
+        f"{M}vocab_size": UNSET,
+    }
     draft.options |= within(M[:-1], some(rng, 0.3, attention=["eager", "sdpa"]))
     draft.options[SEQ] = rng.choice(("16", "24", "40"))
     if folder == LLAMA and rng.random() < 0.5:
@@ -584,7 +645,13 @@ def workers(rng: random.Random, draft: Draft) -> None:
 
 def guards(rng: random.Random, draft: Draft) -> None:
     """Guards against bad values, and options that are documented to have no effect on the result."""
-    drawn = some(rng, 0.4, nonfinite_policy=["skip"], spike_policy=["off", "skip"], replica_check_interval=["1"])
+    drawn = some(
+        rng,
+        0.4,
+        nonfinite_policy=["skip"],
+        spike_policy=["off", "skip"],
+        replica_check_interval=["1"],
+    )
     drawn |= some(rng, 0.3, cpu_kernels=["pytorch"], gc_freq=["1"])
     if f"{T}on_data_end" not in draft.options and f"{T}epochs" not in draft.options:
         drawn |= some(rng, 0.3, on_data_end=["repeat"])
@@ -922,7 +989,10 @@ def _of_parts(case: Case) -> Iterator[Broken]:
     tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
     chunks = context_chunks(case)
     if seq_len % chunks or seq_len // cp % tp:
-        yield Broken(f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank", (SEQ,))
+        yield Broken(
+            f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank",
+            (SEQ,),
+        )
     if cp > 1 and case.value(f"{P}context_parallel_method") == "ulysses" and 2 % (tp * cp):
         yield Broken(f"ulysses must divide the 2 KV heads by {tp * cp}", (CP,))
 

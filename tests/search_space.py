@@ -356,7 +356,10 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
         return {}
     for option in [option for option in so_far if option.startswith("data.")]:
         del so_far[option]
-    options = {"task.name": name, SEQ: "32"}  # room for an answer, or for a text with its begin and end tokens
+    options = {
+        "task.name": name,
+        SEQ: "32",
+    }  # room for an answer, or for a text with its begin and end tokens
     if name == "classification":
         options["task.num_labels"] = "4"
     if name == "kto":
@@ -408,7 +411,10 @@ def _of_tensors(case: Case) -> Iterator[Broken]:
             yield Broken(f"tensor parallelism {tp} must divide {name} {count} of {family}", (TP,))
     chunks = search_more.context_chunks(case)
     if seq_len % chunks or seq_len // cp % tp:
-        yield Broken(f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank", (SEQ,))
+        yield Broken(
+            f"{seq_len} tokens must be divisible into {chunks} chunks, and {tp} parts per rank",
+            (SEQ,),
+        )
     is_ulysses = case.value(f"{P}context_parallel_method", "ring") == "ulysses"
     if cp > 1 and is_ulysses and kv_heads % (tp * cp):
         yield Broken(f"ulysses must divide {kv_heads} KV heads by {tp * cp}", (CP,))
@@ -491,7 +497,10 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
     is_on, has_compiled_layers = search_more.is_on, search_more.has_compiled_layers
     lacks_replicas = case.number(DDP) == 1 or is_on(case, f"{T}enable_cpu_offload")
     if is_on(case, f"{P}shard_optimizer_states") and lacks_replicas:
-        yield Broken("sharded optimizer states require replicas on the device", (f"{P}shard_optimizer_states",))
+        yield Broken(
+            "sharded optimizer states require replicas on the device",
+            (f"{P}shard_optimizer_states",),
+        )
     if case.number(PP) > 1 and case.value("lora.target_modules") == "head":
         yield Broken("every stage must have adapters", ("lora.target_modules",))
     if is_on(case, f"{M}tied_embeddings") and "head" in case.value("lora.target_modules").split(","):
@@ -510,6 +519,9 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
     if case.number(TP) > 1 and not is_on(case, f"{P}disable_loss_parallel"):
         yield Broken("row tasks require unsharded outputs", (f"{P}disable_loss_parallel",))
     if case.number(TP) > 1 and has_compiled_layers(case):
-        yield Broken("tensor parallelism does not support compiling rows of varying length", ("compile.enable",))
+        yield Broken(
+            "tensor parallelism does not support compiling rows of varying length",
+            ("compile.enable",),
+        )
     if task == "classification" and 4 % case.number(TP):
         yield Broken("tensor parallelism must divide the 4 rows of the head", (TP,))

@@ -47,7 +47,10 @@ def missing() -> str:
 def _free_ports() -> tuple[int, int]:
     """Return a port for the controller, and the first of two consecutive ports for the nodes."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as controller, socket.create_server(("127.0.0.1", 0)) as node:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as controller,
+            socket.create_server(("127.0.0.1", 0)) as node,
+        ):
             controller_port, node_port = controller.getsockname()[1], node.getsockname()[1]
             try:
                 socket.create_server(("127.0.0.1", node_port + 1)).close()
@@ -162,7 +165,10 @@ def cancel_all(names: dict[str, str]) -> None:
     if not _jobs(names):
         return
     subprocess.run(
-        ["scancel", "--full", "--signal=KILL", "--user=root"], env=names, check=False, timeout=patience.seconds(30)
+        ["scancel", "--full", "--signal=KILL", "--user=root"],
+        env=names,
+        check=False,
+        timeout=patience.seconds(30),
     )
     subprocess.run(["scancel", "--user=root"], env=names, check=False, timeout=patience.seconds(30))
     with contextlib.suppress(AssertionError):
@@ -182,7 +188,11 @@ def _end(daemons: list[subprocess.Popen[bytes]]) -> None:
 
 def _jobs(names: dict[str, str]) -> list[str]:
     done = subprocess.run(
-        ["squeue", "-h", "-o", "%i"], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
+        ["squeue", "-h", "-o", "%i"],
+        env=names,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(30),
     )
     return done.stdout.split()
 
@@ -215,7 +225,13 @@ def launch(names: dict[str, str], *arguments: str, cwd: Path = ROOT) -> subproce
     command = [sys.executable, "-m", "shardtrain", "launch", *arguments]
     names = {**names, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command, env=names, cwd=cwd, capture_output=True, text=True, timeout=patience.seconds(120), check=False
+        command,
+        env=names,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
+        check=False,
     )
 
 

@@ -27,11 +27,17 @@ def checkpoints(root: Path, **options: Any) -> Checkpoints:
 
 
 def weights(step: int, numel: int = 24) -> dict[str, Tensor]:
-    return {"model.a": torch.arange(numel, dtype=torch.float32) + step, "model.b": torch.tensor(float(step))}
+    return {
+        "model.a": torch.arange(numel, dtype=torch.float32) + step,
+        "model.b": torch.tensor(float(step)),
+    }
 
 
 def rest(step: int) -> dict[str, Tensor]:
-    return {"optimizer.a.exp_avg": torch.full((6, 4), step / 3), "optimizer.a.step": torch.tensor(float(step))}
+    return {
+        "optimizer.a.exp_avg": torch.full((6, 4), step / 3),
+        "optimizer.a.step": torch.tensor(float(step)),
+    }
 
 
 def facts(step: int) -> dict[str, Any]:

@@ -35,7 +35,19 @@ from shardtrain.launch import local
 from shardtrain.train import trainer
 from shardtrain.utils.errors import ShardtrainError
 
-BY_PATH = ("open", "rename", "replace", "link", "mkdir", "stat", "unlink", "scandir", "listdir", "statvfs", "utime")
+BY_PATH = (
+    "open",
+    "rename",
+    "replace",
+    "link",
+    "mkdir",
+    "stat",
+    "unlink",
+    "scandir",
+    "listdir",
+    "statvfs",
+    "utime",
+)
 BY_DESCRIPTOR = ("write", "fsync", "preadv", "fstat")
 KINDS = {
     **{name: getattr(errno, name) for name in ("ENOENT", "ESTALE", "EIO", "EMFILE", "ENOSPC")},

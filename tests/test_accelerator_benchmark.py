@@ -31,12 +31,24 @@ def test_each_part_prints_rows(part):
 
 
 @pytest.mark.nightly(
-    "the parts in new interpreters", by="tests/test_accelerator_benchmark.py::test_each_part_prints_rows"
+    "the parts in new interpreters",
+    by="tests/test_accelerator_benchmark.py::test_each_part_prints_rows",
 )
 def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
-    command = [sys.executable, str(BENCHMARK), "--device", "cpu", "--tiny", "--results", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(BENCHMARK),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--results",
+        str(tmp_path),
+    ]
     done = forked.run(
-        [*command, "--only", "capabilities"], capture_output=True, text=True, timeout=patience.seconds(120)
+        [*command, "--only", "capabilities"],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "accelerator-cpu.jsonl").read_text().splitlines()]

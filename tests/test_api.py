@@ -22,7 +22,14 @@ from shardtrain import cli
 from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
 
 ROOT = Path(__file__).parents[1]
-SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 64}
+SHAPE = {
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_dim": 64,
+}
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
@@ -74,7 +81,16 @@ def test_package_is_imported_without_torch_and_lists_its_names() -> None:
 
 
 def test_single_steps_equal_the_command_line_and_restore_the_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", *flags(options(tmp_path / "cli")), "--nproc", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "debug",
+        *flags(options(tmp_path / "cli")),
+        "--nproc",
+        "1",
+    ]
     done = forked.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     expected = losses(tmp_path / "cli")
@@ -110,12 +126,33 @@ def test_generate_and_evaluate_equal_the_verbs(tmp_path: Path, capsys) -> None:
     texts = shardtrain.generate(model, ["mesh ", "loss"], max_new_tokens=5)
     capsys.readouterr()
     for prompt, text in zip(["mesh ", "loss"], texts, strict=True):
-        assert cli.main(["generate", "--from", str(tmp_path / "run"), "--prompt", prompt, "--max_new_tokens", "5"]) == 0
+        assert (
+            cli.main(
+                [
+                    "generate",
+                    "--from",
+                    str(tmp_path / "run"),
+                    "--prompt",
+                    prompt,
+                    "--max_new_tokens",
+                    "5",
+                ]
+            )
+            == 0
+        )
         assert capsys.readouterr().out == text + "\n"
     data = tmp_path / "held_out.txt"
     data.write_text("mesh shard gather reduce\n" * 20)
     evaluation = shardtrain.evaluate(model, data, seq_len=16)
-    arguments = ["evaluate", "--from", str(tmp_path / "run"), "--data", f"held_out={data}", "--seq_len", "16"]
+    arguments = [
+        "evaluate",
+        "--from",
+        str(tmp_path / "run"),
+        "--data",
+        f"held_out={data}",
+        "--seq_len",
+        "16",
+    ]
     assert cli.main(arguments) == 0
     assert json.loads(capsys.readouterr().out)["sets"]["held_out"] == evaluation
 
@@ -195,6 +232,10 @@ def test_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert len(parts) >= 4
     (tmp_path / "all.py").write_text("\n".join(parts))
     done = forked.run(
-        [sys.executable, "all.py"], cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120)
+        [sys.executable, "all.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
     assert done.returncode == 0, done.stderr[-2000:]

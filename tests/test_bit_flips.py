@@ -32,7 +32,15 @@ def config_of(folder: Path, mode: str, store: str) -> Config:
     data.write_text("a token and another " * 2000)
     return tiny_config(
         job={"dump_folder": str(folder)},
-        model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+        model={
+            "overrides": {
+                "num_layers": 1,
+                "dim": 32,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "ffn_dim": 32,
+            }
+        },
         training={
             "dataset_path": str(data),
             "seq_len": 16,
@@ -41,7 +49,13 @@ def config_of(folder: Path, mode: str, store: str) -> Config:
             "steps": STEPS,
         },
         data={"mode": "stream"},
-        validation={"enable": True, "dataset": "text", "dataset_path": str(data), "freq": 2, "steps": 1},
+        validation={
+            "enable": True,
+            "dataset": "text",
+            "dataset_path": str(data),
+            "freq": 2,
+            "steps": 1,
+        },
         checkpoint={
             "enable": True,
             "interval": 2,
@@ -129,7 +143,12 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
         assert original["best"] and original["contents"]
         assert len(original["metrics.jsonl"]) == STEPS and original["validation.jsonl"]
         files = sorted(path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size)
-        files += [folder / "metrics.jsonl", folder / "validation.jsonl", checkpoint / POINTER, folder / NOTES]
+        files += [
+            folder / "metrics.jsonl",
+            folder / "validation.jsonl",
+            checkpoint / POINTER,
+            folder / NOTES,
+        ]
         assert len(files) > 4 + ranks
         for _ in range(FLIPS):
             path = chosen.choice(files)

@@ -27,7 +27,12 @@ from shardtrain.train import preflight
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
-ONE_STEP = ["--training.steps=1", "--training.seq_len=32", "--training.local_batch_size=1", "--training.device=cpu"]
+ONE_STEP = [
+    "--training.steps=1",
+    "--training.seq_len=32",
+    "--training.local_batch_size=1",
+    "--training.device=cpu",
+]
 TINY = [
     "--model.hf_assets_path=bytes", "--model.overrides.num_layers=1", "--lr_scheduler.warmup_steps=1",
     "--metrics.enable_tensorboard=false",
@@ -133,13 +138,22 @@ def test_version_is_that_of_the_package(capsys):
     [
         ((), ["shardtrain needs a verb", "train, plan,", "shardtrain --help"]),
         (("data",), ["shardtrain data needs a verb", "prepare, check,", "shardtrain data --help"]),
-        (("checkpoint",), ["shardtrain checkpoint needs a verb", "ls, verify,", "shardtrain checkpoint --help"]),
+        (
+            ("checkpoint",),
+            ["shardtrain checkpoint needs a verb", "ls, verify,", "shardtrain checkpoint --help"],
+        ),
         (("launch",), ["shardtrain launch requires a platform", "local, ssh"]),
         (("data", "tokenizer"), ["shardtrain data tokenizer requires an action", "train"]),
         (("replay",), ["STEP is not set", "120 or 100:120"]),
         (("tain",), ["tain", "is not a verb", "did you mean train?"]),
-        (("data", "prepar"), ["shardtrain data", "prepar", "is not a verb", "did you mean prepare?"]),
-        (("data", "frobnicate"), ["frobnicate", "verbs are prepare, check, show, probe, tokenizer, download"]),
+        (
+            ("data", "prepar"),
+            ["shardtrain data", "prepar", "is not a verb", "did you mean prepare?"],
+        ),
+        (
+            ("data", "frobnicate"),
+            ["frobnicate", "verbs are prepare, check, show, probe, tokenizer, download"],
+        ),
         (("data", "--training.steps", "3"), ["--training.steps", "is not a verb"]),
         (("config",), ["needs a verb", "show, check, help, schema, migrate"]),
         (("config", "shwo"), ["shwo", "did you mean show?"]),
@@ -224,13 +238,24 @@ def test_help_of_verbs_does_not_import_torch():
     program = "import sys\nfrom shardtrain import cli\n"
     program += f"for verb in {verbs!r}:\n    assert cli.main([verb, '--help']) == 0\n"
     program += "    assert not {'torch', 'transformers', 'pandas'} & set(sys.modules), verb\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["config", "show"], ["config", "check"], ["train", "--training.steps", "0"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["config", "show"],
+        ["config", "check"],
+        ["train", "--training.steps", "0"],
+    ],
 )
 def test_only_a_real_run_imports_torch(arguments):
     program = f"import sys; from shardtrain import cli; cli.main({arguments!r}); sys.exit('torch' in sys.modules)"
@@ -285,13 +310,24 @@ def test_train_module_runs_the_train_verb(monkeypatch, capsys):
 @pytest.mark.parametrize("module", [["shardtrain", "train"], ["shardtrain.train"]])  # and as in torchtitan
 def test_torchrun_starts_the_same_command(tmp_path, module):
     arguments = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+    ]
     done = subprocess.run(
         [*torchrun, "--rdzv-endpoint=127.0.0.1:0", "-m", *module, *arguments],
         capture_output=True,
         text=True,
         timeout=patience.seconds(120),
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,13 @@ def write_data(folder: Path) -> None:
 
 def config_of(folder: Path, data: dict[str, Any], **training: Any) -> Config:
     path = str(folder.parent / "data.jsonl")
-    options = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 100}
+    options = {
+        "dataset": "jsonl",
+        "dataset_path": path,
+        "seq_len": 64,
+        "local_batch_size": 4,
+        "steps": 100,
+    }
     return shallow_config(
         job={"dump_folder": str(folder)},
         training={**options, **training},
@@ -52,7 +58,13 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
         results[f"{kind} straight"] = train_whole(rank, straight)
     # few rows: 102 tokens are two rows, and a step has eight
     path = str(root / "few.jsonl")
-    training = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 5}
+    training = {
+        "dataset": "jsonl",
+        "dataset_path": path,
+        "seq_len": 64,
+        "local_batch_size": 4,
+        "steps": 5,
+    }
     training["on_data_end"] = "stop"
     few = shallow_config(job={"dump_folder": str(root / "few")}, training=training)
     results["few"] = train_whole(rank, few)
@@ -172,13 +184,23 @@ def test_changed_file_is_named_on_resume(tmp_path: Path) -> None:
 
 
 def only_prompts(rank: int, root: Path) -> list[Ended]:
-    options = {"dataset": "jsonl", "dataset_path": str(root / "long.jsonl"), "seq_len": 64, "local_batch_size": 2}
+    options = {
+        "dataset": "jsonl",
+        "dataset_path": str(root / "long.jsonl"),
+        "seq_len": 64,
+        "local_batch_size": 2,
+    }
     return [
         train_whole(
             rank,
             shallow_config(
                 job={"dump_folder": str(root / f"prompts-{steps}")},
-                training={**options, "global_batch_size": 4, "steps": steps, "on_data_end": "repeat"},
+                training={
+                    **options,
+                    "global_batch_size": 4,
+                    "steps": steps,
+                    "on_data_end": "repeat",
+                },
                 data={"format": "prompt_completion", "packing": "concat"},
             ),
         )

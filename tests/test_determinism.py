@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, shallow_config, train_steps, train_whole, whole
+from tiny import (
+    Ended,
+    assert_bitwise,
+    assert_same_numbers,
+    make_run,
+    shallow_config,
+    train_steps,
+    train_whole,
+    whole,
+)
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config

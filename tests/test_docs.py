@@ -88,7 +88,10 @@ SMALLER = {
         "--model.overrides.num_layers 2 --training.seq_len 32"
     ),
 }
-FIRST_RUN = ("./run_train.sh", "shardtrain train debug")  # later commands of a page use their ./outputs
+FIRST_RUN = (
+    "./run_train.sh",
+    "shardtrain train debug",
+)  # later commands of a page use their ./outputs
 NOT_RUN = {
     "source .venv/bin/activate": "tests do not change their environment",
     ".ci/run": "it runs these tests",
@@ -120,10 +123,22 @@ def shell(tmp_path_factory):
     """A function that runs a command line in an environment with the package, and returns the completed process."""
     folder = tmp_path_factory.mktemp("environment")
     (folder / "bin").mkdir()
-    for name, module in {"python": "", "shardtrain": "-m shardtrain", "torchrun": "-m torch.distributed.run"}.items():
+    for name, module in {
+        "python": "",
+        "shardtrain": "-m shardtrain",
+        "torchrun": "-m torch.distributed.run",
+    }.items():
         (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
         (folder / "bin" / name).chmod(0o755)
-    unwanted = ("NGPU", "LOG_RANK", "CONFIG_FILE", "COMM_MODE", "SHARDTRAIN_VENV", "CONDA_PREFIX", "RANK")
+    unwanted = (
+        "NGPU",
+        "LOG_RANK",
+        "CONFIG_FILE",
+        "COMM_MODE",
+        "SHARDTRAIN_VENV",
+        "CONDA_PREFIX",
+        "RANK",
+    )
     names = {name: value for name, value in os.environ.items() if name not in unwanted}
     names |= {
         "VIRTUAL_ENV": str(folder),
@@ -199,7 +214,9 @@ FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "ver
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "page", cases(FIRST, nightly=[page for page in WITH_COMMANDS if page not in FIRST]), ids=lambda page: page.name
+    "page",
+    cases(FIRST, nightly=[page for page in WITH_COMMANDS if page not in FIRST]),
+    ids=lambda page: page.name,
 )
 def test_commands_of_a_page_run_in_order(shell, tmp_path, page):
     run_commands(shell, [line for _, line in commands([page])], tmp_path)
@@ -226,7 +243,8 @@ def test_commands_outside_of_examples_work_without_a_clone():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["quick_start", "fine_tuning"])
 @pytest.mark.nightly(
-    "a wheel is built", by="tests/test_docs.py::test_commands_outside_of_examples_work_without_a_clone"
+    "a wheel is built",
+    by="tests/test_docs.py::test_commands_outside_of_examples_work_without_a_clone",
 )
 def test_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, name):
     (tmp_path / "source").mkdir()

@@ -279,9 +279,14 @@ def num_dropouts(rank: int, model: str) -> int:
     return len(masks_of_a_step(rank, model, SPLIT["tp"]))
 
 
-def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(tmp_path: Path) -> None:
+def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(
+    tmp_path: Path,
+) -> None:
     """Latent attention contains "replicate" modules, but its output has different tokens on each rank."""
-    file, text = tmp_path / "latent.py", (Path(__file__).parent / "models/others/mla_moe.py").read_text()
+    file, text = (
+        tmp_path / "latent.py",
+        (Path(__file__).parent / "models/others/mla_moe.py").read_text(),
+    )
     definition = "self.out = nn.Linear(c.num_heads * c.nope_dim, c.dim, bias=False)"
     result = "return self.out(out[..., : self.nope_dim].flatten(2))"
     assert definition in text and result in text

@@ -38,7 +38,11 @@ KEYS = [
 
 def full_config(folder: Path) -> Config:
     return shallow_config(
-        job={"dump_folder": str(folder), "save_config_file": "asked/for.toml", "description": 'a "quoted" run é'},
+        job={
+            "dump_folder": str(folder),
+            "save_config_file": "asked/for.toml",
+            "description": 'a "quoted" run é',
+        },
         training={"steps": 10, "local_batch_size": 4, "gc_freq": 3},
         metrics={"log_freq": 4, "enable_tensorboard": True},
         checkpoint={"enable": True, "interval": 4, "enable_first_step_checkpoint": True},
@@ -80,7 +84,11 @@ def runs(folder: Path) -> list[tuple[Ended, list[int], list[tuple[int, int]]]]:
 
 def test_configuration_of_these_tests_is_valid(folder: Path) -> None:
     loaded = Loaded(full_config(folder))
-    assert [*configs.check(loaded), *configs.unavailable(loaded), *configs.machine_notes(loaded, 2, "cpu")] == []
+    assert [
+        *configs.check(loaded),
+        *configs.unavailable(loaded),
+        *configs.machine_notes(loaded, 2, "cpu"),
+    ] == []
 
 
 def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
@@ -111,7 +119,8 @@ def test_resolved_configuration_loads_to_the_same(folder: Path, runs: list[Any])
         assert configs.load(folder / name).config == full_config(folder)
         first = (folder / name).read_text().splitlines()[1]
         assert re.fullmatch(
-            r"# shardtrain \S+( \(\w+\))?, torch \S+, Python \S+, 2 ranks, started from the defaults", first
+            r"# shardtrain \S+( \(\w+\))?, torch \S+, Python \S+, 2 ranks, started from the defaults",
+            first,
         )
 
 
@@ -174,7 +183,13 @@ def test_traces_are_valid_and_contain_operations_and_collectives(folder: Path, r
 
 def test_checkpoint_records_its_progress_and_data(folder: Path, runs: list[Any]) -> None:
     facts = json.loads((folder / "checkpoint/step-4/manifest.json").read_text())["facts"]
-    counts = {"step": 4, "updates": 4, "samples_consumed": 32, "tokens_seen": 32 * 64, "nonfinite_skips": 0}
+    counts = {
+        "step": 4,
+        "updates": 4,
+        "samples_consumed": 32,
+        "tokens_seen": 32 * 64,
+        "nonfinite_skips": 0,
+    }
     order_hash = facts["state"].pop("order_hash")
     assert facts["state"] == counts and facts["weights_only"] is False
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -244,7 +259,9 @@ def test_an_epoch_smaller_than_a_step_is_one_step(others: list[dict[str, Ended]]
     assert len(others[0]["one step"].losses) == 1
 
 
-def test_ranks_with_different_data_stop_before_the_first_step(others: list[dict[str, Ended]]) -> None:
+def test_ranks_with_different_data_stop_before_the_first_step(
+    others: list[dict[str, Ended]],
+) -> None:
     for rank in others:
         error = rank["different"].error
         assert isinstance(error, ConfigError) and error.exit_code == 2
@@ -264,7 +281,9 @@ def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
     Returns the type, exit code and text of the error, and the seconds since the start of the step.
     """
     config = shallow_config(
-        job={"dump_folder": str(folder)}, training={"local_batch_size": 4}, comm={"train_timeout_seconds": limit}
+        job={"dump_folder": str(folder)},
+        training={"local_batch_size": 4},
+        comm={"train_timeout_seconds": limit},
     )
     original, pulled = data.DataLoader.__next__, []
 

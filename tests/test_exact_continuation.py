@@ -42,7 +42,10 @@ TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
 
 SAME: dict[str, dict[str, Any]] = {
     "fsdp": {},
-    "ddp": {"parallelism": DDP, "training": {"local_batch_size": 1}},  # accumulates over four passes
+    "ddp": {
+        "parallelism": DDP,
+        "training": {"local_batch_size": 1},
+    },  # accumulates over four passes
     "ep": {"parallelism": {"expert_parallel_degree": 2}},
     "float16": {"training": {"mixed_precision_param": "float16", "loss_scale_growth_interval": 3}},
     "muon": {"optimizer": {"name": "Muon", "lr": 1e-3}},
@@ -68,7 +71,12 @@ START: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def config(folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **checkpoint: Any) -> Config:
-    training = {"steps": STEPS, "seq_len": 32, "local_batch_size": 8 // num_ranks, **sections.get("training", {})}
+    training = {
+        "steps": STEPS,
+        "seq_len": 32,
+        "local_batch_size": 8 // num_ranks,
+        **sections.get("training", {}),
+    }
     if sections.get("parallelism") in (TP, PP):
         training["local_batch_size"] *= 2
     base = shallow_config(

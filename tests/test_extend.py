@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_files_of_the_page_train_together_and_launch(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", (ROOT / "docs/extend.md").read_text(), re.M | re.S)
+    blocks = re.findall(
+        r"^```(?:python|toml)\n# (\S+)\n(.*?)^```",
+        (ROOT / "docs/extend.md").read_text(),
+        re.M | re.S,
+    )
     assert len(blocks) == 9
     for name, text in blocks:
         (tmp_path / name).write_text(text)

@@ -45,7 +45,11 @@ def test_fork_behaves_like_a_new_interpreter(tmp_path: Path, monkeypatch: pytest
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setenv("UNWANTED", "of the tests")
-    environment = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path / "temporary"), "LC_CTYPE": "C.UTF-8"}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "TMPDIR": str(tmp_path / "temporary"),
+        "LC_CTYPE": "C.UTF-8",
+    }
     answers = []
     for run in (subprocess.run, forked.run):
         done = run(

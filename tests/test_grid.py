@@ -27,7 +27,13 @@ BATCH = 4
 
 COMMON = {"vocab_size": 512, "dim": 64, "num_heads": 4}
 GROUPED = {**COMMON, "num_kv_heads": 2, "head_dim": 16}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
 # For each family, the flavor and the fields that make it tiny. Embeddings are tied if the small flavors of a family tie
 # them. Seeds and sizes are chosen such that no token has two experts with equal scores up to rounding.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +62,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "debugmodel",
-        {**GROUPED, "moe_ffn_dim": 48, "num_experts": 8, "top_k": 2, "sliding_window": 21, "init_std": 0.1},
+        {
+            **GROUPED,
+            "moe_ffn_dim": 48,
+            "num_experts": 8,
+            "top_k": 2,
+            "sliding_window": 21,
+            "init_std": 0.1,
+        },
     ),
     "deepseek_v3": (
         "671B",
@@ -86,7 +99,10 @@ DDP, TP, CP, PP, EP = (
     )
 )
 RING = {"context_parallel_rotate_method": "alltoall"}
-EVEN = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
+EVEN = {
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
 
 
 def piped(schedule: str) -> dict[str, Any]:
@@ -164,7 +180,12 @@ FIRST: dict[tuple[int, str], dict[str, str]] = {
     (4, "recurrence"): {"cp x pp": "qwen3_next"},
     (4, "data"): {"hsdp": "llama3", "fsdp x tp": "neox", "fsdp x ep": "qwen3_moe"},
     (4, "context"): {"fsdp x cp": "llama4", "tp x cp": "mistral", "cp x pp": "gpt_oss"},
-    (4, "layers"): {"fsdp x pp": "qwen3", "tp x pp": "qwen2", "tp x ep": "mixtral", "pp x ep": "deepseek_v3"},
+    (4, "layers"): {
+        "fsdp x pp": "qwen3",
+        "tp x pp": "qwen2",
+        "tp x ep": "mixtral",
+        "pp x ep": "deepseek_v3",
+    },
 }
 DEFAULT = {(num_ranks, *pair) for (num_ranks, _), group in FIRST.items() for pair in group.items()}
 
@@ -182,7 +203,8 @@ OTHERS = {
 
 def config(family: str, parallelism: dict[str, Any], local_batch_size: int = BATCH) -> Config:
     tiny = tiny_config(
-        training={"local_batch_size": local_batch_size, "global_batch_size": BATCH}, parallelism=parallelism
+        training={"local_batch_size": local_batch_size, "global_batch_size": BATCH},
+        parallelism=parallelism,
     )
     flavor, overrides = FAMILIES[family]
     overrides = {**overrides, "num_layers": num_layers(parallelism)}
@@ -288,7 +310,10 @@ def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, s
             expected = one_process(family, num_layers(ALL[num_ranks][mesh]))
             assert differences(result, expected) == [], f"{family} on {mesh}, rank {rank}"
             names_of_weights[mesh, family].update(result.final)
-    for (mesh, family), names in names_of_weights.items():  # together, the pipeline stages hold all weights
+    for (
+        mesh,
+        family,
+    ), names in names_of_weights.items():  # together, the pipeline stages hold all weights
         assert names == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), f"{family} on {mesh}"
 
 

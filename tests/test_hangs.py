@@ -32,7 +32,12 @@ def log(folder: Path, rank: int) -> str:
 
 def assert_named(folder: Path, rank: int, phase: str) -> None:
     report = record(folder)
-    assert (report["code"], report["class"], report["rank"], report["phase"]) == (6, "Hang", rank, phase), report
+    assert (report["code"], report["class"], report["rank"], report["phase"]) == (
+        6,
+        "Hang",
+        rank,
+        phase,
+    ), report
     assert report["message"].startswith("has not arrived")
     lines = [line for line in (folder / "terminal").read_text().splitlines() if "error[" in line]
     assert len(lines) == 1, lines
@@ -151,7 +156,10 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
     for number in range(HANGS):
         folder = tmp_path / str(number)
         count = 2 if number % 4 else 4
-        rank, place = dice.randrange(count), dice.choice([place for place in PLACES if place != "worker"])
+        rank, place = (
+            dice.randrange(count),
+            dice.choice([place for place in PLACES if place != "worker"]),
+        )
         degree = {"data_parallel_shard_degree": count} if number % 2 else {"data_parallel_replicate_degree": count}
         run_config = config(folder, parallelism=degree)
         process = run(run_config, place, (rank,), count)

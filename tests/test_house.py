@@ -82,9 +82,24 @@ def test_opening_data_never_runs_code() -> None:
 
 
 def test_calls_that_could_run_code_are_detected() -> None:
-    wrong = ["eval(x)", "pickle.loads(x)", "torch.load(x)", "torch.load(x, weights_only=False)", "yaml.load(x)"]
-    wrong += ["run(x, shell=True)", "numpy.load(x, allow_pickle=True)", "load(x, trust_remote_code=False)"]
-    right = ["torch.load(x, weights_only=True)", "yaml.safe_load(x)", "json.loads(x)", "run(x, shell=False)"]
+    wrong = [
+        "eval(x)",
+        "pickle.loads(x)",
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+        "yaml.load(x)",
+    ]
+    wrong += [
+        "run(x, shell=True)",
+        "numpy.load(x, allow_pickle=True)",
+        "load(x, trust_remote_code=False)",
+    ]
+    right = [
+        "torch.load(x, weights_only=True)",
+        "yaml.safe_load(x)",
+        "json.loads(x)",
+        "run(x, shell=False)",
+    ]
     for text in wrong + right:
         [(name, call)] = calls(ast.parse(text))
         assert runs_code(name, call) == (text in wrong), text
@@ -209,7 +224,11 @@ def test_no_import_cycles_within_a_room() -> None:
 
 
 def test_rooms_that_import_each_other_are_detected() -> None:
-    graph = {"shardtrain.a.x": {"shardtrain.b.y"}, "shardtrain.b.z": {"shardtrain.a.x"}, "shardtrain.b.y": set()}
+    graph = {
+        "shardtrain.a.x": {"shardtrain.b.y"},
+        "shardtrain.b.z": {"shardtrain.a.x"},
+        "shardtrain.b.y": set(),
+    }
     assert rooms_that_import_each_other(graph) == [("a", "b")]
 
 

@@ -35,7 +35,12 @@ pytestmark = [
 def output_of(command: list[str], seconds: float = 1800) -> str:
     """Run a command that must succeed. Return its output."""
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(seconds), check=False
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(seconds),
+        check=False,
     )
     assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-4000:]}"
     return done.stdout.strip()
@@ -50,7 +55,10 @@ def pip_volumes(folder: Path) -> list[str]:
     # an index in a file refers to files next to it
     paths = [Path(value[7:]).parent if value.startswith("file://") else Path(value) for value in values]
     sources = sorted({str(path) for path in paths if path.is_absolute() and path.exists()})
-    volumes = [f"{folder}/pip.conf:/etc/pip.conf:ro", *(f"{source}:{source}:ro" for source in sources)]
+    volumes = [
+        f"{folder}/pip.conf:/etc/pip.conf:ro",
+        *(f"{source}:{source}:ro" for source in sources),
+    ]
     return [argument for volume in volumes for argument in ("--volume", volume)]
 
 
@@ -59,7 +67,14 @@ def builder():
     """The buildah command with its own store, which contains the base image."""
     folder = Path(os.environ["SHARDTRAIN_IMAGES"]).absolute()
     folder.mkdir(exist_ok=True)
-    store = ["--root", str(folder / "store"), "--runroot", str(folder / "runstore"), "--storage-driver", "overlay"]
+    store = [
+        "--root",
+        str(folder / "store"),
+        "--runroot",
+        str(folder / "runstore"),
+        "--storage-driver",
+        "overlay",
+    ]
     command = ["buildah", *store]
     if BASE not in output_of([*command, "images", "--format", "{{.Name}}:{{.Tag}}"]):
         include = "--include=python3,python3-venv,ca-certificates"
@@ -73,7 +88,12 @@ def builder():
 
 @pytest.fixture(scope="module")
 def image(builder, tmp_path_factory):
-    arguments = ["--build-arg", f"BASE={BASE}", "--build-arg", "TORCH_INDEX=https://pypi.org/simple"]
+    arguments = [
+        "--build-arg",
+        f"BASE={BASE}",
+        "--build-arg",
+        "TORCH_INDEX=https://pypi.org/simple",
+    ]
     recipe = ["--file", "scripts/containers/Dockerfile.cpu", "--tag", "shardtrain:cpu", "."]
     volumes = pip_volumes(tmp_path_factory.mktemp("pip"))
     output_of([*builder, "bud", "--layers", "--isolation", "chroot", *arguments, *volumes, *recipe])
@@ -99,7 +119,17 @@ def test_image_trains_as_non_root_and_saves_when_it_is_stopped(builder, image, t
     assert output_of([*run, "--", "pwd"]) == "/workspace"
     small = ["configs/debug.toml", "--nproc", "1", "--training.seq_len=32", "--training.local_batch_size=1",
              "--model.overrides.num_layers=1", "--metrics.log_freq=1"]  # fmt: skip
-    output_of([*run, "--", "shardtrain", "train", *small, "--training.steps=2", "--job.dump_folder=/runs/two"])
+    output_of(
+        [
+            *run,
+            "--",
+            "shardtrain",
+            "train",
+            *small,
+            "--training.steps=2",
+            "--job.dump_folder=/runs/two",
+        ]
+    )
     assert list(losses(tmp_path / "two")) == [1, 2]
     folder = tmp_path / "stopped"
     long = [

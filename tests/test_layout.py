@@ -72,7 +72,10 @@ def test_patterns_within_a_part_match_like_fnmatch() -> None:
         for letters in itertools.product("[]!a-*", repeat=count):
             pattern = "".join(letters)
             for name in names:
-                assert matches(f"x.{name}", f"x.{pattern}") is fnmatch.fnmatchcase(name, pattern), (name, pattern)
+                assert matches(f"x.{name}", f"x.{pattern}") is fnmatch.fnmatchcase(name, pattern), (
+                    name,
+                    pattern,
+                )
 
 
 def test_style_of_a_path_is_that_of_the_matching_rule() -> None:
@@ -93,8 +96,14 @@ def test_generators_of_names_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("layout", "parts"),
     [
-        (changed(tensor={**GOOD.tensor, "norm": "sequenec"}), ["'sequenec'", "not a known style", "colwise"]),
-        (changed(tensor={**GOOD.tensor, "layers.*.ffn": "gather"}), ["'layers.*.ffn'", "names no module"]),
+        (
+            changed(tensor={**GOOD.tensor, "norm": "sequenec"}),
+            ["'sequenec'", "not a known style", "colwise"],
+        ),
+        (
+            changed(tensor={**GOOD.tensor, "layers.*.ffn": "gather"}),
+            ["'layers.*.ffn'", "names no module"],
+        ),
         (changed(first=("embedding",)), ["LAYOUT.first", "'embedding'", "not a module"]),
         (changed(layers="blocks"), ["LAYOUT.layers", "'blocks'", "not a module"]),
         (changed(last=("norm", "output")), ["LAYOUT.last", "'output'", "not a module"]),

@@ -139,5 +139,9 @@ def test_option_without_effect_is_reported(tmp_path):
         except ConfigError as error:
             assert name in str(error), name
             continue
-        lines = [*map(str, config.check(loaded)), *map(str, config.unavailable(loaded)), *config.notes(loaded)]
+        lines = [
+            *map(str, config.check(loaded)),
+            *map(str, config.unavailable(loaded)),
+            *config.notes(loaded),
+        ]
         assert any(name in line for line in lines), f"{name}={value} has no effect, and no message reports it"

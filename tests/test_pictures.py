@@ -32,7 +32,12 @@ def script(name: str) -> ModuleType:
     return module
 
 
-cast, pictures, drawings, plots = script("cast"), script("pictures"), script("drawings"), script("plots")
+cast, pictures, drawings, plots = (
+    script("cast"),
+    script("pictures"),
+    script("drawings"),
+    script("plots"),
+)
 
 
 def rows(svg: str) -> list[str]:
@@ -43,7 +48,18 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
     program = "import sys; print('a <b> & c'); print('\\x1b[32mgreen\\x1b[0m', sys.stdout.isatty())"
     output, recording = tmp_path / "one.svg", tmp_path / "one.cast"
     cast_command = [sys.executable, "docs/cast.py", "-o", str(output)]
-    command = ["--columns", "40", "--record", str(recording), "--title", "program", "--", sys.executable, "-c", program]
+    command = [
+        "--columns",
+        "40",
+        "--record",
+        str(recording),
+        "--title",
+        "program",
+        "--",
+        sys.executable,
+        "-c",
+        program,
+    ]
     limit = patience.seconds(60)
     subprocess.run([*cast_command, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit)
     drawn = output.read_text()
@@ -54,7 +70,11 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
     assert head["width"] == 40
     assert all(kind == "o" for _, kind, _ in events)
     subprocess.run(
-        [*cast_command, "--replay", str(recording)], cwd=ROOT, check=True, capture_output=True, timeout=limit
+        [*cast_command, "--replay", str(recording)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=limit,
     )
     assert rows(output.read_text()) == rows(drawn)
 
@@ -66,14 +86,26 @@ def test_redrawn_lines_have_their_final_content() -> None:
         (2.0, "\r\x1b[2Kstep 1\r\nbar 2\r\n"),
         (3.0, "\x1b[1A\x1b[2Kend\r\n"),
     ]
-    assert [re.sub(r"\s", "", row) for row in rows(cast.draw("x", 20, events))] == ["$x", "header", "step1", "end"]
+    assert [re.sub(r"\s", "", row) for row in rows(cast.draw("x", 20, events))] == [
+        "$x",
+        "header",
+        "step1",
+        "end",
+    ]
     wide = cast.draw("x", 5, [(0.0, "1234567")])
     assert rows(wide)[1:] == ["12345", "67"]
 
 
 def test_selected_rows_of_a_long_output_are_drawn() -> None:
     events = [(float(number), f"line{number}\r\n") for number in range(100)]
-    assert rows(cast.draw("x", 20, events, "0:2 98:")) == ["$x", "line0", "line1", "...", "line98", "line99"]
+    assert rows(cast.draw("x", 20, events, "0:2 98:")) == [
+        "$x",
+        "line0",
+        "line1",
+        "...",
+        "line98",
+        "line99",
+    ]
 
 
 def test_picture_of_the_readme_shows_a_run() -> None:
@@ -107,7 +139,10 @@ def test_every_picture_has_a_script() -> None:
 
 
 def test_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
-    with small_checkpoint.world_of_one(), contextlib.closing(small_checkpoint.checkpoints(tmp_path)) as storage:
+    with (
+        small_checkpoint.world_of_one(),
+        contextlib.closing(small_checkpoint.checkpoints(tmp_path)) as storage,
+    ):
         small_checkpoint.save(storage, 500)
         real = {path.name for path in tmp_path.rglob("*")}
     drawn = {name.rstrip("/") for name, _, depth in drawings.FILES if depth or name == "checkpoint/"}

@@ -44,24 +44,39 @@ def model(run: str) -> Any:
 # each mistake: the call as a function of (run folder, model, temporary folder), and a part of the message
 Call = Callable[[str, Any, Path], Any]
 MISTAKES: dict[str, tuple[Call, str]] = {
-    "a dict as the path": (lambda r, m, t: api.load_config({"a": 1}), "path={'a': 1} must be a str, a Path or None"),
+    "a dict as the path": (
+        lambda r, m, t: api.load_config({"a": 1}),
+        "path={'a': 1} must be a str, a Path or None",
+    ),
     "a number as the path": (lambda r, m, t: api.load_config(3), "path=3 must be a str"),
     "a list of options": (lambda r, m, t: api.load_config("debug", ["training.steps"]), "options="),
     "an unknown option": (
         lambda r, m, t: api.load_config("debug", {"training.stepz": 1}),
         "did you mean training.steps?",
     ),
-    "text for a number": (lambda r, m, t: api.load_config("debug", {"training.steps": "ten"}), "training.steps="),
-    "an unknown section": (lambda r, m, t: api.load_config("debug", {"trainning.steps": 1}), "trainning"),
+    "text for a number": (
+        lambda r, m, t: api.load_config("debug", {"training.steps": "ten"}),
+        "training.steps=",
+    ),
+    "an unknown section": (
+        lambda r, m, t: api.load_config("debug", {"trainning.steps": 1}),
+        "trainning",
+    ),
     "a missing file": (lambda r, m, t: api.load_config("missing.toml"), "missing.toml"),
     "a misspelt option with dashes": (
         lambda r, m, t: api.load_config("debug", {"--training.stepz": 5}),
         'training.stepz="5" is not an option; did you mean training.steps?',
     ),
     "a misspelt preset": (lambda r, m, t: api.load_config("debgu"), "did you mean debug?"),
-    "zero steps": (lambda r, m, t: api.Trainer("debug", {"training.steps": 0}), "training.steps=0 must be at least 1"),
+    "zero steps": (
+        lambda r, m, t: api.Trainer("debug", {"training.steps": 0}),
+        "training.steps=0 must be at least 1",
+    ),
     "a trainer of a number": (lambda r, m, t: api.Trainer(3), "config=3 must be"),
-    "options twice": (lambda r, m, t: api.Trainer(shardtrain.load_config(), {"training.steps": 1}), "options="),
+    "options twice": (
+        lambda r, m, t: api.Trainer(shardtrain.load_config(), {"training.steps": 1}),
+        "options=",
+    ),
     "a trainer of a list": (lambda r, m, t: api.Trainer(["debug"]), "config=['debug'] must be"),
     "a mesh for one process": (
         lambda r, m, t: api.Trainer(
@@ -82,8 +97,14 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         'tokenizer="bytes" is only for Hugging Face folders',
     ),
     "a missing configuration": (lambda r, m, t: api.load_model(r, config="no.toml"), "no.toml"),
-    "a configuration of a number": (lambda r, m, t: api.load_model(r, config=3), "config=3 must be"),
-    "a prompt of a number": (lambda r, m, t: api.generate(m, 3), "prompts=3 must be a str or a list of str"),
+    "a configuration of a number": (
+        lambda r, m, t: api.load_model(r, config=3),
+        "config=3 must be",
+    ),
+    "a prompt of a number": (
+        lambda r, m, t: api.generate(m, 3),
+        "prompts=3 must be a str or a list of str",
+    ),
     "prompts of numbers": (lambda r, m, t: api.generate(m, [1, 2]), "prompts=[1, 2] must be"),
     "no prompt": (lambda r, m, t: api.generate(m, None), "prompts"),
     "the model's path": (lambda r, m, t: api.generate(r, "def"), "model="),
@@ -95,33 +116,60 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.generate(m, "def", temperature="hot"),
         'temperature="hot" must be a float',
     ),
-    "no new tokens": (lambda r, m, t: api.generate(m, "def", max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
-    "half a token": (lambda r, m, t: api.generate(m, "def", max_new_tokens=1.5), "max_new_tokens=1.5 must be an int"),
+    "no new tokens": (
+        lambda r, m, t: api.generate(m, "def", max_new_tokens=0),
+        "max_new_tokens=0 must be at least 1",
+    ),
+    "half a token": (
+        lambda r, m, t: api.generate(m, "def", max_new_tokens=1.5),
+        "max_new_tokens=1.5 must be an int",
+    ),
     "a boolean count": (
         lambda r, m, t: api.generate(m, "def", max_new_tokens=True),
         "max_new_tokens=true must be an int",
     ),
-    "top_p of zero": (lambda r, m, t: api.generate(m, "def", top_p=0.0), "top_p=0.0 must be above 0"),
+    "top_p of zero": (
+        lambda r, m, t: api.generate(m, "def", top_p=0.0),
+        "top_p=0.0 must be above 0",
+    ),
     "top_p above one": (lambda r, m, t: api.generate(m, "def", top_p=2.0), "top_p=2.0 must be"),
-    "a negative top_k": (lambda r, m, t: api.generate(m, "def", top_k=-1), "top_k=-1 must be 0 or above"),
+    "a negative top_k": (
+        lambda r, m, t: api.generate(m, "def", top_k=-1),
+        "top_k=-1 must be 0 or above",
+    ),
     "top_k without temperature": (lambda r, m, t: api.generate(m, "def", top_k=5), "temperature"),
     "no repetition penalty": (
         lambda r, m, t: api.generate(m, "def", repetition_penalty=0.0),
         "repetition_penalty=0.0 must be above 0",
     ),
-    "a negative seed": (lambda r, m, t: api.generate(m, "def", seed=-1), "seed=-1 must be 0 or above"),
+    "a negative seed": (
+        lambda r, m, t: api.generate(m, "def", seed=-1),
+        "seed=-1 must be 0 or above",
+    ),
     "an empty stop": (lambda r, m, t: api.generate(m, "def", stop=[""]), "stop"),
     "a stop of a number": (lambda r, m, t: api.generate(m, "def", stop=3), "stop=3 must be"),
-    "no batch": (lambda r, m, t: api.generate(m, "def", batch_size=0), "batch_size=0 must be at least 1"),
-    "text for chat": (lambda r, m, t: api.generate(m, "def", chat="yes"), 'chat="yes" must be a bool'),
+    "no batch": (
+        lambda r, m, t: api.generate(m, "def", batch_size=0),
+        "batch_size=0 must be at least 1",
+    ),
+    "text for chat": (
+        lambda r, m, t: api.generate(m, "def", chat="yes"),
+        'chat="yes" must be a bool',
+    ),
     "chat without a template": (lambda r, m, t: api.generate(m, "def", chat=True), "template"),
     "texts as a dataset": (
         lambda r, m, t: api.evaluate(m, ["text"]),
         "dataset=['text'] must be a str, a Path or a dict",
     ),
     "a missing dataset": (lambda r, m, t: api.evaluate(m, t / "none.txt"), "does not exist"),
-    "an ending that nothing reads": (lambda r, m, t: api.evaluate(m, _file(t / "x.xyz", "a")), "ending"),
-    "an empty dataset": (lambda r, m, t: api.evaluate(m, _file(t / "x.txt", ""), seq_len=16), "x.txt"),
+    "an ending that nothing reads": (
+        lambda r, m, t: api.evaluate(m, _file(t / "x.xyz", "a")),
+        "ending",
+    ),
+    "an empty dataset": (
+        lambda r, m, t: api.evaluate(m, _file(t / "x.txt", ""), seq_len=16),
+        "x.txt",
+    ),
     "an unknown option of a dataset": (
         lambda r, m, t: api.evaluate(m, {"datasett": "text"}),
         "did you mean validation.dataset?",
@@ -131,7 +179,10 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), seq_len="16"),
         'seq_len="16" must be an int',
     ),
-    "a missing column": (lambda r, m, t: api.evaluate(m, _file(t / "x.jsonl", '{"a": "b"}\n'), seq_len=16), "text"),
+    "a missing column": (
+        lambda r, m, t: api.evaluate(m, _file(t / "x.jsonl", '{"a": "b"}\n'), seq_len=16),
+        "text",
+    ),
     "a report of nothing": (lambda r, m, t: api.report(t / "none"), "none"),
     "a report of a number": (lambda r, m, t: api.report(3), "runs=3 must be"),
     "a report of an empty folder": (lambda r, m, t: api.report(t, t / "a.html"), "metrics.jsonl"),
@@ -139,18 +190,30 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.report(r, t / "missing/x.html"),
         "is in a folder that does not exist",
     ),
-    "a report of a stepped run": (lambda r, m, t: api.report(_stepped(t), t / "x.html"), "only train() writes metrics"),
+    "a report of a stepped run": (
+        lambda r, m, t: api.report(_stepped(t), t / "x.html"),
+        "only train() writes metrics",
+    ),
     "a report on a folder": (lambda r, m, t: api.report(r, t), "output="),
-    "text for the number of GPUs": (lambda r, m, t: api.plan("debug", gpus="64"), 'gpus="64" must be an int or None'),
+    "text for the number of GPUs": (
+        lambda r, m, t: api.plan("debug", gpus="64"),
+        'gpus="64" must be an int or None',
+    ),
     "no GPU": (lambda r, m, t: api.plan("debug", gpus=0), "gpus=0 must be"),
     "an unknown device": (lambda r, m, t: api.plan("debug", device="h101"), "h101"),
-    "a device of a number": (lambda r, m, t: api.plan("debug", device=100), "device=100 must be a str"),
+    "a device of a number": (
+        lambda r, m, t: api.plan("debug", device=100),
+        "device=100 must be a str",
+    ),
     "a plan of a mesh that does not fit": (
         lambda r, m, t: api.plan("debug", {"parallelism.tensor_parallel_degree": 3}, gpus=4),
         "parallelism",
     ),
     "meshes of numbers": (lambda r, m, t: api.verify("debug", meshes=[2]), "meshes=[2] must be"),
-    "text for the number of steps": (lambda r, m, t: api.verify("debug", steps="3"), 'steps="3" must be an int'),
+    "text for the number of steps": (
+        lambda r, m, t: api.verify("debug", steps="3"),
+        'steps="3" must be an int',
+    ),
     "a number for the path of a dataset": (
         lambda r, m, t: api.evaluate(m, {"dataset": "jsonl", "dataset_path": 5}),
         'validation.dataset_path="5" does not exist',
@@ -163,7 +226,10 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.evaluate(m, {"dataset": "text", "dataset_path": str(t), "seq_len": "x"}),
         'validation.seq_len="x" must be an integer',
     ),
-    "a number as the name of an option of a dataset": (lambda r, m, t: api.evaluate(m, {3: 4}), "validation.3"),
+    "a number as the name of an option of a dataset": (
+        lambda r, m, t: api.evaluate(m, {3: 4}),
+        "validation.3",
+    ),
     "a sequence longer than memory": (
         lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), seq_len=10**9),
         "seq_len=1000000000 with 8 rows per batch exceeds 67,108,864 tokens",
@@ -186,11 +252,20 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda r, m, t: api.generate(m, ["def", "\ud800"]),
         "prompts[1]: column 'prompt' has a lone surrogate",
     ),
-    "a missing tokenizer": (lambda r, m, t: api.load_model(_hub(t), tokenizer="nope"), 'tokenizer="nope" does not'),
+    "a missing tokenizer": (
+        lambda r, m, t: api.load_model(_hub(t), tokenizer="nope"),
+        'tokenizer="nope" does not',
+    ),
     "a folder as the configuration": (lambda r, m, t: api.load_config(t), 'path="'),
     "a folder to train": (lambda r, m, t: api.Trainer(t), 'config="'),
-    "a missing file to plan": (lambda r, m, t: api.plan("none.toml"), 'config="none.toml" does not exist'),
-    "a missing file to verify": (lambda r, m, t: api.verify("none.toml"), 'path="none.toml" does not exist'),
+    "a missing file to plan": (
+        lambda r, m, t: api.plan("none.toml"),
+        'config="none.toml" does not exist',
+    ),
+    "a missing file to verify": (
+        lambda r, m, t: api.verify("none.toml"),
+        'path="none.toml" does not exist',
+    ),
     "a report of no run": (lambda r, m, t: api.report([]), "runs=[] must have at least one folder"),
     "a verified number": (lambda r, m, t: api.verify(3), "path=3 must be"),
 }
@@ -236,7 +311,10 @@ def test_value_that_looks_like_a_flag_is_shown_unchanged(tmp_path: Path) -> None
         (lambda: api.plan("--help"), 'config="--help" does not exist'),
         (lambda: api.plan("debug", device="--json"), 'device="--json" is not a known device'),
         (lambda: api.report("--output"), 'runs="--output" has no metrics.jsonl'),
-        (lambda: api.load_model(tmp_path / "x --config y"), f'path="{tmp_path}/x --config y" does not exist'),
+        (
+            lambda: api.load_model(tmp_path / "x --config y"),
+            f'path="{tmp_path}/x --config y" does not exist',
+        ),
         (lambda: api.load_model(broken), f"{broken}: "),
     ]
     for call, answer in calls:
@@ -264,7 +342,8 @@ def test_run_with_a_custom_model_file_opens_if_its_configuration_is_named(tmp_pa
     (tmp_path / "my_model.py").write_text(source.read_text())
     folder = tmp_path / "run"
     with shardtrain.Trainer(
-        "debug", {**TINY, "model.name": str(tmp_path / "my_model.py"), "job.dump_folder": str(folder)}
+        "debug",
+        {**TINY, "model.name": str(tmp_path / "my_model.py"), "job.dump_folder": str(folder)},
     ) as trainer:
         assert next(trainer.model.parameters()).requires_grad
         trainer.train()
@@ -278,7 +357,11 @@ def _folder_without_tokenizer(kind: str, folder: Path) -> Path:
     """Create a model of the given kind with weights but without a usable tokenizer."""
     if kind == "a run":
         shutil.copytree(bpe_folder(folder / "original"), folder / "tokenizer")
-        options = {**TINY, "model.hf_assets_path": str(folder / "tokenizer"), "job.dump_folder": str(folder / "run")}
+        options = {
+            **TINY,
+            "model.hf_assets_path": str(folder / "tokenizer"),
+            "job.dump_folder": str(folder / "run"),
+        }
         shardtrain.Trainer("debug", options).train()
         shutil.rmtree(folder / "tokenizer")
         return folder / "run"

@@ -29,7 +29,10 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs/recipes").glob("*.toml"))
-WIDE = {"hidden_size": 128, "intermediate_size": 128}  # keys and values have 64 features, the rank of the adapters
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+}  # keys and values have 64 features, the rank of the adapters
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-135M": ("llama2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "Llama-3.2-1B": ("llama3-tied", WIDE),
@@ -181,5 +184,11 @@ def test_each_recipe_has_a_page_and_each_page_a_recipe() -> None:
         assert f"({name}.md)" in table and f"({name}.toml)" in table
         text = page_of(name).read_text()
         headings = re.findall(r"^## (.*)$", text, flags=re.M)
-        assert headings == ["Data", "Commands", "Memory and time", "What to look at", "What goes wrong"]
+        assert headings == [
+            "Data",
+            "Commands",
+            "Memory and time",
+            "What to look at",
+            "What goes wrong",
+        ]
         assert len(rows_of(name)) == 2 and f"$ shardtrain train configs/recipes/{name}.toml" in text

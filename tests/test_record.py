@@ -61,7 +61,12 @@ def batch(step: int) -> list[Tensor]:
 
 
 def train(
-    folder: Path, rank: int, size: int, kind: str = "one process", fault: str = "", precision: str = "float32"
+    folder: Path,
+    rank: int,
+    size: int,
+    kind: str = "one process",
+    fault: str = "",
+    precision: str = "float32",
 ) -> None:
     """Train ``Network`` on the same samples as one process, DDP, FSDP2 or tensor parallelism, and record it."""
     torch.manual_seed(rank if fault == "a seed for each rank" else 0)
@@ -111,7 +116,11 @@ def train(
             for parameter in network.parameters():
                 parameter.grad.mul_(1 + rank)
         recorder.write(
-            step, loss=loss_sum.detach() / num_tokens, num_tokens=num_tokens, lr=0.01, samples=[*map(int, chosen)]
+            step,
+            loss=loss_sum.detach() / num_tokens,
+            num_tokens=num_tokens,
+            lr=0.01,
+            samples=[*map(int, chosen)],
         )
         if fault == "a stronger update" and size > 1:
             optimizer.param_groups[0]["lr"] = 0.02
@@ -140,10 +149,18 @@ def test_a_correct_program_has_the_recording_of_one_process(tmp_path: Path, kind
 
 # fault -> program, what differs first, and a part of the cause
 FAULTS = {
-    "no divide factor": ("fsdp", "gradients", "all gradients are 0.5 times as large = 1 / 2, by the numbers of ranks"),
+    "no divide factor": (
+        "fsdp",
+        "gradients",
+        "all gradients are 0.5 times as large = 1 / 2, by the numbers of ranks",
+    ),
     "own tokens": ("ddp", "gradients", "mean of means: ranks of .* have 14, 50 tokens"),
     "the same samples": ("ddp", "samples", "the second run has samples more than once"),
-    "no reduction": ("ddp", "gradients", "missing reduction: ranks of .* hold different gradients of embed.weight"),
+    "no reduction": (
+        "ddp",
+        "gradients",
+        "missing reduction: ranks of .* hold different gradients of embed.weight",
+    ),
     "a seed for each rank": ("fsdp", "weights", "the initial weights differ"),
     "a stronger update": ("ddp", "weights", "the gradients of step 0 agree, .* times as large"),
     "another learning rate": ("ddp", "weights", "the gradients of step 0 agree, .* times as large"),
@@ -234,20 +251,36 @@ def test_a_submodule_with_the_name_of_a_wrapper_keeps_its_parameters(tmp_path: P
     model.bias = nn.Parameter(torch.ones(5))
     for name, recorded in (("plain", model), ("wrapped", nn.ModuleDict({"module": model}))):
         Recorder(tmp_path / name, recorded).write(0)
-        assert recordings.read(tmp_path / name).shapes == {"bias": (5,), "module.weight": (3, 2), "module.bias": (3,)}
+        assert recordings.read(tmp_path / name).shapes == {
+            "bias": (5,),
+            "module.weight": (3, 2),
+            "module.bias": (3,),
+        }
 
 
 DAMAGES = {
     "no folder": (lambda folder: (folder / "rank-0.jsonl").unlink(), "has no recording"),
-    "a rank is missing": (lambda folder: edit(folder, num_ranks=3), "has no rank-1.jsonl, but its program had 3 ranks"),
+    "a rank is missing": (
+        lambda folder: edit(folder, num_ranks=3),
+        "has no rank-1.jsonl, but its program had 3 ranks",
+    ),
     "another format": (lambda folder: edit(folder, format=9), "has format 9"),
-    "no description": (lambda folder: (folder / "rank-0.jsonl").write_text("{}\n"), "does not start with"),
+    "no description": (
+        lambda folder: (folder / "rank-0.jsonl").write_text("{}\n"),
+        "does not start with",
+    ),
     "not JSON": (lambda folder: append(folder, "not json\n"), "is damaged"),
     "no object": (lambda folder: append(folder, "[1]\n"), "is damaged"),
     "no step": (lambda folder: append(folder, '{"loss": 1}\n'), "without the number of a step"),
-    "a step without gradients": (lambda folder: append(folder, '{"step": 7}\n'), "step 7 is damaged"),
+    "a step without gradients": (
+        lambda folder: append(folder, '{"step": 7}\n'),
+        "step 7 is damaged",
+    ),
     "deep": (lambda folder: append(folder, "[" * 100_000 + "\n"), "is damaged"),
-    "another file": (lambda folder: (folder / "rank-x.jsonl").touch(), "is not a file of a recording"),
+    "another file": (
+        lambda folder: (folder / "rank-x.jsonl").touch(),
+        "is not a file of a recording",
+    ),
 }
 
 
@@ -322,7 +355,10 @@ NOISE = 1e-9 * torch.cos(torch.arange(40.0))
 
 
 def first_of(
-    folder: Path, one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], steps: Sequence[int] = (0,)
+    folder: Path,
+    one: Sequence[dict[str, Any]],
+    other: Sequence[dict[str, Any]],
+    steps: Sequence[int] = (0,),
 ) -> Any:
     return recorded_differences.compare(record(folder / "a", one, steps), record(folder / "b", other, steps)).first
 
@@ -381,7 +417,10 @@ def test_numbers_that_are_not_finite_are_the_cause(tmp_path: Path) -> None:
 
 
 def test_recordings_without_effect_are_refused(tmp_path: Path) -> None:
-    a, c = record(tmp_path / "a", [{"large": GRADIENT}]), record(tmp_path / "c", [{"large": GRADIENT}], (7,))
+    a, c = (
+        record(tmp_path / "a", [{"large": GRADIENT}]),
+        record(tmp_path / "c", [{"large": GRADIENT}], (7,)),
+    )
     with pytest.raises(ConfigError, match=r"--rounding=.* has no step in common"):
         recorded_differences.compare(a, a, rounding=c)
     empty = record(tmp_path / "empty", [{}])
@@ -399,7 +438,11 @@ def test_ranks_with_the_same_samples_count_once(tmp_path: Path) -> None:
             recorder = Recorder(tmp_path, model, data_rank=0)
             if rank == 0:
                 model.weight.grad = torch.ones(2, 2)
-            numbers = {"loss": torch.tensor(2.0), "num_tokens": torch.tensor(8), "lr": torch.tensor(0.5)}
+            numbers = {
+                "loss": torch.tensor(2.0),
+                "num_tokens": torch.tensor(8),
+                "lr": torch.tensor(0.5),
+            }
             recorder.write(0, **(numbers if rank else {}), samples=torch.arange(2))
     (step,) = recordings.read(tmp_path).steps
     assert step.losses == (2.0,) and step.num_tokens == (8,) and step.samples == ("0", "1")
@@ -441,7 +484,12 @@ def train_with_transformers(rank: int, folder: Path, size: int, averages_tokens:
 
     torch.set_num_threads(1)
     transformers.set_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
     generator = torch.Generator().manual_seed(1)
     rows = []

@@ -76,7 +76,10 @@ def test_hosted_ci_and_hooks_run_existing_commands() -> None:
     oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert oldest and oldest[1] in jobs["ci"]["strategy"]["matrix"]["python"]
     hooks = yaml.safe_load((ROOT / ".github/pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert {hook["entry"].split()[0] for hook in hooks} == {".venv/bin/ruff", ".venv/bin/lint-imports"}
+    assert {hook["entry"].split()[0] for hook in hooks} == {
+        ".venv/bin/ruff",
+        ".venv/bin/lint-imports",
+    }
 
 
 def test_templates_ask_which_numbers_changed() -> None:
@@ -97,7 +100,12 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
     read = r'environ(?:\.get\(|\[)\s*"(SHARDTRAIN_\w+)"|"(SHARDTRAIN_\w+)" not in os\.environ'
     variables = {first or second for source in sources for first, second in re.findall(read, source)}
     # variables of the package, and of the test runner
-    variables -= {"SHARDTRAIN_PARENT", "SHARDTRAIN_TEST_COSTS", "SHARDTRAIN_TEST_FAILURES", "SHARDTRAIN_TEST_PATIENCE"}
+    variables -= {
+        "SHARDTRAIN_PARENT",
+        "SHARDTRAIN_TEST_COSTS",
+        "SHARDTRAIN_TEST_FAILURES",
+        "SHARDTRAIN_TEST_PATIENCE",
+    }
     assert variables == set(re.findall(r"`(SHARDTRAIN_\w+)`", text))
     programs = {name for source in sources for name in re.findall(r'\bwhich\(\s*"([\w-]+)"', source)}
     programs |= {*slurm_cluster.PROGRAMS, "unshare", "nsenter", "ip", "kubectl", "openssl"}
@@ -113,7 +121,16 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
 
 def test_no_generated_file_is_tracked() -> None:
     suffixes = {".log", ".pyc", ".pyo", ".out", ".err", ".tmp", ".swp"}
-    folders = {"__pycache__", "outputs", "logs", ".pytest_cache", ".mypy_cache", ".ruff_cache", "build", "dist"}
+    folders = {
+        "__pycache__",
+        "outputs",
+        "logs",
+        ".pytest_cache",
+        ".mypy_cache",
+        ".ruff_cache",
+        "build",
+        "dist",
+    }
     written = [
         path.relative_to(ROOT).as_posix()
         for path in tracked_files()

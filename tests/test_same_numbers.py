@@ -32,13 +32,25 @@ MESHES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "ddp 2 x tp 2": (4, {"parallelism": {**REPLICATE_2, **TENSOR_2}}),
     "hsdp 2x2 x tp 2": (8, {"parallelism": {**REPLICATE_2, **TENSOR_2}}),
     "zero-1 2": (2, {"parallelism": {**REPLICATE_2, "shard_optimizer_states": True}}),
-    "zero-1 2 x tp 2": (4, {"parallelism": {**REPLICATE_2, **TENSOR_2, "shard_optimizer_states": True}}),
+    "zero-1 2 x tp 2": (
+        4,
+        {"parallelism": {**REPLICATE_2, **TENSOR_2, "shard_optimizer_states": True}},
+    ),
     "zero-1 2 x fsdp 2": (4, {"parallelism": {**REPLICATE_2, "shard_optimizer_states": True}}),
     "recompute full": (2, {"activation_checkpoint": {"mode": "full"}}),
     "recompute every 2nd": (2, {"activation_checkpoint": {"mode": "selective"}}),
-    "recompute op": (2, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}),
-    "recompute full, inputs on cpu": (2, {"activation_checkpoint": {"mode": "full", "cpu_offload": True}}),
-    "recompute full x tp 2": (2, {"parallelism": TENSOR_2, "activation_checkpoint": {"mode": "full"}}),
+    "recompute op": (
+        2,
+        {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    ),
+    "recompute full, inputs on cpu": (
+        2,
+        {"activation_checkpoint": {"mode": "full", "cpu_offload": True}},
+    ),
+    "recompute full x tp 2": (
+        2,
+        {"parallelism": TENSOR_2, "activation_checkpoint": {"mode": "full"}},
+    ),
 }
 
 
@@ -114,7 +126,8 @@ def test_every_norm_type_is_the_same_with_tensor_parallelism(norm_type: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallelism"), cases([(2, {})], nightly=[(2, REPLICATE_2), (2, TENSOR_2), (4, TENSOR_2)])
+    ("num_ranks", "parallelism"),
+    cases([(2, {})], nightly=[(2, REPLICATE_2), (2, TENSOR_2), (4, TENSOR_2)]),
 )
 def test_bfloat16_is_the_same_on_every_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
     # bfloat16 has 8-bit mantissas: sums of activations in another order sometimes differ by a relative 2^-8

@@ -56,7 +56,17 @@ def store_requests(rank: int, folder: Path) -> list[str]:
     """Return the requests of a rank to any store in a run of four steps, in an existing process group."""
     requests: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("set", "get", "add", "wait", "check", "compare_set", "multi_get", "multi_set", "delete_key"):
+        for name in (
+            "set",
+            "get",
+            "add",
+            "wait",
+            "check",
+            "compare_set",
+            "multi_get",
+            "multi_set",
+            "delete_key",
+        ):
             patch.setattr(dist.Store, name, recording(requests, name, getattr(dist.Store, name)))
         dist.PrefixStore("seen", dist.HashStore()).set("key", "value")
         ended = train_whole(rank, tiny_config(job={"dump_folder": str(folder)}, training={"steps": 4}))

@@ -12,7 +12,14 @@ import patience
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ["run_train.sh", "run_llama_train.sh", "run_tests.sh", ".ci/environment.sh", ".ci/run", "pyproject.toml"]
+SCRIPTS = [
+    "run_train.sh",
+    "run_llama_train.sh",
+    "run_tests.sh",
+    ".ci/environment.sh",
+    ".ci/run",
+    "pyproject.toml",
+]
 
 STAND_IN = r"""#!/usr/bin/env bash
 case "$*" in
@@ -50,7 +57,16 @@ def run(repository, script, *arguments, cwd=None, **environment):
     """Run a script with a fake Python. Return its exit status, the calls of Python, stderr, and the process ID."""
     calls = repository.parent / "calls"
     calls.write_text("")
-    unwanted = ("VIRTUAL_ENV", "CONDA_PREFIX", "NGPU", "CONFIG_FILE", "COMM_MODE", "LOG_RANK", "TRAIN_FILE", "PYTHON")
+    unwanted = (
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "NGPU",
+        "CONFIG_FILE",
+        "COMM_MODE",
+        "LOG_RANK",
+        "TRAIN_FILE",
+        "PYTHON",
+    )
     inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
     fake_python = str(repository.parent / "fake-python")
     process = subprocess.Popen(
@@ -86,7 +102,14 @@ def test_scripts_are_executable_and_parse(script):
 def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration(repository, script, tmp_path):
     code, calls, err, _ = run(repository, script, "--training.steps", "5", cwd=tmp_path)
     assert code == 0, err
-    assert started(calls) == ["-m", "shardtrain", "train", f"{repository}/configs/debug.toml", "--training.steps", "5"]
+    assert started(calls) == [
+        "-m",
+        "shardtrain",
+        "train",
+        f"{repository}/configs/debug.toml",
+        "--training.steps",
+        "5",
+    ]
     assert (repository / ".venv/bin/python").exists()
     assert any("--editable" in call and "--constraint" in call for call in calls)
 
@@ -138,7 +161,15 @@ def test_tests_run_in_parallel_and_arguments_of_the_caller_come_last(repository)
     _, calls, _, _ = run(repository, "run_tests.sh", "tests/test_cli.py", "-n", "0", "-k", "two words")
     arguments = started(calls)
     assert arguments[:3] == ["-m", "pytest", "-n"] and 1 <= int(arguments[3]) <= 16
-    assert arguments[4:] == ["--dist", "worksteal", "tests/test_cli.py", "-n", "0", "-k", "two words"]
+    assert arguments[4:] == [
+        "--dist",
+        "worksteal",
+        "tests/test_cli.py",
+        "-n",
+        "0",
+        "-k",
+        "two words",
+    ]
 
 
 @pytest.fixture
@@ -265,7 +296,10 @@ def test_number_of_parallel_tests_does_not_depend_on_omp_num_threads(repository)
 
 @pytest.mark.parametrize(
     ("variables", "message"),
-    [({"OLD_PYTHON": "1"}, "no Python 3.11 or newer was found"), ({"NO_VENV": "1"}, "install python3-venv")],
+    [
+        ({"OLD_PYTHON": "1"}, "no Python 3.11 or newer was found"),
+        ({"NO_VENV": "1"}, "install python3-venv"),
+    ],
 )
 def test_missing_requirement_is_reported_in_one_line(repository, variables, message):
     code, calls, err, _ = run(repository, "run_train.sh", **variables)

@@ -18,7 +18,19 @@ import pytest
 import search
 import torch
 import torch.distributed as dist
-from search import MOST, TOLERANCES, Numbers, Searcher, Verdict, command, differences, parse, refusal, shrink, widened
+from search import (
+    MOST,
+    TOLERANCES,
+    Numbers,
+    Searcher,
+    Verdict,
+    command,
+    differences,
+    parse,
+    refusal,
+    shrink,
+    widened,
+)
 from search_case import (
     CP,
     DDP,
@@ -54,8 +66,16 @@ PARTS, NEWER_PARTS, MORE_PARTS, NETWORK_PARTS = 11, 3, 11, 3
 OLDER, NEW, MORE = (FAMILIES, ()), (NEWER, ()), ((*FAMILIES, *NEWER), FEATURES)
 """Pairs of the families and the features to draw from."""
 NETWORKS = (("llama3",), (ARCHITECTURES,))
-CHEAP = (("llama3", "mixtral"), ("named_stages", "distillation", "chat", "mixture", "low_bits", "early_step"))
-SMALL_COUNTS = ((COUNT * 7 // 10, OLDER), (COUNT - COUNT * 7 // 10, NEW), (COUNT // 7, CHEAP), (COUNT // 5, NETWORKS))
+CHEAP = (
+    ("llama3", "mixtral"),
+    ("named_stages", "distillation", "chat", "mixture", "low_bits", "early_step"),
+)
+SMALL_COUNTS = (
+    (COUNT * 7 // 10, OLDER),
+    (COUNT - COUNT * 7 // 10, NEW),
+    (COUNT // 7, CHEAP),
+    (COUNT // 5, NETWORKS),
+)
 """Number of cases in the default tier, by what they draw from. They have two ranks and few passes."""
 SMALL, SMALL_PIPELINE = 2, 8
 """Maximum passes through a layer per rank and step. The time of a case is proportional to them."""

@@ -29,7 +29,8 @@ def assert_silent(done: subprocess.CompletedProcess[str], folder: Path) -> None:
 
 
 @pytest.mark.nightly(
-    "with more sinks", by="tests/security/test_secret_canaries.py::test_run_with_all_sinks_writes_no_secret"
+    "with more sinks",
+    by="tests/security/test_secret_canaries.py::test_run_with_all_sinks_writes_no_secret",
 )
 def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
     folder = tmp_path / "outputs"
@@ -38,7 +39,12 @@ def test_a_run_writes_no_secret_anywhere(tmp_path: Path) -> None:
         "training.device": "cpu", "training.local_batch_size": 1, "training.seq_len": 32, "training.steps": 4,
         "lr_scheduler.warmup_steps": 1, "metrics.log_freq": 1, "profiling.profile_freq": 4,
     }  # fmt: skip
-    flags = ["job.print_config", "metrics.enable_tensorboard", "checkpoint.enable", "profiling.enable_profiling"]
+    flags = [
+        "job.print_config",
+        "metrics.enable_tensorboard",
+        "checkpoint.enable",
+        "profiling.enable_profiling",
+    ]
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = shardtrain("train", "--nproc", "2", *words, *(f"--{flag}" for flag in flags))
     assert done.returncode == 0, done.stderr

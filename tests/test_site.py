@@ -25,7 +25,18 @@ def test_site_has_every_page_and_no_warning(tmp_path: Path) -> None:
     pytest.importorskip("myst_nb")
     site = tmp_path / "site"
     # -W: broken links, pages outside every table of contents and bad docstrings are errors
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-b", "html"]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-c",
+        "docs",
+        "-b",
+        "html",
+    ]
     done = subprocess.run(
         [*command, "-d", str(tmp_path / "doctrees"), ".", str(site)],
         cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(200), check=False,

@@ -118,7 +118,8 @@ def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode"), cases([(1, "async")], nightly=[(1, "disabled"), (2, "disabled"), (2, "async")])
+    ("ranks", "mode"),
+    cases([(1, "async")], nightly=[(1, "disabled"), (2, "disabled"), (2, "async")]),
 )
 def test_storage_fault_ends_with_correct_losses_or_a_lossless_retry(
     ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -153,7 +154,11 @@ NAMES = ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "EACCES", "ENOMEM", "EMFI
 @pytest.mark.parametrize(
     ("file", "name"),
     cases(
-        [("metrics", "ESTALE"), ("log of a rank without a terminal", "ENOSPC"), ("manifest", "EDQUOT")],
+        [
+            ("metrics", "ESTALE"),
+            ("log of a rank without a terminal", "ENOSPC"),
+            ("manifest", "EDQUOT"),
+        ],
         nightly=[(file, name) for file in FILES for name in NAMES],
     ),
 )
@@ -161,7 +166,13 @@ def test_unwritable_file_is_named_with_cause_and_fix(file: str, name: str, tmp_p
     pattern, status = FILES[file]
     if status and name == "ENOMEM":
         status = 7
-    validation = {"enable": True, "dataset": "text", "dataset_path": text_file(), "freq": 3, "steps": 1}
+    validation = {
+        "enable": True,
+        "dataset": "text",
+        "dataset_path": text_file(),
+        "freq": 3,
+        "steps": 1,
+    }
     metrics = {"log_freq": 1}
     config = config_of(tmp_path / "run", "disabled", metrics=metrics, validation=validation)
     ranks = 2 if "without" in file else 1
@@ -200,7 +211,8 @@ def wrong_of_store(config: Config, ranks: int, fault: Fault, expected: dict[int,
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode"), cases([(1, "disabled")], nightly=[(1, "async"), (2, "disabled"), (2, "async")])
+    ("ranks", "mode"),
+    cases([(1, "disabled")], nightly=[(1, "async"), (2, "disabled"), (2, "async")]),
 )
 @pytest.mark.parametrize("kills", [False, True], ids=["faults", "kills"])
 @pytest.mark.nightly(
@@ -217,7 +229,10 @@ def test_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
     chosen, failures = random.Random(f"store {SEED}{kills} {ranks} {mode}"), []
     for number in range(KILLS if kills else FAULTS):
         process = chosen.choice(sorted(calls))
-        place, kind = chosen.randrange(1, calls[process] + 1), chosen.choice(ONLY or list(STORE_KINDS))
+        place, kind = (
+            chosen.randrange(1, calls[process] + 1),
+            chosen.choice(ONLY or list(STORE_KINDS)),
+        )
         fault = Fault(process, place, kind, chosen.choice([1, 1, 3]), late=chosen.random() < 0.3)
         if kills:
             fault = Fault(process, place, "kill", late=fault.late)
@@ -229,7 +244,10 @@ def test_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
 
 @pytest.mark.parametrize(
     ("ranks", "mode"),
-    cases([(2, "async")], nightly=[(1, "disabled"), (1, "async"), (2, "disabled"), (4, "disabled"), (4, "async")]),
+    cases(
+        [(2, "async")],
+        nightly=[(1, "disabled"), (1, "async"), (2, "disabled"), (4, "disabled"), (4, "async")],
+    ),
 )
 @pytest.mark.nightly(
     "at any call",
@@ -265,7 +283,12 @@ def test_kill_at_any_call_of_any_process_loses_nothing(
     ),
 )
 def test_temporary_storage_outage_costs_at_most_a_retry(
-    ranks: int, mode: str, kind: str, seconds: float, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: int,
+    mode: str,
+    kind: str,
+    seconds: float,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Here the lease is retried for 1 s instead of 20 s, so these outages correspond to 10 s and 40 s."""
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
@@ -290,7 +313,13 @@ def data_of(places: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
         return str(folder / "shards")
 
     dataset = "tokens" if kind == "shards" else "text"
-    return {"training": {**SECTIONS["training"], "dataset": dataset, "dataset_path": made_once(places, kind, make)}}
+    return {
+        "training": {
+            **SECTIONS["training"],
+            "dataset": dataset,
+            "dataset_path": made_once(places, kind, make),
+        }
+    }
 
 
 @pytest.mark.parametrize(("ranks", "kind"), cases([(1, "shards")], nightly=[(1, "text"), (2, "shards"), (2, "text")]))
@@ -344,7 +373,8 @@ def deletes_its_folder(loaded: Loaded) -> object:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mode"), cases([(2, "disabled")], nightly=[(1, "disabled"), (1, "async"), (2, "async")])
+    ("ranks", "mode"),
+    cases([(2, "disabled")], nightly=[(1, "disabled"), (1, "async"), (2, "async")]),
 )
 def test_folder_deleted_during_a_run_is_created_again(
     ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -355,7 +385,10 @@ def test_folder_deleted_during_a_run_is_created_again(
     assert code == 0, output
     folder = tmp_path / "run"
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
-    assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == ["step-4", "step-6"]
+    assert sorted(path.name for path in (folder / "checkpoint").glob("step-*")) == [
+        "step-4",
+        "step-6",
+    ]
     recorded = storage_faults.losses(config)
     assert sorted(recorded) == [4, 5, 6]
     assert all(expected[step] == loss for step, loss in recorded.items())
@@ -388,10 +421,12 @@ _NEW_MOUNTS = 0x00020000
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts folders: needs root"
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("mount"),
+    reason="mounts folders: needs root",
 )
 @pytest.mark.parametrize(
-    ("ranks", "mode"), cases([(1, "disabled")], nightly=[(1, "async"), (2, "disabled"), (2, "async")])
+    ("ranks", "mode"),
+    cases([(1, "disabled")], nightly=[(1, "async"), (2, "disabled"), (2, "async")]),
 )
 @pytest.mark.nightly(
     "mounts folders",

@@ -88,7 +88,18 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
         "SHARDTRAIN_TEST_FAILURES": str(folder / "failures.txt"),
     }
     marker = "markers=nightly: a law at more sizes or cases"
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "xdist.plugin", "-p", "tiers", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "pytest_timeout",
+        "-p",
+        "xdist.plugin",
+        "-p",
+        "tiers",
+        "-q",
+    ]
     done = subprocess.run(
         [*command, "-o", marker, "--strict-markers", "--rootdir=.", "-p", "no:cacheprovider", *arguments],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=patience.seconds(60), check=False,
@@ -171,7 +182,10 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
     code, _, output = run(folder)
     assert code == 0
     assert "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
-    for name in ("test_sample.py::test_gone", "test_more.py::test_on_pods"):  # not there, or not in the default tier
+    for name in (
+        "test_sample.py::test_gone",
+        "test_more.py::test_on_pods",
+    ):  # not there, or not in the default tier
         (folder / "test_more.py").write_text(test.format(name))
         code, _, output = run(folder)
         assert code == 1 and "test_more.py::test_on_pods has no case in the default tier" in output
@@ -234,7 +248,12 @@ def limits(text: str) -> list[str]:
 def test_every_wait_of_a_test_is_extended_under_load():
     offenders = {path.name: limits(path.read_text()) for path in TESTS.rglob("*.py")}
     assert not any(offenders.values()), "wait for patience.seconds(...)"
-    wrong = ["p.wait(20)", "subprocess.run(c, timeout=60)", "p.communicate(timeout=9.5)", "end = time.monotonic() + 60"]
+    wrong = [
+        "p.wait(20)",
+        "subprocess.run(c, timeout=60)",
+        "p.communicate(timeout=9.5)",
+        "end = time.monotonic() + 60",
+    ]
     assert all(limits(line) for line in wrong)
     assert not limits('p.wait(patience.seconds(20)); ", ".join(words); x.get(7); p.join(0.1); p.wait()')
 

@@ -170,11 +170,23 @@ _of_workers: dict[str, dict[str, Any]] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers", "which tests run")
-    group.addoption("--all", action="store_true", dest="all_tiers", help="run the default tier and all nightly cases")
-    group.addoption("--share", metavar="K/N", help="run only the K-th of N shares of the nightly cases")
-    group.addoption("--minutes", type=float, metavar="N", help="skip tests that have not started after N minutes")
     group.addoption(
-        "--backwards", action="store_true", help="run files in reverse order, starting with those --minutes skipped"
+        "--all",
+        action="store_true",
+        dest="all_tiers",
+        help="run the default tier and all nightly cases",
+    )
+    group.addoption("--share", metavar="K/N", help="run only the K-th of N shares of the nightly cases")
+    group.addoption(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="skip tests that have not started after N minutes",
+    )
+    group.addoption(
+        "--backwards",
+        action="store_true",
+        help="run files in reverse order, starting with those --minutes skipped",
     )
     group.addoption("--laws", action="store_true", help="list every law with its cases, and run nothing")
 

@@ -282,7 +282,11 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
             ids[-1].extend(batch.sample_ids_B.tolist())
         return batch
 
-    originals: dict[str, Any] = {"build": trainer.build, "step": trainer.step, "pull": data.DataLoader.__next__}
+    originals: dict[str, Any] = {
+        "build": trainer.build,
+        "step": trainer.step,
+        "pull": data.DataLoader.__next__,
+    }
     trainer.build, trainer.step, data.DataLoader.__next__ = build, step, pull  # type: ignore[method-assign]
     log.setup(rank, size, Path(config.job.dump_folder), config.metrics.save_log_file, console=False)
     error = None

@@ -27,7 +27,10 @@ def _bpe_json(special: tuple[str, ...]) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=256 + 80 + len(special), special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+        vocab_size=256 + 80 + len(special),
+        special_tokens=list(special),
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # like GPT-2 and Llama 3
@@ -89,7 +92,11 @@ def with_post_processor(folder: Path, style: str | None, bos: str = "<s>", eos: 
     with_both = processors.TemplateProcessing(
         single=f"{bos} $A {eos}", pair=f"{bos} $A {eos} $B {eos}", special_tokens=ids
     )
-    styles = {"gpt2": byte_level, "llama3": processors.Sequence([byte_level, with_bos]), "bert": with_both}
+    styles = {
+        "gpt2": byte_level,
+        "llama3": processors.Sequence([byte_level, with_bos]),
+        "bert": with_both,
+    }
     if style is not None:
         tokenizer.post_processor = styles[style]
     content = json.loads(tokenizer.to_str())

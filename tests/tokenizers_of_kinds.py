@@ -7,7 +7,15 @@ import json
 import tempfile
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer as OpenedTokenizer
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer

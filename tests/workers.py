@@ -40,7 +40,14 @@ class Server:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._path)
             listener.listen()
-            command = [sys.executable, "-c", BOOTSTRAP, tests_folder, str(listener.fileno()), *arguments]
+            command = [
+                sys.executable,
+                "-c",
+                BOOTSTRAP,
+                tests_folder,
+                str(listener.fileno()),
+                *arguments,
+            ]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
 
     def command(self) -> str:
@@ -113,7 +120,10 @@ def _collect(arguments: list[str]) -> None:
     helper = _rewrite_from_the_end()
     gc.disable()  # a million objects stay alive, and each collection would visit them
     try:  # the workers report collection errors
-        pytest.main([*arguments, "--collect-only", "-n", "0", "-p", "no:cacheprovider"], plugins=[_Forgetful()])
+        pytest.main(
+            [*arguments, "--collect-only", "-n", "0", "-p", "no:cacheprovider"],
+            plugins=[_Forgetful()],
+        )
     finally:
         for number, original in enumerate(originals, 1):
             os.dup2(original, number)

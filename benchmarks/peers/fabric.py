@@ -21,7 +21,8 @@ torch.manual_seed(0)
 plain = Llama()
 assert sum(parameter.numel() for parameter in plain.parameters()) == PARAMETERS
 model, optimizer = fabric.setup(
-    plain, torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    plain,
+    torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True),
 )
 for step in range(asked.steps):
     inputs, targets = rows(step, 0, ROWS)

@@ -17,7 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small_checkpoint import assert_is_of_its_step, checkpoints, facts, rest, save, weights, world_of_one
+from small_checkpoint import (
+    assert_is_of_its_step,
+    checkpoints,
+    facts,
+    rest,
+    save,
+    weights,
+    world_of_one,
+)
 from tiny import Ended, assert_bitwise, shallow_config, train_whole
 
 from shardtrain.checkpoint import async_save, files, manifest
@@ -114,7 +122,9 @@ def test_second_background_save_is_skipped_and_counted(manager: Checkpoints, cap
     assert manager.steps() == [1, 4]
 
 
-def test_last_save_waits_for_the_previous_one_and_blocks_until_written(manager: Checkpoints) -> None:
+def test_last_save_waits_for_the_previous_one_and_blocks_until_written(
+    manager: Checkpoints,
+) -> None:
     with blocked_writers() as go:
         save(manager, 1)
         threading.Timer(0.2, go.set).start()
@@ -217,7 +227,11 @@ def tensors_of_rank(step: int) -> dict[str, torch.Tensor]:
     """
     rank = dist.get_rank()
     private = {f"model.own{rank}": torch.arange(1000, dtype=torch.float32).add(rank + step)} if rank < 2 else {}
-    return {**private, "model.common": torch.full((7,), step, dtype=torch.int64), "model.odd": torch.ones(3).bool()}
+    return {
+        **private,
+        "model.common": torch.full((7,), step, dtype=torch.int64),
+        "model.odd": torch.ones(3).bool(),
+    }
 
 
 def three_ranks(rank: int, root: Path) -> dict[str, Any]:
@@ -258,7 +272,9 @@ def three_ranks(rank: int, root: Path) -> dict[str, Any]:
     return results
 
 
-def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(tmp_path: Path) -> None:
+def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(
+    tmp_path: Path,
+) -> None:
     answers = run_ranks(3, three_ranks, tmp_path)
     for step in (1, 2):
         blocking, background = (tmp_path / mode / f"checkpoint/step-{step}" for mode in ("disabled", "async"))
@@ -285,12 +301,17 @@ def run(rank: int, folder: Path, mode: str, stop_after: int | None = None) -> En
     checkpoint = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 0}
     training = {"steps": 7, "local_batch_size": 4}
     return train_whole(
-        rank, shallow_config(job={"dump_folder": str(folder)}, training=training, checkpoint=checkpoint), stop_after
+        rank,
+        shallow_config(job={"dump_folder": str(folder)}, training=training, checkpoint=checkpoint),
+        stop_after,
     )
 
 
 def runs_of_each_mode(rank: int, root: Path) -> dict[str, Ended]:
-    runs = {"blocking": run(rank, root / "blocking", "disabled"), "async": run(rank, root / "async", "async")}
+    runs = {
+        "blocking": run(rank, root / "blocking", "disabled"),
+        "async": run(rank, root / "async", "async"),
+    }
     run(rank, root / "cut", "async", stop_after=5)
     runs["continued"] = run(rank, root / "cut", "async")
     with pytest.MonkeyPatch.context() as patch:
@@ -341,7 +362,9 @@ def test_stop_request_waits_for_the_save_in_flight_and_saves_the_newest_step(
     manager: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        shutdown, "save", lambda run, manager, last, wait: manager.save(2, weights(2), rest(2), facts(2), last, wait)
+        shutdown,
+        "save",
+        lambda run, manager, last, wait: manager.save(2, weights(2), rest(2), facts(2), last, wait),
     )
     with blocked_writers() as go:
         save(manager, 1)

@@ -34,7 +34,11 @@ def group() -> Iterator[None]:
 
 def config(root: Path, patience: int = 0, **options: Any) -> Config:
     checkpoint = Checkpoint(enable=True, **{"keep_best": "validation.loss", "keep_latest_k": 2, **options})
-    return Config(job=Job(dump_folder=str(root)), checkpoint=checkpoint, validation=Validation(patience=patience))
+    return Config(
+        job=Job(dump_folder=str(root)),
+        checkpoint=checkpoint,
+        validation=Validation(patience=patience),
+    )
 
 
 VALUES = st.lists(st.sampled_from([NAN, INF, -INF, 1.0, 2.0, 3.0, -1.5]), max_size=12)
@@ -46,7 +50,8 @@ def test_best_is_the_first_step_with_the_best_finite_value_also_across_a_resume(
     values: list[float], mode: str, cut: int, patience: int
 ) -> None:
     options = Config(
-        checkpoint=Checkpoint(keep_best="validation.loss", best_mode=mode), validation=Validation(patience=patience)
+        checkpoint=Checkpoint(keep_best="validation.loss", best_mode=mode),
+        validation=Validation(patience=patience),
     )  # type: ignore[arg-type]
     best = Best(options)
     for step, value in enumerate(values):
@@ -88,7 +93,12 @@ def test_best_checkpoint_is_not_deleted_until_a_better_one_exists(
     ):
         save(manager, step, loss)
         assert manager.steps() == expected, step
-    assert read_pointer(folder) == {"step": 7, "metric": "validation.loss", "mode": "min", "value": 1.5}
+    assert read_pointer(folder) == {
+        "step": 7,
+        "metric": "validation.loss",
+        "mode": "min",
+        "value": 1.5,
+    }
     checkpoint_command.main(["ls", str(folder)])
     lines = capsys.readouterr().out.splitlines()
     assert [("best: validation.loss 1.5" in line) for line in lines] == [True, False, False]
@@ -118,7 +128,14 @@ def test_stale_or_broken_pointer_is_rewritten(
     assert read_pointer(folder)["step"] == 1 and manager.steps() == [1, 2] and "cannot write" in caplog.text
     save(manager, 3, 2.5)
     assert read_pointer(folder)["step"] == 2 and manager.steps() == [2, 3]
-    for text in ("", "{}", "[]", '{"step": "x"}', "[" * 3000, '{"step": 2, "metric": 3, "value": 1}'):
+    for text in (
+        "",
+        "{}",
+        "[]",
+        '{"step": "x"}',
+        "[" * 3000,
+        '{"step": 2, "metric": 3, "value": 1}',
+    ):
         (folder / "best.json").write_text(text)
         assert read_pointer(folder) == {}
     save(manager, 4, 2.5)
@@ -129,7 +146,14 @@ def test_stale_or_broken_pointer_is_rewritten(
 
 @pytest.mark.parametrize(
     "state",
-    [3, [], {}, {"metric": "validation.loss"}, {"step": "1"}, {"step": True, "kept": 1, "without_improvement": 0}],
+    [
+        3,
+        [],
+        {},
+        {"metric": "validation.loss"},
+        {"step": "1"},
+        {"step": True, "kept": 1, "without_improvement": 0},
+    ],
 )
 def test_invalid_state_of_best_is_reported_and_ignored(state: Any, tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
@@ -160,14 +184,31 @@ LOSSES = [3.0, 2.0, 2.5, NAN, 2.0, 1.0, 9.0, 9.0, 9.0, 9.0]
 
 
 def run(
-    rank: int, root: Path, losses: list[float], patience: int = 3, stop_after: int | None = None, **options: Any
+    rank: int,
+    root: Path,
+    losses: list[float],
+    patience: int = 3,
+    stop_after: int | None = None,
+    **options: Any,
 ) -> Ended:
     def scripted(self: Validator, step: int) -> Evaluation:
         self._last_step = step
         return Evaluation(losses[step - 1] + 1e-9 * rank, 1, 1)
 
-    checkpoint = {"enable": True, "interval": 100, "keep_best": "validation.loss", "async_mode": "async", **options}
-    validation = {"enable": True, "dataset": "text", "dataset_path": text_file(), "freq": 1, "seq_len": 64}
+    checkpoint = {
+        "enable": True,
+        "interval": 100,
+        "keep_best": "validation.loss",
+        "async_mode": "async",
+        **options,
+    }
+    validation = {
+        "enable": True,
+        "dataset": "text",
+        "dataset_path": text_file(),
+        "freq": 1,
+        "seq_len": 64,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Validator, "run", scripted)
         return train_whole(
@@ -191,7 +232,9 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
     return runs_by_name
 
 
-def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume(tmp_path: Path) -> None:
+def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume(
+    tmp_path: Path,
+) -> None:
     for answer in run_ranks(2, runs, tmp_path):
         assert all(ended.error is None for ended in answer.values()), answer
         assert answer["once"].state["step"] == 5
@@ -201,7 +244,13 @@ def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume
         assert answer["more"].state["step"] == 10, "with more patience the run continues, and step 6 is better"
     folder = tmp_path / "once/checkpoint"
     assert read_pointer(folder)["step"] == 6
-    assert {path.name for path in folder.glob("step-*")} == {"step-1", "step-2", "step-5", "step-6", "step-10"}
+    assert {path.name for path in folder.glob("step-*")} == {
+        "step-1",
+        "step-2",
+        "step-5",
+        "step-6",
+        "step-10",
+    }
     assert read_pointer(tmp_path / "cut/checkpoint")["step"] == 2
 
 
@@ -216,7 +265,10 @@ def seeds(rank: int, root: Path) -> dict[str, Ended]:
             ),
         )
 
-    runs_by_name = {"plain": start("plain"), "seed": start("seed", create_seed_checkpoint=True, async_mode="async")}
+    runs_by_name = {
+        "plain": start("plain"),
+        "seed": start("seed", create_seed_checkpoint=True, async_mode="async"),
+    }
     runs_by_name["from seed"] = start("seed")
     runs_by_name["too late"] = start("seed", create_seed_checkpoint=True)
     return runs_by_name
@@ -225,7 +277,10 @@ def seeds(rank: int, root: Path) -> dict[str, Ended]:
 def test_seed_checkpoint_is_the_state_before_the_first_step(tmp_path: Path) -> None:
     (answer,) = run_ranks(1, seeds, tmp_path)
     assert answer["seed"].error is None and answer["seed"].losses == []
-    assert {path.name for path in (tmp_path / "seed/checkpoint").glob("step-*")} == {"step-0", "step-2"}
+    assert {path.name for path in (tmp_path / "seed/checkpoint").glob("step-*")} == {
+        "step-0",
+        "step-2",
+    }
     assert answer["from seed"].losses == answer["plain"].losses
     assert_bitwise(answer["from seed"].weights, answer["plain"].weights)
     assert isinstance(answer["too late"].error, ConfigError) and "this one is at step 2" in str(

@@ -206,5 +206,10 @@ def test_inspecting_a_folder_does_not_import_torch(folder: Path, tmp_path: Path,
     arguments += [str(tmp_path / "w")] if verb == "weights" else []
     program = f"import sys; from shardtrain import cli; assert cli.main({arguments!r}) == 0; "
     program += "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+    )
     assert done.returncode == 0, done.stderr or "torch was imported"

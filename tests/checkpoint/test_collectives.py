@@ -142,7 +142,11 @@ def test_bytes_of_a_broadcast_do_not_grow_with_ranks() -> None:
 
 
 def test_errors_keep_their_type_on_other_ranks() -> None:
-    kinds: list[Exception] = [StorageError("s"), PeerError("p"), ConfigError(Problem("a.b", 1, "is", "fix"))]
+    kinds: list[Exception] = [
+        StorageError("s"),
+        PeerError("p"),
+        ConfigError(Problem("a.b", 1, "is", "fix")),
+    ]
     for error in kinds:
         with pytest.raises(type(error)) as caught:
             collectives._raise_alike(error, [type(error).__name__, str(error)])

@@ -24,7 +24,12 @@ class Slow:
         return True
 
     def write_share(
-        self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
+        self,
+        checkpoint: Path,
+        draft: Path,
+        rank: int,
+        size: int,
+        check_cancelled: Callable[[], None],
     ) -> None:
         (draft / "half").write_text("")
         self.begun = True

@@ -40,11 +40,17 @@ def checkpoints(root: Path, **options: Any) -> Checkpoints:
 
 
 def weights(value: float = 0.0, rows: int = 6) -> dict[str, Tensor]:
-    return {"model.a": torch.full((rows, 4), float(value)), "model.b": torch.full((3,), value + 0.1)}
+    return {
+        "model.a": torch.full((rows, 4), float(value)),
+        "model.b": torch.full((3,), value + 0.1),
+    }
 
 
 def rest(value: float = 0.0) -> dict[str, Tensor]:
-    return {"optimizer.a.exp_avg": torch.full((6, 4), float(value)), "optimizer.a.step": torch.tensor(float(value))}
+    return {
+        "optimizer.a.exp_avg": torch.full((6, 4), float(value)),
+        "optimizer.a.step": torch.tensor(float(value)),
+    }
 
 
 def save(root: Path, *steps: int, last: bool = False, **options: Any) -> Checkpoints:
@@ -213,7 +219,9 @@ def test_run_with_a_renamed_or_copied_folder_deletes_its_own_checkpoints(tmp_pat
     assert how == "renamed" or folder(tmp_path / "old") == ["step-1", "step-2", "step-3"]
 
 
-def test_run_of_an_earlier_version_deletes_its_checkpoints_and_none_with_a_run_id(tmp_path: Path) -> None:
+def test_run_of_an_earlier_version_deletes_its_checkpoints_and_none_with_a_run_id(
+    tmp_path: Path,
+) -> None:
     save(tmp_path / "other", 1).close()
     save(tmp_path / "run", 2, 3, 4, keep_latest_k=0).close()
     for step in (2, 3, 4):
@@ -279,7 +287,10 @@ def test_stray_entry_is_logged_at_start_and_moved_aside_by_a_save_of_its_step(
     manager.save(12, weights(12), rest(12), FACTS, False)
     manager.close()
     assert checkpoints(tmp_path).to_continue() == path and not path.is_symlink()
-    assert [name for name in entries(tmp_path) if name.startswith("step-12")] == ["step-12", "step-12.aside"]
+    assert [name for name in entries(tmp_path) if name.startswith("step-12")] == [
+        "step-12",
+        "step-12.aside",
+    ]
     assert "does not belong to this run: renamed to step-12.aside-" in caplog.text
 
 
@@ -299,12 +310,17 @@ def test_checkpoint_of_another_run_is_moved_aside_by_a_save_of_its_step(tmp_path
     assert entries(tmp_path / "run") == ["step-2", "step-3", "step-3.aside"]
 
 
-def test_leftovers_of_an_interrupted_save_are_ignored_and_deleted_after_an_hour(tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_save_are_ignored_and_deleted_after_an_hour(
+    tmp_path: Path,
+) -> None:
     partial = tmp_path / "checkpoint/step-3.tmp-0123"
     partial.mkdir(parents=True)
     (partial / "rank-00007.bin").write_bytes(b"of eight ranks")
     save(tmp_path, 3)
-    assert sorted(p.name for p in (tmp_path / "checkpoint/step-3").iterdir()) == ["manifest.json", "rank-00000.bin"]
+    assert sorted(p.name for p in (tmp_path / "checkpoint/step-3").iterdir()) == [
+        "manifest.json",
+        "rank-00000.bin",
+    ]
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"], "another run may still be writing it"
     checkpoints(tmp_path).to_continue()
     assert folder(tmp_path) == ["step-3", "step-3.tmp-0123"]

@@ -41,7 +41,10 @@ def test_checkpoint_of_each_format_version_loads_bitwise(folder: Path, tmp_path:
         "model.half": torch.zeros(2, dtype=torch.bfloat16),
         "model.scalar": torch.tensor(0),
     }
-    optimizer_state = {"optimizer.matrix.exp_avg": torch.zeros(3, 4), "optimizer.matrix.step": torch.tensor(0.0)}
+    optimizer_state = {
+        "optimizer.matrix.exp_avg": torch.zeros(3, 4),
+        "optimizer.matrix.step": torch.tensor(0.0),
+    }
     facts = checkpoints(tmp_path, load_only=True).load(folder, weights, optimizer_state)
     assert torch.equal(weights["model.matrix"], torch.arange(12.0).reshape(3, 4) / 8)
     assert torch.equal(weights["model.half"], torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
@@ -50,7 +53,12 @@ def test_checkpoint_of_each_format_version_loads_bitwise(folder: Path, tmp_path:
     assert float(optimizer_state["optimizer.matrix.step"]) == 3
     state = TrainState()
     state.load(facts["state"])
-    assert (state.step, state.samples_consumed, state.tokens_seen, state.order_hash) == (3, 24, 1536, 12345)
+    assert (state.step, state.samples_consumed, state.tokens_seen, state.order_hash) == (
+        3,
+        24,
+        1536,
+        12345,
+    )
     assert checkpoint_command.main(["verify", str(folder)]) == 0
     assert checkpoint_command.main(["weights", str(folder), str(tmp_path / "weights.safetensors")]) == 0
 

@@ -51,7 +51,10 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
         assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(chunk.file for chunk in own_chunks)
     shape = [sum(sizes_of_dim) for sizes_of_dim in cells]
     low = [data.draw(st.integers(0, size - 1)) for size in shape]
-    box = tuple(low), tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True))
+    box = (
+        tuple(low),
+        tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)),
+    )
     overlaps = [pair for grid in grids for pair in grid.overlapping(box)]
     expected_overlaps = [
         (chunk, shared_box) for chunk in expected if (shared_box := overlap((chunk.offsets, chunk.sizes), box))
@@ -74,4 +77,8 @@ def test_evenly_split_tensor_is_one_grid_on_any_number_of_ranks() -> None:
 
 def test_only_overlapping_boxes_are_visited() -> None:
     grid = Grid((0,), (2,), 0, 0, (Axis(10**12, 0, 1),))
-    assert [chunk.file for chunk, _ in grid.overlapping(((2 * 10**11 + 1,), (4,)))] == [10**11, 10**11 + 1, 10**11 + 2]
+    assert [chunk.file for chunk, _ in grid.overlapping(((2 * 10**11 + 1,), (4,)))] == [
+        10**11,
+        10**11 + 1,
+        10**11 + 2,
+    ]

@@ -174,7 +174,12 @@ def test_unsupported_dtype_is_rejected() -> None:
 
 VALUES = st.sampled_from([["float32", [4, 2], []], ["float32", [4, 2], [[2, 1, 0]]], ["bfloat16", [3], []]])
 NAMES = st.one_of(
-    st.builds("{}.{}.{}".format, st.sampled_from(["model.layers", "a", ""]), st.integers(0, 12), st.sampled_from("wv")),
+    st.builds(
+        "{}.{}.{}".format,
+        st.sampled_from(["model.layers", "a", ""]),
+        st.integers(0, 12),
+        st.sampled_from("wv"),
+    ),
     st.sampled_from(["embed", "a.007.w", "a.1", "1.w", "..2..w", "a.0.b.1.c", "a.-1.w", "a.\uff11.w"]),
 )
 

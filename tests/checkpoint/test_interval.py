@@ -106,7 +106,11 @@ def test_interval_is_logged_when_it_changes_by_a_fifth(caplog: pytest.LogCapture
 
 
 def test_advised_interval_maximizes_the_useful_share() -> None:
-    for stall, mttf, restart in ((1.0, 28440.0, 240.0), (60.0, 28440.0, 900.0), (0.2, 6480.0, 60.0)):
+    for stall, mttf, restart in (
+        (1.0, 28440.0, 240.0),
+        (60.0, 28440.0, 900.0),
+        (0.2, 6480.0, 60.0),
+    ):
         best = best_seconds(stall, mttf)
         shares = {
             factor: useful_share(factor * best, stall, mttf, restart) for factor in (0.25, 0.5, 0.9, 1, 1.1, 2, 4)
@@ -117,7 +121,9 @@ def test_advised_interval_maximizes_the_useful_share() -> None:
         assert max(shares.values()) - shares[1] < 1e-4
 
 
-def test_command_prints_the_interval_and_the_useful_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_interval_and_the_useful_share(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"

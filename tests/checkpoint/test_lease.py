@@ -120,7 +120,11 @@ class Watch:
     ids=["long silent", "silent", "beaten", "new", "in the future"],
 )
 def test_lease_of_another_host_is_taken_over_after_observed_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds_old: int, watched: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    seconds_old: int,
+    watched: int,
 ) -> None:
     write(tmp_path)
     path = tmp_path / "lease.json"
@@ -263,7 +267,10 @@ def test_writer_that_lost_its_lease_stops_before_the_commit(tmp_path: Path, monk
     with pytest.raises(ConfigError, match="was taken over by process 1 on another.host"):
         save(manager, 4)
     assert os.rename is rename
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["lease.json", "step-2"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
+        "lease.json",
+        "step-2",
+    ]
     manager.close()
     assert (tmp_path / "checkpoint/lease.json").exists(), "a lease of another process must not be deleted"
 
@@ -279,7 +286,14 @@ def test_load_only_run_needs_no_lease(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_sweep_keeps_recent_entries_and_those_of_the_holder(tmp_path: Path) -> None:
-    for name in ("step-1.tmp-aa", "step-2.tmp-bb", "step-3.trash-cc", "step-4", "step-5.tmp-dd", "other"):
+    for name in (
+        "step-1.tmp-aa",
+        "step-2.tmp-bb",
+        "step-3.trash-cc",
+        "step-4",
+        "step-5.tmp-dd",
+        "other",
+    ):
         (tmp_path / name).mkdir()
     now = (tmp_path / "step-1.tmp-aa").stat().st_mtime
     young = tmp_path / "step-5.tmp-dd/rank-00000.bin"
@@ -287,4 +301,9 @@ def test_sweep_keeps_recent_entries_and_those_of_the_holder(tmp_path: Path) -> N
     os.utime(young, (now + 3000, now + 3000))
     gone = retention.sweep(tmp_path, "aa", now + 3700)
     assert sorted(path.name for path in gone) == ["step-2.tmp-bb", "step-3.trash-cc"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step-1.tmp-aa", "step-4", "step-5.tmp-dd"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "other",
+        "step-1.tmp-aa",
+        "step-4",
+        "step-5.tmp-dd",
+    ]

@@ -55,7 +55,10 @@ def test_unchanged_body_is_valid() -> None:
 
 def test_manifest_round_trips() -> None:
     grids = (Grid((0, 0), (2, 3), 0, 0), Grid((0, 3), (2, 1), 1, 0))
-    tensors = {"model.ä": StoredTensor("bfloat16", (2, 4), grids), "model.s": StoredTensor("float32", (0, 3), ())}
+    tensors = {
+        "model.ä": StoredTensor("bfloat16", (2, 4), grids),
+        "model.s": StoredTensor("float32", (0, 3), ()),
+    }
     files = (TensorFile("rank-00000.bin", 12, HASH), TensorFile("rank-00001.bin", 4, HASH))
     original = Manifest(7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}})
     data = original.to_bytes()
@@ -184,7 +187,13 @@ def test_random_bytes_are_rejected(data: bytes) -> None:
 @given(st.data())
 def test_forged_value_in_any_field_is_rejected_or_safe(data: st.DataObject) -> None:
     """For any value in any field, a manifest that parses has file names without paths and pieces within their files."""
-    leaves = [("files", 0, i) for i in range(3)] + [(*A, 0), (*A, 1, 0), (*A, 1, 1), (*A, 2, 0, 2), (*A, 2, 0, 3)]
+    leaves = [("files", 0, i) for i in range(3)] + [
+        (*A, 0),
+        (*A, 1, 0),
+        (*A, 1, 1),
+        (*A, 2, 0, 2),
+        (*A, 2, 0, 3),
+    ]
     leaves += [(*CHUNK, i, j) for i in range(2) for j in range(2)]
     leaf = data.draw(st.sampled_from(leaves))
     value = data.draw(
@@ -324,7 +333,11 @@ def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataOb
         count = data.draw(st.integers(1, files))
         step = data.draw(st.integers(-2, 2)) if count > 1 else 1
         first, begin = data.draw(st.integers(0, files - 1)), data.draw(st.integers(0, 5))
-        tensors[f"t{number}"] = ["uint8", [2 * count], [[[0], [2], first, begin, [[count, 0, step]]]]]
+        tensors[f"t{number}"] = [
+            "uint8",
+            [2 * count],
+            [[[0], [2], first, begin, [[count, 0, step]]]],
+        ]
     body = {**GRID, "tensors": tensors, "files": [[f"rank-{n}.bin", 6, HASH] for n in range(files)]}
     used: list[tuple[int, int]] = []
     for _, _, [[_, _, first, begin, [[count, _, step]]]] in tensors.values():

@@ -101,18 +101,38 @@ STARTS: dict[str, tuple[str, Any, dict[str, Any], int | str]] = {
     "the second node is new": ("ac", None, {}, SAVED),
     "the newest is damaged": ("ba", cut, {}, 2),
     "the newest has no manifest": ("ba", manifest_lost, {}, 2),
-    "the newest is damaged on the first node, complete on the second": ("ab", copied_to_b_then_cut, {}, SAVED),
-    "the newest is on the second node, older ones on the first": ("ab", newest_moved_to_b, {}, SAVED),
+    "the newest is damaged on the first node, complete on the second": (
+        "ab",
+        copied_to_b_then_cut,
+        {},
+        SAVED,
+    ),
+    "the newest is on the second node, older ones on the first": (
+        "ab",
+        newest_moved_to_b,
+        {},
+        SAVED,
+    ),
     "the newest was deleted": ("ba", newest_deleted, {}, "all nodes to continue from step 2"),
     "a step is named": ("ba", None, {"load_step": 2}, 2),
     "a named step after the newest was deleted": ("ab", newest_deleted, {"load_step": 2}, 2),
-    "a named step that no node has": ("cb", None, {"load_step": 2}, "load_step=2: .* has no such step"),
+    "a named step that no node has": (
+        "cb",
+        None,
+        {"load_step": 2},
+        "load_step=2: .* has no such step",
+    ),
     "a run that only loads, on the node that saved": ("ab", None, {"load_only": True}, SAVED),
     "a run that only loads, on another node": ("ba", None, {"load_only": True}, SAVED),
     "the notes were deleted": ("cb", notes_deleted, {}, 0),
     "the notes are damaged": ("cb", unreadable_notes, {}, 0),
 }
-DEFAULT = ("another order", "one node more, which is first", "the first node left", "the newest is damaged")
+DEFAULT = (
+    "another order",
+    "one node more, which is first",
+    "the first node left",
+    "the newest is damaged",
+)
 
 
 @pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in STARTS if name not in DEFAULT]))

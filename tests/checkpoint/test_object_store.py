@@ -95,7 +95,10 @@ def test_saved_checkpoints_are_listed_and_loaded() -> None:
     assert_step_is_intact(10)
     assert_step_is_intact(100)
     manager.close()
-    assert [name.partition("/")[2].partition("-")[0] for name in names()] == ["manifest.json", "rank"] * 2
+    assert [name.partition("/")[2].partition("-")[0] for name in names()] == [
+        "manifest.json",
+        "rank",
+    ] * 2
     assert not Path("unused").exists()
 
 
@@ -221,7 +224,9 @@ def test_store_without_conditional_writes_is_logged(caplog: pytest.LogCaptureFix
     assert caplog.text.count("this store cannot reject a second writer") == 1
 
 
-def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first = stored()
     first.to_continue()
     as_other_host(host="elsewhere")
@@ -416,7 +421,10 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
     save(manager, 2)
     manager.close()
     assert checkpoint_command.main(["ls", FOLDER]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["step-1", "step-2"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "step-1",
+        "step-2",
+    ]
     assert checkpoint_command.main(["verify", FOLDER]) == 0
     assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-1"]) == 0
     assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
@@ -433,7 +441,10 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_missing_dependency_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r'checkpoint\.folder="nosuch://a/b" names a store that fsspec does not know'):
+    with pytest.raises(
+        ConfigError,
+        match=r'checkpoint\.folder="nosuch://a/b" names a store that fsspec does not know',
+    ):
         checkpoints(Path("unused"), folder="nosuch://a/b")
 
     def not_there(*_: Any, **__: Any) -> None:

@@ -25,7 +25,8 @@ def run(rank: int, folder: Path, checkpoint: dict[str, Any] | None = None, **sec
     training = {"steps": 3, "local_batch_size": 4, **sections.pop("training", {})}
     options = {"enable": True, "interval": 2, **(checkpoint or {})}
     return train_whole(
-        rank, tiny_config(job={"dump_folder": str(folder)}, training=training, checkpoint=options, **sections)
+        rank,
+        tiny_config(job={"dump_folder": str(folder)}, training=training, checkpoint=options, **sections),
     )
 
 
@@ -74,21 +75,36 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     runs_by_name["export"] = run(rank, root / "export", {**model, "export_dtype": "bfloat16"})
     runs_by_name["export continued"] = run(rank, root / "export", model, **four_steps)
     runs_by_name["other course"] = run(
-        rank, same, optimizer={"lr": 0.02}, lr_scheduler={"min_lr_factor": 0.1}, training={"steps": 4, "max_norm": 0.5}
+        rank,
+        same,
+        optimizer={"lr": 0.02},
+        lr_scheduler={"min_lr_factor": 0.1},
+        training={"steps": 4, "max_norm": 0.5},
     )
     runs_by_name["part accepted"] = run(
-        rank, same, {"accept_changes": ["training.max_norm"]}, optimizer={"lr": 0.02}, training={"max_norm": 0.5}
+        rank,
+        same,
+        {"accept_changes": ["training.max_norm"]},
+        optimizer={"lr": 0.02},
+        training={"max_norm": 0.5},
     )
     freed = copy_of_good_run(rank, root, "freed", keep)
     runs_by_name["freed"] = run(
-        rank, freed, {"exclude_from_loading": ["optimizer"]}, optimizer={"beta1": 0.5, "lr": 0.02}, **four_steps
+        rank,
+        freed,
+        {"exclude_from_loading": ["optimizer"]},
+        optimizer={"beta1": 0.5, "lr": 0.02},
+        **four_steps,
     )
     lr = {"optimizer": {"lr": 0.02}}
     changed = copy_of_good_run(rank, root, "changed", keep)
     runs_by_name["accepted"] = run(rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four_steps)
     runs_by_name["accepted, continued"] = run(rank, changed, **lr, training={"steps": 5})
     runs_by_name["precision accepted"] = run(
-        rank, same, {"accept_changes": ["all"]}, training={"steps": 4, "mixed_precision_param": "float16"}
+        rank,
+        same,
+        {"accept_changes": ["all"]},
+        training={"steps": 4, "mixed_precision_param": "float16"},
     )
     if rank == 0:
         remove_scaler(same / "checkpoint/step-4")

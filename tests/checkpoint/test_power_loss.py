@@ -161,7 +161,10 @@ class Disk:
 
         def rename(old: Any, new: Any, **options: Any) -> None:
             real["rename"](old, new, **options)
-            old, new = full_path(old, options.get("src_dir_fd")), full_path(new, options.get("dst_dir_fd"))
+            old, new = (
+                full_path(old, options.get("src_dir_fd")),
+                full_path(new, options.get("dst_dir_fd")),
+            )
             folder, name = self.at(old)
             assert self.at(new)[0] is folder, "a rename between folders is two changes"
             folder.change(**{name: None, Path(new).name: folder.entries[name]})
@@ -185,7 +188,11 @@ class Disk:
             return call
 
         patched = {"open": open_, "write": write, "fsync": fsync, "rename": rename, "mkdir": mkdir}
-        for name, function in {**patched, "unlink": remove("unlink"), "rmdir": remove("rmdir")}.items():
+        for name, function in {
+            **patched,
+            "unlink": remove("unlink"),
+            "rmdir": remove("rmdir"),
+        }.items():
             patch.setattr(os, name, function)
         patch.setattr(shutil, "rmtree", remove_by_path)
 

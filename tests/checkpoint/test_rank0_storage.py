@@ -96,12 +96,17 @@ def test_first_node_stores_the_checkpoints_of_all(root: Path, ended: list[dict[s
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)
     for name in ("rank-00000.bin", "rank-00001.bin"):
-        shared_file, node_file = root / "shared/checkpoint/step-2" / name, root / "node-0/run/checkpoint/step-2" / name
+        shared_file, node_file = (
+            root / "shared/checkpoint/step-2" / name,
+            root / "node-0/run/checkpoint/step-2" / name,
+        )
         assert shared_file.read_bytes() == node_file.read_bytes(), "bytes differ from those in a shared folder"
     assert not (root / "node-1/run/checkpoint").exists()
 
 
-def test_checkpoint_of_the_first_node_is_loaded_on_another_mesh(ended: list[dict[str, Ended]]) -> None:
+def test_checkpoint_of_the_first_node_is_loaded_on_another_mesh(
+    ended: list[dict[str, Ended]],
+) -> None:
     for rank in ended:
         assert rank["other mesh"].error is None
         assert abs(rank["other mesh"].losses[0] - rank["straight"].losses[SAVED]) < 1e-6

@@ -16,7 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from small_checkpoint import assert_is_of_its_step, checkpoints, facts, rest, save, weights, world_of_one
+from small_checkpoint import (
+    assert_is_of_its_step,
+    checkpoints,
+    facts,
+    rest,
+    save,
+    weights,
+    world_of_one,
+)
 
 from shardtrain.checkpoint import files, manifest, retention
 from shardtrain.checkpoint import save as saves
@@ -103,7 +111,11 @@ class Folder(RuleBasedStateMachine):
 
     def begin(self, step: int) -> None:
         self.manager.save(
-            step, weights(step), rest(step), {**facts(step), "best": self.manager.best.to_dict()}, last=False
+            step,
+            weights(step),
+            rest(step),
+            {**facts(step), "best": self.manager.best.to_dict()},
+            last=False,
         )
 
     def finish_save(self) -> None:
@@ -311,16 +323,37 @@ def test_failed_deletion_is_logged_and_does_not_stop_the_run(
     assert manager.steps() == [1, 2, 3] and "cannot delete old checkpoint" in caplog.text
 
 
-def test_leftovers_of_a_dead_writer_are_deleted_immediately_and_others_after_an_hour(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_deleted_immediately_and_others_after_an_hour(
+    tmp_path: Path,
+) -> None:
     for name in ("step-4.tmp-dead01", "step-6.tmp-0abc01", "step-2.tmp-0123ab"):
         (tmp_path / name).mkdir()
-    for name in ("lease.json.dead01", "best.json.dead01", "lease.json.0abc01", "lease.json", "best.json", "notes"):
+    for name in (
+        "lease.json.dead01",
+        "best.json.dead01",
+        "lease.json.0abc01",
+        "lease.json",
+        "best.json",
+        "notes",
+    ):
         (tmp_path / name).touch()
     retention.sweep(tmp_path, "0123ab", time.time(), {"dead01"})
-    remaining = ["best.json", "lease.json", "lease.json.0abc01", "notes", "step-2.tmp-0123ab", "step-6.tmp-0abc01"]
+    remaining = [
+        "best.json",
+        "lease.json",
+        "lease.json.0abc01",
+        "notes",
+        "step-2.tmp-0123ab",
+        "step-6.tmp-0abc01",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == remaining
     retention.sweep(tmp_path, "0123ab", time.time() + 3700, ())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "lease.json", "notes", "step-2.tmp-0123ab"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.json",
+        "lease.json",
+        "notes",
+        "step-2.tmp-0123ab",
+    ]
 
 
 def test_manifest_is_read_once_however_many_saves_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,13 @@ NUMEL = 20_000
 
 
 def save_until_killed(
-    rank: int, size: int, root: Path, number: int, sender: Connection, mode: str, prepare: Callable[[], object]
+    rank: int,
+    size: int,
+    root: Path,
+    number: int,
+    sender: Connection,
+    mode: str,
+    prepare: Callable[[], object],
 ) -> None:
     """Resume the newest checkpoint, then save step after step and send the number of each saved step."""
     torch.set_num_threads(1)
@@ -52,7 +58,11 @@ def start_ranks(
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     ranks = [
-        context.Process(target=save_until_killed, args=(rank, size, root, number, sender, mode, prepare), daemon=True)
+        context.Process(
+            target=save_until_killed,
+            args=(rank, size, root, number, sender, mode, prepare),
+            daemon=True,
+        )
         for rank in range(size)
     ]
     for process in ranks:
@@ -91,7 +101,8 @@ def assert_nothing_is_lost(root: Path, reported: int) -> int:
 
 @pytest.mark.parametrize("kills", cases([FEW_KILLS], nightly=[KILLS]))
 @pytest.mark.parametrize(
-    ("size", "mode", "share"), [(1, "disabled", 0.4), (1, "async", 0.3), (2, "disabled", 0.1), (2, "async", 0.2)]
+    ("size", "mode", "share"),
+    [(1, "disabled", 0.4), (1, "async", 0.3), (2, "disabled", 0.1), (2, "async", 0.2)],
 )
 def test_random_kills_lose_nothing(size: int, mode: str, share: float, kills: int, tmp_path: Path) -> None:
     dice, newest, gained = random.Random(size), 0, 0

@@ -67,8 +67,14 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
         numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % (2 if dtype == torch.bool else 120)
         tensors[name] = numbers.to(dtype), cells
         low = [data.draw(st.integers(0, size - 1)) for size in shape]
-        boxes[name] = low, [data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)]
-    most_bytes, most_pieces = data.draw(st.sampled_from([8, 20, 64, 2**23])), data.draw(st.sampled_from([1, 5, 2**17]))
+        boxes[name] = (
+            low,
+            [data.draw(st.integers(1, size - at)) for size, at in zip(shape, low, strict=True)],
+        )
+    most_bytes, most_pieces = (
+        data.draw(st.sampled_from([8, 20, 64, 2**23])),
+        data.draw(st.sampled_from([1, 5, 2**17])),
+    )
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         manifest = write_tensors(Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99))))
         filled, expected, box_of_tensor = {}, {}, {}

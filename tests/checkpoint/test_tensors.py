@@ -20,9 +20,15 @@ FILES = 11
 
 def write_checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Write two tensors in eleven files, as eleven ranks do."""
-    saved = {"model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3), "model.b": torch.arange(FILES * 4.0) * 10}
+    saved = {
+        "model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3),
+        "model.b": torch.arange(FILES * 4.0) * 10,
+    }
     stored, listed = {}, []
-    for name, tensor, begin in (("model.a", saved["model.a"], 0), ("model.b", saved["model.b"], 24)):
+    for name, tensor, begin in (
+        ("model.a", saved["model.a"], 0),
+        ("model.b", saved["model.b"], 24),
+    ):
         sizes = (tensor.shape[0] // FILES, *tensor.shape[1:])
         grid = Grid((0,) * tensor.ndim, sizes, 0, begin, (Axis(FILES, 0, 1),))
         stored[name] = StoredTensor("float32", tuple(tensor.shape), (grid,))

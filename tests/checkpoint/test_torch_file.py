@@ -44,13 +44,31 @@ def test_weights_in_any_layout_of_torch_save_are_imported(form: str, good: Path,
     elif form == "parameters":
         saved = {"model": {name: torch.nn.Parameter(tensor) for name, tensor in model.items()}}
     elif form == "old optimizer":
-        saved = {"model": model, "optimizer": {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 1.0}]}}
+        saved = {
+            "model": model,
+            "optimizer": {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 1.0}]},
+        }
     torch.save(saved, tmp_path / "old.pt")
     out = tmp_path / "ours"
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "old.pt"), str(out), *words()]) == 0
-    assert cli.main(["checkpoint", "from-dcp", str(good), str(tmp_path / "same"), "--optimizer=false", *words()]) == 0
+    assert (
+        cli.main(
+            [
+                "checkpoint",
+                "from-dcp",
+                str(good),
+                str(tmp_path / "same"),
+                "--optimizer=false",
+                *words(),
+            ]
+        )
+        == 0
+    )
     capsys.readouterr()
-    assert cli.main(["checkpoint", "diff", str(out), str(tmp_path / "same")]) in (0, 1)  # the step differs
+    assert cli.main(["checkpoint", "diff", str(out), str(tmp_path / "same")]) in (
+        0,
+        1,
+    )  # the step differs
     output = capsys.readouterr().out
     assert ": equal" in output and "0 of 21 tensors differ" in output
 

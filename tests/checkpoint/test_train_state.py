@@ -15,7 +15,12 @@ def test_step_counts_samples_tokens_and_applied_updates() -> None:
     for step, applied in enumerate((True, False, False, True, False)):
         state.advance(samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied)
     assert state == TrainState(
-        step=5, updates=2, samples_consumed=40, tokens_seen=2500, nonfinite_skips=1, order_hash=2**62
+        step=5,
+        updates=2,
+        samples_consumed=40,
+        tokens_seen=2500,
+        nonfinite_skips=1,
+        order_hash=2**62,
     )
 
 

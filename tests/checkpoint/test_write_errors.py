@@ -99,7 +99,14 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(tmp_path: 
         )
 
 
-SITES = [("write", 1, 1), ("fsync", 1, 1), ("open", 1, 1), ("close", 1, 1), ("rename", 0, 1), ("write", 0, 2)]
+SITES = [
+    ("write", 1, 1),
+    ("fsync", 1, 1),
+    ("open", 1, 1),
+    ("close", 1, 1),
+    ("rename", 0, 1),
+    ("write", 0, 2),
+]
 
 
 def faulty_saves(rank: int, root: Path, mode: str) -> list[tuple[str, list[int]]]:
@@ -136,7 +143,10 @@ def test_error_on_one_rank_fails_the_save_on_all_without_blocking(tmp_path: Path
     answers = run_ranks(2, faulty_saves, tmp_path, mode)
     for first, second, (name, culprit, _) in zip(*answers, SITES, strict=False):
         assert first[0] == second[0], "ranks report different messages"
-        assert f"rank {culprit} on" in first[0] and f"errno {errno.ENOSPC}" in first[0], (name, first)
+        assert f"rank {culprit} on" in first[0] and f"errno {errno.ENOSPC}" in first[0], (
+            name,
+            first,
+        )
         assert first[1][-1] == 2 and first[1] == [1, 2]
     assert answers[0][-1] == answers[1][-1] == ("saved", [2, 100])
 
@@ -206,5 +216,11 @@ def test_files_are_synced_before_the_checkpoint_is_renamed(tmp_path: Path, monke
     manager.to_continue()
     order.clear()
     save(manager, 5)
-    expected = ["fsync rank-00000.bin", "fsync manifest.json", "fsync step-5", "rename", "fsync checkpoint"]
+    expected = [
+        "fsync rank-00000.bin",
+        "fsync manifest.json",
+        "fsync step-5",
+        "rename",
+        "fsync checkpoint",
+    ]
     assert order[: len(expected)] == expected

@@ -99,7 +99,10 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
             parts[layer + 1] = {n.removeprefix(prefix): t for n, t in hf.items() if n.startswith(prefix)}
             parts[layer + 1]["self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         for layer, table in parts.items():
-            torch.save({n: t[:] for n, t in table.items()}, folder / name / f"layer_{layer}-model_00-model_states.pt")
+            torch.save(
+                {n: t[:] for n, t in table.items()},
+                folder / name / f"layer_{layer}-model_00-model_states.pt",
+            )
         torch.save({"anything": os.getcwd}, folder / name / "mp_rank_00_model_states.pt")
     (folder / "latest").write_text("global_step10\n")
     base = ["--base-model", str(good_folder.parent / "hf")]
@@ -109,7 +112,10 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
         assert cli.main(["export", out, "--to", f"{out}-hf", "--check=weights"]) == 0
         imported = tensors(Path(f"{out}-hf"))
         assert bool((imported["model.embed_tokens.weight"][-1] == row).all())
-        same({n: t[:VOCABULARY] for n, t in imported.items()}, {n: t[:VOCABULARY] for n, t in hf.items()})
+        same(
+            {n: t[:VOCABULARY] for n, t in imported.items()},
+            {n: t[:VOCABULARY] for n, t in hf.items()},
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "global_step5", "global_step5-hf", "latest", "latest-hf", "trained",
     ]  # fmt: skip
@@ -121,8 +127,17 @@ def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
     torch.manual_seed(0)
     parts = {f"self_attn.{m}.lora_{k}": torch.randn(*s) for m in ("q_proj", "v_proj") for k, s in
              (("A", (4, 32)), ("B", (32, 4)))}  # fmt: skip
-    torch.save({**parts, "input_layernorm.weight": torch.ones(32)}, step / "layer_01-model_00-model_states.pt")
-    arguments = ["checkpoint", "from-fmengine", str(tmp_path / "run"), str(tmp_path / "out"), "--adapter"]
+    torch.save(
+        {**parts, "input_layernorm.weight": torch.ones(32)},
+        step / "layer_01-model_00-model_states.pt",
+    )
+    arguments = [
+        "checkpoint",
+        "from-fmengine",
+        str(tmp_path / "run"),
+        str(tmp_path / "out"),
+        "--adapter",
+    ]
     assert cli.main([*arguments, "--lora_alpha", "16"]) == 0
     from safetensors.torch import load_file
 
@@ -204,7 +219,10 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good_folder: Pat
     folder, canary = tmp_path / "fm", tmp_path / "canary"
     shutil.copytree(good_folder, folder)
     HOSTILE[name](folder / STEP / "layer_01-model_00-model_states.pt", canary)
-    for arguments in (["export", str(folder), "--to"], ["checkpoint", "from-fmengine", str(folder)]):
+    for arguments in (
+        ["export", str(folder), "--to"],
+        ["checkpoint", "from-fmengine", str(folder)],
+    ):
         assert cli.main([*arguments, str(tmp_path / "out")]) == 5
         error = capfd.readouterr().err
         assert len(error.strip().splitlines()) == 1 and "layer_01-model_00" in error and "\x1b" not in error
@@ -264,7 +282,10 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
         each(2, lambda table: table.update({"self_attn.q_proj.lora_A": torch.ones(4, 32)}))
     else:
         (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    for arguments in (["checkpoint", "from-fmengine", str(folder)], ["checkpoint", "to-fmengine", str(folder)]):
+    for arguments in (
+        ["checkpoint", "from-fmengine", str(folder)],
+        ["checkpoint", "to-fmengine", str(folder)],
+    ):
         assert cli.main([*arguments, str(tmp_path / "out")]) in (2, 5)
         error = capfd.readouterr().err
         assert message in error and len(error.strip().splitlines()) == 1
@@ -273,8 +294,19 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
 
 
 def test_an_indivisible_model_is_rejected_with_a_fix(good_folder: Path, tmp_path: Path, capfd: Any) -> None:
-    for shards, message in ((3, "--vocab_size 513"), (8, "heads"), (0, "must be between"), (1000, "must be between")):
-        arguments = ["checkpoint", "to-fmengine", str(good_folder), str(tmp_path / "out"), f"--mp_world_size={shards}"]
+    for shards, message in (
+        (3, "--vocab_size 513"),
+        (8, "heads"),
+        (0, "must be between"),
+        (1000, "must be between"),
+    ):
+        arguments = [
+            "checkpoint",
+            "to-fmengine",
+            str(good_folder),
+            str(tmp_path / "out"),
+            f"--mp_world_size={shards}",
+        ]
         assert cli.main(arguments) == 2
         assert message in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from shardtrain.compat.migrate import migrate
-from shardtrain.config import Loaded, check, load, load_settings, notes, read_model_file, resolved_toml, shape
+from shardtrain.config import (
+    Loaded,
+    check,
+    load,
+    load_settings,
+    notes,
+    read_model_file,
+    resolved_toml,
+    shape,
+)
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
 from shardtrain.utils.errors import ConfigError
@@ -66,8 +75,15 @@ def test_torchtrain_2024_02_debug_model() -> None:
     assert (c.training.local_batch_size, c.training.steps) == (8, 10)
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", 2)
     assert (c.optimizer.beta2, c.optimizer.weight_decay) == (0.999, 0.01)
-    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (-1, 1)
-    assert (c.checkpoint.enable, c.checkpoint.interval, c.checkpoint.folder) == (False, 3600, "checkpoint")
+    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (
+        -1,
+        1,
+    )
+    assert (c.checkpoint.enable, c.checkpoint.interval, c.checkpoint.folder) == (
+        False,
+        3600,
+        "checkpoint",
+    )
     assert c.checkpoint.interval_type == "steps"
 
 
@@ -85,12 +101,27 @@ def test_torchtitan_2024_04(
     mode: str, option: str,
 ) -> None:  # fmt: skip
     c = load(FIXTURES / "torchtitan_2024_04" / f"{name}.toml").config
-    assert (c.model.name, c.model.flavor, c.model.norm_type, c.model.converters) == ("llama2", flavor, norm, [])
+    assert (c.model.name, c.model.flavor, c.model.norm_type, c.model.converters) == (
+        "llama2",
+        flavor,
+        norm,
+        [],
+    )
     assert (c.optimizer.lr, c.optimizer.beta2, c.optimizer.weight_decay) == (lr, 0.95, 0.1)
-    assert (c.training.local_batch_size, c.training.seq_len, c.training.steps) == (batch, seq_len, steps)
+    assert (c.training.local_batch_size, c.training.seq_len, c.training.steps) == (
+        batch,
+        seq_len,
+        steps,
+    )
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
-    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (-1, tp)
-    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (mode, option)
+    assert (c.parallelism.data_parallel_shard_degree, c.parallelism.tensor_parallel_degree) == (
+        -1,
+        tp,
+    )
+    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (
+        mode,
+        option,
+    )
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (False, False)
     assert c.profiling.enable_profiling and not c.metrics.disable_color_printing and not c.compile.enable
 
@@ -120,8 +151,16 @@ def test_torchtitan_2025_02(
     )
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_steps) == ("linear_linear", warmup)
     p = c.parallelism
-    assert (p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree) == (1, -1, tp)
-    assert (p.context_parallel_degree, p.pipeline_parallel_degree, p.enable_async_tensor_parallel) == (1, 1, large)
+    assert (
+        p.data_parallel_replicate_degree,
+        p.data_parallel_shard_degree,
+        p.tensor_parallel_degree,
+    ) == (1, -1, tp)
+    assert (
+        p.context_parallel_degree,
+        p.pipeline_parallel_degree,
+        p.enable_async_tensor_parallel,
+    ) == (1, 1, large)
     assert (c.compile.enable, c.activation_checkpoint.mode) == (large, mode)
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (enable, False)
     assert c.checkpoint.folder == ("/checkpoints" if enable else "checkpoint")
@@ -170,23 +209,51 @@ def test_the_resolved_form_of_an_old_file_needs_no_alias(file: Path, tmp_path: P
             "model.converters",
             ["quantize.linear.mx", "quantize.linear.float8"],
         ),
-        ('[model]\nconverters = "float8,mx"', "model.converters", ["quantize.linear.float8", "quantize.linear.mx"]),
-        ('[float8]\nfilter_fqns = "output, attn"', "quantize.linear.float8.filter_fqns", ["output", "attn"]),
+        (
+            '[model]\nconverters = "float8,mx"',
+            "model.converters",
+            ["quantize.linear.float8", "quantize.linear.mx"],
+        ),
+        (
+            '[float8]\nfilter_fqns = "output, attn"',
+            "quantize.linear.float8.filter_fqns",
+            ["output", "attn"],
+        ),
         ('[mx]\nrecipe_name = "mxfp8"', "quantize.linear.mx.recipe_name", "mxfp8_cublas"),
-        ('[mx]\nrecipe_name = "mxfp8_cublas_rceil"', "quantize.linear.mx.recipe_name", "mxfp8_cublas_rceil"),
-        ("[mx]\nuse_fp8_dim1_cast_triton_kernel = false", "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", "triton"),
+        (
+            '[mx]\nrecipe_name = "mxfp8_cublas_rceil"',
+            "quantize.linear.mx.recipe_name",
+            "mxfp8_cublas_rceil",
+        ),
+        (
+            "[mx]\nuse_fp8_dim1_cast_triton_kernel = false",
+            "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice",
+            "triton",
+        ),
         ("[validation]\nenabled = true", "validation.enable", True),
         ("[checkpoint]\nmodel_weights_only = true", "checkpoint.last_save_model_only", True),
         ('[training]\ncheckpoint_folder = "ckpt"', "checkpoint.folder", "ckpt"),
         ('[training]\ncheckpoint_folder = "ckpt"', "checkpoint.enable", True),
         ('[checkpoint]\nfolder = ""', "checkpoint.enable", False),
-        ('[checkpoint]\nfolder = "x"\n[training]\ndata_parallel_degree = -1', "checkpoint.enable", True),
+        (
+            '[checkpoint]\nfolder = "x"\n[training]\ndata_parallel_degree = -1',
+            "checkpoint.enable",
+            True,
+        ),
         ('[checkpoint]\nfolder = "x"', "checkpoint.enable", False),
         ('[experimental]\ncustom_model_path = "my_model.py"', "model.name", "my_model.py"),
-        ("[experimental]\npipeline_parallel_microbatches = 4", "parallelism.pipeline_parallel_microbatch_size", 2),
+        (
+            "[experimental]\npipeline_parallel_microbatches = 4",
+            "parallelism.pipeline_parallel_microbatch_size",
+            2,
+        ),
         ("[lr_scheduler]\nlr_min = 0.1", "lr_scheduler.min_lr_factor", 0.1),
         ("[training]\nwarmup_pct = 0.01\nsteps = 1000", "lr_scheduler.warmup_steps", 10),
-        ("[training]\nwarmup_steps = 3\n[lr_scheduler]\ndecay_ratio = 0.5", "lr_scheduler.name", "warmup_stable_decay"),
+        (
+            "[training]\nwarmup_steps = 3\n[lr_scheduler]\ndecay_ratio = 0.5",
+            "lr_scheduler.name",
+            "warmup_stable_decay",
+        ),
     ],
     ids=lambda v: v.replace("\n", " ") if isinstance(v, str) else None,
 )
@@ -205,12 +272,21 @@ def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> 
     loaded = read(tmp_path, text, "--training.compile", "--training.local_batch_size=5", "--training.steps=40")
     assert values(loaded, "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps") == (True, 5, 20)
     assert loaded.origins["compile.enable"] == "command line"
-    loaded = read(tmp_path, "[training]\nlocal_batch_size = 3\n", "--training.batch_size", "6", "--job.no_print_args")
+    loaded = read(
+        tmp_path,
+        "[training]\nlocal_batch_size = 3\n",
+        "--training.batch_size",
+        "6",
+        "--job.no_print_args",
+    )
     assert values(loaded, "training.local_batch_size", "job.print_config") == (6, False)
 
 
 def test_options_without_a_counterpart_are_reported_as_ignored(tmp_path: Path) -> None:
-    loaded = read(tmp_path, "[job]\nuse_for_integration_test = true\n[experimental]\nenable_compiled_autograd = true\n")
+    loaded = read(
+        tmp_path,
+        "[job]\nuse_for_integration_test = true\n[experimental]\nenable_compiled_autograd = true\n",
+    )
     assert len(loaded.notices) == 2
     assert all(" is ignored: " in notice for notice in loaded.notices)
 
@@ -224,21 +300,39 @@ def test_options_without_a_counterpart_are_reported_as_ignored(tmp_path: Path) -
         ("[training]\nenable_selective_ac = false", {"activation_checkpoint.mode": "full"}),
         ("[training]\nenable_selective_ac = true", {"activation_checkpoint.mode": "selective"}),
         ("[training]\ndebug_moe_force_load_balance = true", {"debug.moe_force_load_balance": True}),
-        ("[model]\nuse_flex_attn = false\nattn_mask_type = 'causal'", {"data.document_mask": "off"}),
-        ("[model]\nuse_flex_attn = true\nattn_mask_type = 'block_causal'", {"data.document_mask": "on"}),
+        (
+            "[model]\nuse_flex_attn = false\nattn_mask_type = 'causal'",
+            {"data.document_mask": "off"},
+        ),
+        (
+            "[model]\nuse_flex_attn = true\nattn_mask_type = 'block_causal'",
+            {"data.document_mask": "on"},
+        ),
         ("[model]\nnorm_type = 'compiled_rmsnorm'", {"model.norm_type": "rmsnorm"}),
-        ("[model]\nname = 'llama'\nflavor = '40B'", {"model.name": "llama2", "model.flavor": "26B"}),
+        (
+            "[model]\nname = 'llama'\nflavor = '40B'",
+            {"model.name": "llama2", "model.flavor": "26B"},
+        ),
         ("[model]\nflavor = '8B_flex'", {"model.flavor": "8B", "data.document_mask": "on"}),
-        ("[model]\nflavor = 'debugmodel_varlen_attn'", {"model.flavor": "debugmodel", "data.document_mask": "on"}),
+        (
+            "[model]\nflavor = 'debugmodel_varlen_attn'",
+            {"model.flavor": "debugmodel", "data.document_mask": "on"},
+        ),
         ("[float8]\nmoe_fqns = ['experts']", {"quantize.grouped_mm.float8.fqns": []}),
         ("[float8]\nscaling_type_input = 'dynamic'", {"quantize.linear.float8.recipe_name": None}),
         (
             "[training]\nenable_fsdp_fp8_all_gather = true",
             {"quantize.linear.float8.enable_fsdp_float8_all_gather": True},
         ),
-        ("[quantize.dense.float8]\nfilter_fqns = ['output']", {"quantize.linear.float8.filter_fqns": ["output"]}),
+        (
+            "[quantize.dense.float8]\nfilter_fqns = ['output']",
+            {"quantize.linear.float8.filter_fqns": ["output"]},
+        ),
         ("[quantize.moe.mx]\nfqns = ['experts']", {"quantize.grouped_mm.mx.fqns": ["experts"]}),
-        ("[model]\nconverters = ['quantize.dense.mx']", {"model.converters": ["quantize.linear.mx"]}),
+        (
+            "[model]\nconverters = ['quantize.dense.mx']",
+            {"model.converters": ["quantize.linear.mx"]},
+        ),
         (
             "[experimental]\npipeline_parallel_schedule = 'flexible_interleaved_1f1b'",
             {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
@@ -249,7 +343,10 @@ def test_options_without_a_counterpart_are_reported_as_ignored(tmp_path: Path) -
             {"training.dataset": "huggingface", "training.dataset_path": "./d"},
         ),
         ("[training]\ncompile = false\n[compile]\nenable = true", {"compile.enable": True}),
-        ("[validation]\nenabled = true", {"validation.enable": True, "validation.dataset": "c4_validation"}),
+        (
+            "[validation]\nenabled = true",
+            {"validation.enable": True, "validation.dataset": "c4_validation"},
+        ),
         (
             "[training]\ndataset = 'c4'\n[validation]\nenable = true",
             {"validation.dataset": "c4_validation"},
@@ -271,7 +368,10 @@ def test_options_of_older_torchtitan_versions_are_accepted_with_a_notice(
     ("text", "names"),
     [
         ("[float8]\nscaling_type_weight = 'delayed'", "scaling_type_weight"),
-        ("[experimental]\npipeline_parallel_split_points = ['layers.4', 'layers.2']", "split_points"),
+        (
+            "[experimental]\npipeline_parallel_split_points = ['layers.4', 'layers.2']",
+            "split_points",
+        ),
         ("[experimental]\npipeline_parallel_split_points = 'layers.99'", r"layers\.1 to layers\.5"),
         ("[model]\nattn_mask_type = 'sliding'", "block_causal"),
     ],
@@ -324,7 +424,10 @@ def test_a_switch_that_is_off_is_not_called_without_effect(tmp_path: Path, switc
 def test_ineffective_options_are_reported(tmp_path: Path) -> None:
     without_compile = "[parallelism]\nenable_async_tensor_parallel = true"
     off = "[checkpoint]\nenable = false\ninitial_load_path = 'x'"
-    for text, option in ((without_compile, "enable_async_tensor_parallel"), (off, "initial_load_path")):
+    for text, option in (
+        (without_compile, "enable_async_tensor_parallel"),
+        (off, "initial_load_path"),
+    ):
         loaded = read(tmp_path, text)
         assert check(loaded) == []
         assert any(option in note and "without effect" in note for note in notes(loaded))
@@ -388,7 +491,10 @@ def angles(loaded: Loaded) -> str:
         (LLAMA.format("debugmodel"), ""),  # a file of this package
         (OLD, ""),  # names no model
         (LLAMA.format("8B") + '[model.overrides]\nrope_scaling = "none"\n' + OLD, ""),
-        (DEEPSEEK.format(4096) + 'dataset = "c4"\n', "only does so if training.seq_len exceeds 4096"),
+        (
+            DEEPSEEK.format(4096) + 'dataset = "c4"\n',
+            "only does so if training.seq_len exceeds 4096",
+        ),
         (DEEPSEEK.format(4097) + 'dataset = "c4"\n', ""),
         (DEEPSEEK.format(2048) + 'dataset = "c4"\n[model.overrides]\nrope_factor = 1.0\n', ""),
     ],

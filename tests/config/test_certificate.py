@@ -62,7 +62,10 @@ def test_output_length_and_number_of_ranks_may_change(tmp_path, option):
         (("--training.seq_len", "64"), "training.seq_len: 2048 -> 64"),
         (("--training.local_batch_size", "2"), "training.local_batch_size: 8 -> 2"),
         (("--parallelism.pipeline_parallel_degree", "2"), "the axis pp was not compared"),
-        (("--activation_checkpoint.mode", "full"), 'activation_checkpoint.mode: "selective" -> "full"'),
+        (
+            ("--activation_checkpoint.mode", "full"),
+            'activation_checkpoint.mode: "selective" -> "full"',
+        ),
         (("--compile.enable", "true"), "compile.enable: "),
     ],
 )

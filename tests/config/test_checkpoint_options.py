@@ -23,7 +23,10 @@ def written(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('keep_best = "loss"', 'checkpoint.keep_best="loss" must be validation.loss or validation.perplexity'),
+        (
+            'keep_best = "loss"',
+            'checkpoint.keep_best="loss" must be validation.loss or validation.perplexity',
+        ),
         ('keep_best = "validation.los"', 'did you mean "validation.loss"?'),
         ('keep_best = "validation.loss"', "requires validation.enable = true"),
         ("create_seed_checkpoint = true\nload_only = true", "checkpoint.load_only forbids it"),
@@ -36,14 +39,26 @@ def written(tmp_path: Path, text: str) -> Path:
             "last_save_in_hf = true\n[lora]\nenable = true\nrandom_base = true",
             "writes the weights of the full model",
         ),
-        ("hf_interval = 5\nload_only = true", "checkpoint.hf_interval=5 saves, and checkpoint.load_only forbids it"),
-        ('last_save_in_hf = true\nfolder = "s3://bucket/run"', "an object store, which cannot rename"),
-        ("initial_load_in_hf = true", "neither checkpoint.initial_load_path nor model.hf_assets_path names one"),
+        (
+            "hf_interval = 5\nload_only = true",
+            "checkpoint.hf_interval=5 saves, and checkpoint.load_only forbids it",
+        ),
+        (
+            'last_save_in_hf = true\nfolder = "s3://bucket/run"',
+            "an object store, which cannot rename",
+        ),
+        (
+            "initial_load_in_hf = true",
+            "neither checkpoint.initial_load_path nor model.hf_assets_path names one",
+        ),
         (
             'initial_load_in_hf = true\ninitial_load_path = "x"\ninitial_load_model_only = false',
             "initial_load_model_only=false requires more",
         ),
-        ("initial_load_in_hf_quantized = true", "has no effect without checkpoint.initial_load_in_hf"),
+        (
+            "initial_load_in_hf_quantized = true",
+            "has no effect without checkpoint.initial_load_in_hf",
+        ),
     ],
 )
 def test_impossible_checkpoint_options_are_rejected(tmp_path: Path, text: str, message: str) -> None:

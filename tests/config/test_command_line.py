@@ -21,8 +21,15 @@ def test_options_of_the_verb_are_extracted_from_the_arguments() -> None:
 
 def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
     mesh = VerbOption(is_list=True)
-    taken = take(["--mesh", "tp=2", "pp=2", "--json", "--mesh=cp=2", "--a.b", "1"], {"--mesh": mesh}, ["--json"])
-    assert taken.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True} and taken.rest == ("--a.b", "1")
+    taken = take(
+        ["--mesh", "tp=2", "pp=2", "--json", "--mesh=cp=2", "--a.b", "1"],
+        {"--mesh": mesh},
+        ["--json"],
+    )
+    assert taken.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True} and taken.rest == (
+        "--a.b",
+        "1",
+    )
     with pytest.raises(ConfigError, match="--mesh has no value; write it like --mesh VALUE"):
         take(["--mesh", "-h2"], {"--mesh": mesh})
 

@@ -21,7 +21,11 @@ def completed(*arguments: str) -> set[str]:
     setup = f"COMP_WORDS=({' '.join(map(repr, parts))}); COMP_CWORD={len(parts) - 1}; _shardtrain"
     text = completion.script("bash", VERBS) + f'\n{setup}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     result = subprocess.run(
-        ["bash", "-c", text], capture_output=True, text=True, check=True, timeout=patience.seconds(60)
+        ["bash", "-c", text],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patience.seconds(60),
     )
     assert not result.stderr
     return set(result.stdout.split())

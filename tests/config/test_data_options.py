@@ -111,7 +111,11 @@ def test_the_entries_of_an_array_of_tables_have_separate_lines() -> None:
 
 def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
     arguments = ["--data.sources.web.weight", "0.3", "--data.sources.my-code.text-field=body"]
-    loaded = read(tmp_path, TEXT, [*arguments, "--data.sources.new.dataset", "tsv", "--data.stages.1.until_tokens=2e6"])
+    loaded = read(
+        tmp_path,
+        TEXT,
+        [*arguments, "--data.sources.new.dataset", "tsv", "--data.stages.1.until_tokens=2e6"],
+    )
     sources, stages = loaded.config.data.sources, loaded.config.data.stages
     assert sources["web"] == DataSource(dataset_path="web.jsonl", weight=0.3)
     assert sources["my-code"] == DataSource("text", "code", epochs=2, text_field="body")
@@ -122,9 +126,18 @@ def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
 
 
 def test_a_table_argument_is_merged_and_a_list_replaces_the_old_one(tmp_path: Path) -> None:
-    arguments = ["--data.sources", "{web = {weight = 5}, x = {}}", "--data.stages", "[{weights = {x = 1}}]"]
+    arguments = [
+        "--data.sources",
+        "{web = {weight = 5}, x = {}}",
+        "--data.stages",
+        "[{weights = {x = 1}}]",
+    ]
     data = read(tmp_path, TEXT, arguments).config.data
-    assert data.sources == {**SOURCES, "web": DataSource(dataset_path="web.jsonl", weight=5.0), "x": DataSource()}
+    assert data.sources == {
+        **SOURCES,
+        "web": DataSource(dataset_path="web.jsonl", weight=5.0),
+        "x": DataSource(),
+    }
     assert data.stages == [DataStage(0, {"x": 1.0})]
     assert read(tmp_path, TEXT, ["--data.stages", "[]"]).config.data.stages == []
     assert read(tmp_path, TEXT, ["--data.sources.web", "{weight = 5}"]).config.data.sources["web"].weight == 5.0
@@ -146,12 +159,32 @@ def test_a_switch_that_may_be_unset_needs_no_value() -> None:
             [],
             ["run.toml:2: data.sources.web.weigth=1", "did you mean data.sources.web.weight?"],
         ),
-        ("[data.sources.web]\nzzz = 1", [], ["data.sources.web.zzz", "keys are dataset, dataset_path, weight"]),
-        ("[data.sources.web]\nweight = 'x'", [], ["run.toml:2: data.sources.web.weight", "must be a number"]),
-        ("[data.sources.web]\nepochs = 1.5", [], ["data.sources.web.epochs=1.5", "must be an integer"]),
-        ("[data.sources.web]\nformat = 'chatt'", [], ["data.sources.web.format", 'did you mean "chat"?']),
+        (
+            "[data.sources.web]\nzzz = 1",
+            [],
+            ["data.sources.web.zzz", "keys are dataset, dataset_path, weight"],
+        ),
+        (
+            "[data.sources.web]\nweight = 'x'",
+            [],
+            ["run.toml:2: data.sources.web.weight", "must be a number"],
+        ),
+        (
+            "[data.sources.web]\nepochs = 1.5",
+            [],
+            ["data.sources.web.epochs=1.5", "must be an integer"],
+        ),
+        (
+            "[data.sources.web]\nformat = 'chatt'",
+            [],
+            ["data.sources.web.format", 'did you mean "chat"?'],
+        ),
         ("[data.sources]\nweb = 3", [], ["run.toml:2: data.sources.web=3 must be a table"]),
-        ("[data]\nsources = 3", [], ["data.sources=3 must be a table of tables", "[data.sources.NAME]"]),
+        (
+            "[data]\nsources = 3",
+            [],
+            ["data.sources=3 must be a table of tables", "[data.sources.NAME]"],
+        ),
         ("[data]\nsources = []", [], ["data.sources=[] must be a table of tables"]),
         ("[data]\nstages = 3", [], ["data.stages=3 must be a list of tables", "[[data.stages]]"]),
         ("[data]\nstages = [3]", [], ["data.stages=[3] must be a list of tables"]),
@@ -161,16 +194,44 @@ def test_a_switch_that_may_be_unset_needs_no_value() -> None:
             [],
             ["run.toml:4: data.stages.1.wieghts", "did you mean data.stages.1.weights?"],
         ),
-        ("[[data.stages]]\nweights = {web = true}", [], ["run.toml:2: data.stages.0.weights.web=true", "be a number"]),
-        ("[[data.stages]]\nuntil_tokens = 1.5", [], ["data.stages.0.until_tokens=1.5", "must be an integer"]),
-        ("[data.sorces.web]\nweight = 1", [], ["[data.sorces] is not a section", "did you mean [data.sources]?"]),
-        ("", ["--data.sources.web.weigth", "1"], ["command line: data.sources.web.weigth", "did you mean"]),
+        (
+            "[[data.stages]]\nweights = {web = true}",
+            [],
+            ["run.toml:2: data.stages.0.weights.web=true", "be a number"],
+        ),
+        (
+            "[[data.stages]]\nuntil_tokens = 1.5",
+            [],
+            ["data.stages.0.until_tokens=1.5", "must be an integer"],
+        ),
+        (
+            "[data.sorces.web]\nweight = 1",
+            [],
+            ["[data.sorces] is not a section", "did you mean [data.sources]?"],
+        ),
+        (
+            "",
+            ["--data.sources.web.weigth", "1"],
+            ["command line: data.sources.web.weigth", "did you mean"],
+        ),
         ("", ["--data.sources.web"], ["--data.sources.web has no value"]),
-        ("", ["--data.sources", "{web = {"], ["command line: data.sources", "must be a table of tables"]),
+        (
+            "",
+            ["--data.sources", "{web = {"],
+            ["command line: data.sources", "must be a table of tables"],
+        ),
         ("", ["--data.source.web.weight", "1"], ["did you mean data.sources.web.weight?"]),
-        ("", ["--data.stages.1.until_tokens", "1"], ["is not the number of an entry", "use 0 to 0"]),
+        (
+            "",
+            ["--data.stages.1.until_tokens", "1"],
+            ["is not the number of an entry", "use 0 to 0"],
+        ),
         ("", ["--data.stages.first.until_tokens", "1"], ["is not the number of an entry"]),
-        ("", ["--data.sources.web.weight", "1", "--data.sources.web.weight", "2"], ["is given twice"]),
+        (
+            "",
+            ["--data.sources.web.weight", "1", "--data.sources.web.weight", "2"],
+            ["is given twice"],
+        ),
     ],
 )
 def test_unreadable_values_are_named_with_a_fix(
@@ -188,20 +249,47 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("[training]\ndataset = 'jsonll'", ["run.toml:2: training.dataset", "is not a dataset", "did you mean jsonl?"]),
+        (
+            "[training]\ndataset = 'jsonll'",
+            ["run.toml:2: training.dataset", "is not a dataset", "did you mean jsonl?"],
+        ),
         ("[training]\ndataset = 'my_data.py'", ["training.dataset", "does not exist"]),
-        ("[training]\ndataset = 'jsonl'", ["training.dataset_path is not set", '"jsonl" requires a file or folder']),
-        ("[data.sources.web]\ndataset = 'pyhton_stdlib'", ["run.toml:2: data.sources.web.dataset", "python_stdlib?"]),
-        ("[data.sources.web]\nweight = 1", ["run.toml:1: data.sources.web.dataset_path is not set", '"jsonl"']),
-        (f"{WEB}weight = -1\n{TWO[len(WEB) :]}", ["run.toml:3: data.sources.web.weight=-1.0", "not negative"]),
+        (
+            "[training]\ndataset = 'jsonl'",
+            ["training.dataset_path is not set", '"jsonl" requires a file or folder'],
+        ),
+        (
+            "[data.sources.web]\ndataset = 'pyhton_stdlib'",
+            ["run.toml:2: data.sources.web.dataset", "python_stdlib?"],
+        ),
+        (
+            "[data.sources.web]\nweight = 1",
+            ["run.toml:1: data.sources.web.dataset_path is not set", '"jsonl"'],
+        ),
+        (
+            f"{WEB}weight = -1\n{TWO[len(WEB) :]}",
+            ["run.toml:3: data.sources.web.weight=-1.0", "not negative"],
+        ),
         (f"{WEB}weight = inf\n", ["data.sources.web.weight=inf", "finite"]),
         (f"{WEB}weight = 0\n", ["run.toml:1: data.sources has no weight above 0"]),
         (f"{WEB}epochs = 0\n", ["data.sources.web.epochs=0", "at least 1"]),
         (f"{WEB}text_field = ''\n", ["data.sources.web.text_field", "must not be empty"]),
-        ("[data.sources.'a b']\ndataset = 'python_stdlib'", ["run.toml:1: data.sources.a b", "letters, digits"]),
-        (f"[training]\nepochs = 2\n{WEB}", ["training.epochs=2", "is not supported with [data.sources]"]),
-        (f"[training]\ndataset_path = 'x'\n{WEB}", ["training.dataset_path", "is not supported with [data.sources]"]),
-        (f"[training]\ndataset = 'text'\n{WEB}", ["training.dataset=", "is not supported with [data.sources]"]),
+        (
+            "[data.sources.'a b']\ndataset = 'python_stdlib'",
+            ["run.toml:1: data.sources.a b", "letters, digits"],
+        ),
+        (
+            f"[training]\nepochs = 2\n{WEB}",
+            ["training.epochs=2", "is not supported with [data.sources]"],
+        ),
+        (
+            f"[training]\ndataset_path = 'x'\n{WEB}",
+            ["training.dataset_path", "is not supported with [data.sources]"],
+        ),
+        (
+            f"[training]\ndataset = 'text'\n{WEB}",
+            ["training.dataset=", "is not supported with [data.sources]"],
+        ),
         (
             f"[training]\non_data_end = 'repeat'\n{WEB}epochs = 2",
             ["on_data_end", "end with the epochs of data.sources.web"],
@@ -214,9 +302,18 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
             "[[data.stages]]\nweights.web = 1",
             ["run.toml:1: data.stages requires at least two sources, and there is no source"],
         ),
-        (f"{TWO}[[data.stages]]\nweights.wbe = 1", ["run.toml:6: data.stages.0.weights.wbe", "did you mean web?"]),
-        (f"{TWO}[[data.stages]]\nweights.web = 0", ["run.toml:6: data.stages.0.weights has no weight above 0"]),
-        (f"{TWO}[[data.stages]]\nuntil_tokens = 5", ["run.toml:5: data.stages.0.weights has no weight above 0"]),
+        (
+            f"{TWO}[[data.stages]]\nweights.wbe = 1",
+            ["run.toml:6: data.stages.0.weights.wbe", "did you mean web?"],
+        ),
+        (
+            f"{TWO}[[data.stages]]\nweights.web = 0",
+            ["run.toml:6: data.stages.0.weights has no weight above 0"],
+        ),
+        (
+            f"{TWO}[[data.stages]]\nuntil_tokens = 5",
+            ["run.toml:5: data.stages.0.weights has no weight above 0"],
+        ),
         (
             f"{TWO}[[data.stages]]\nweights = {{web = 2, code = -1}}",
             ["run.toml:6: data.stages.0.weights.code=-1.0", "not negative"],
@@ -230,24 +327,63 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
             "[[data.stages]]\nuntil_tokens = 9\nweights.web = 1",
             ["run.toml:9: data.stages.1.until_tokens=9", "exceed the end of the previous stage, 9"],
         ),
-        (f"{TWO}[[data.stages]]\nuntil_tokens = -5\nweights.web = 1", ["until_tokens=-5 must be above 0"]),
+        (
+            f"{TWO}[[data.stages]]\nuntil_tokens = -5\nweights.web = 1",
+            ["until_tokens=-5 must be above 0"],
+        ),
         ("[data]\nreaders = 0", ["data.readers=0", "between 1 and 65536"]),
         ("[data]\nreaders = 65537", ["data.readers=65537", "between 1 and 65536"]),
         ("[data]\nmax_row_bytes = 1023", ["max_row_bytes=1023", "at least 1024"]),
-        ("[data]\nbad_rows = 'skip'\nbad_rows_max_fraction = 2", ["bad_rows_max_fraction=2.0", "between 0 and 1"]),
-        ("[data]\nbad_rows_max_fraction = 0.5", ["bad_rows_max_fraction=0.5 has no effect", '"skip"']),
-        ("[data]\nlong_documents = 'drop'", ['long_documents="drop" has no effect on packing = concat']),
-        ("[data]\nprompt_field = 'q'", ['prompt_field="q" has no effect on data.format text', '"prompt_completion"']),
-        ("[data]\nformat = 'chat'\ntext_field = 'q'", ['text_field="q" has no effect on data.format chat']),
+        (
+            "[data]\nbad_rows = 'skip'\nbad_rows_max_fraction = 2",
+            ["bad_rows_max_fraction=2.0", "between 0 and 1"],
+        ),
+        (
+            "[data]\nbad_rows_max_fraction = 0.5",
+            ["bad_rows_max_fraction=0.5 has no effect", '"skip"'],
+        ),
+        (
+            "[data]\nlong_documents = 'drop'",
+            ['long_documents="drop" has no effect on packing = concat'],
+        ),
+        (
+            "[data]\nprompt_field = 'q'",
+            ['prompt_field="q" has no effect on data.format text', '"prompt_completion"'],
+        ),
+        (
+            "[data]\nformat = 'chat'\ntext_field = 'q'",
+            ['text_field="q" has no effect on data.format chat'],
+        ),
         ("[data]\nseparator = ''", ["data.separator", "must not be empty"]),
-        ("[data]\nformat = 'chat'\nadd_bos = true", ["data.add_bos=true has no effect on data.format chat"]),
-        ("[data]\nformat = 'chat'\nseparator = 'x'", ["data.separator=", "has no effect on data.format chat"]),
+        (
+            "[data]\nformat = 'chat'\nadd_bos = true",
+            ["data.add_bos=true has no effect on data.format chat"],
+        ),
+        (
+            "[data]\nformat = 'chat'\nseparator = 'x'",
+            ["data.separator=", "has no effect on data.format chat"],
+        ),
         ("[data]\ntext_field = ''", ["data.text_field", "must not be empty"]),
-        ("[data]\nmode = 'memory'\nreaders = 8", ["data.readers=8 has no effect on data in memory"]),
-        ("[data]\nmode = 'stream'\n[training]\nepochs = 2", ["training.epochs=2", "shardtrain data prepare", '"stop"']),
-        ("[data]\nmode = 'stream'\nbad_rows = 'skip'", ['bad_rows="skip"', "shardtrain data prepare"]),
-        (f"{TWO}epochs = 1\n[data]\nmode = 'stream'", ["data.sources.code.epochs=1", "requires the number of rows"]),
-        ("[training]\nepochs = 1\non_data_end = 'stop'", ["on_data_end", "has no effect with training.epochs"]),
+        (
+            "[data]\nmode = 'memory'\nreaders = 8",
+            ["data.readers=8 has no effect on data in memory"],
+        ),
+        (
+            "[data]\nmode = 'stream'\n[training]\nepochs = 2",
+            ["training.epochs=2", "shardtrain data prepare", '"stop"'],
+        ),
+        (
+            "[data]\nmode = 'stream'\nbad_rows = 'skip'",
+            ['bad_rows="skip"', "shardtrain data prepare"],
+        ),
+        (
+            f"{TWO}epochs = 1\n[data]\nmode = 'stream'",
+            ["data.sources.code.epochs=1", "requires the number of rows"],
+        ),
+        (
+            "[training]\nepochs = 1\non_data_end = 'stop'",
+            ["on_data_end", "has no effect with training.epochs"],
+        ),
         ("[validation]\nenable = true", ["validation.dataset", "is not set", "name a dataset"]),
         ("[validation]\nenable = true\ndataset = 'jsonl'", ["validation.dataset_path is not set"]),
         (
@@ -260,8 +396,14 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
             "pipeline_parallel_degree = 2",
             ["validation.seq_len=64 must be training.seq_len 2048", "use 2048"],
         ),
-        ("[validation]\nenable = true\ndataset = 'python_stdlib'\nfreq = 0", ["validation.freq=0", "at least 1"]),
-        ("[validation]\nenable = true\ndataset = 'python_stdlib'\nsteps = 0", ["validation.steps=0", "or -1"]),
+        (
+            "[validation]\nenable = true\ndataset = 'python_stdlib'\nfreq = 0",
+            ["validation.freq=0", "at least 1"],
+        ),
+        (
+            "[validation]\nenable = true\ndataset = 'python_stdlib'\nsteps = 0",
+            ["validation.steps=0", "or -1"],
+        ),
         (
             "[validation]\nenable = true\ndataset = 'python_stdlib'\n[validation.dataloader]\nprefetch_factor = 2",
             ["validation.dataloader.prefetch_factor=2", "requires workers"],
@@ -324,7 +466,10 @@ def test_possible_data_options_have_no_problems_or_notes(tmp_path: Path, text: s
             "[training]\ndataset = 'tokens'\ndataset_path = 'x'\n[data]\nmode = 'stream'\ntext_field = 'body'",
             "data.mode, data.text_field: without effect on prepared shards",
         ),
-        ("[data]\nsplit = 'test'\nstreaming = true", "data.split, data.streaming: without effect on python_stdlib"),
+        (
+            "[data]\nsplit = 'test'\nstreaming = true",
+            "data.split, data.streaming: without effect on python_stdlib",
+        ),
         (f"{WEB}subset = 'en'", "data.sources.web.subset: without effect on python_stdlib"),
         ("[validation]\nenable = true\ndataset = 'python_stdlib'", "also the data of training"),
         (
@@ -383,7 +528,10 @@ def test_help_explains_the_keys_of_an_entry() -> None:
 
 def test_torchtitan_s_names_for_validation_data_are_accepted(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[validation]\nenabled = true\ndataset = 'c4_validation'\n")
-    assert (loaded.config.validation.enable, loaded.config.validation.dataset) == (True, "c4_validation")
+    assert (loaded.config.validation.enable, loaded.config.validation.dataset) == (
+        True,
+        "c4_validation",
+    )
     assert check(loaded) == []
     assert loaded.config.validation.split == "validation"
 
@@ -394,6 +542,10 @@ def test_the_data_options_are_read_without_torch() -> None:
         "print([m for m in ('torch', 'numpy', 'pyarrow', 'datasets') if m in sys.modules])"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60), check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=True,
     )
     assert result.stdout.strip() == "[]"

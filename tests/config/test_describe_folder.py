@@ -87,13 +87,18 @@ def test_a_sigmoid_router_is_kept_with_a_softmax_flavor(tmp_path: Path) -> None:
     described = recognise(write(MOONLIGHT, tmp_path / "hf"))
     assert (described.name, described.flavor) == ("deepseek_v3", "16B"), "expected the neighbouring flavor"
     config = models.shape_of(models.find(described.name), described.flavor, described.overrides, "rmsnorm")
-    assert (config.score_func, config.group_top_k, config.load_balance_coeff) == ("sigmoid", 2, 1e-3)
+    assert (config.score_func, config.group_top_k, config.load_balance_coeff) == (
+        "sigmoid",
+        2,
+        1e-3,
+    )
     with pytest.raises(ConfigError, match="scoring_func='softmax' is implemented neither here nor in transformers"):
         recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
 
 
 @pytest.mark.parametrize(
-    "family", ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"]
+    "family",
+    ["llama2", "llama3", "mistral", "qwen2", "deepseek_v3-plain-queries", "qwen3_moe", "llama4"],
 )
 def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) -> None:
     described = describe(write(config_of(family), tmp_path / "hf"))
@@ -182,7 +187,15 @@ def test_a_key_that_nothing_uses_is_a_notice(key: str, tmp_path: Path) -> None:
         ("llama3", {"hidden_act": "gelu"}),
         ("llama3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}),
         ("llama3", {"architectures": ["LlamaForSequenceClassification"]}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+                "layer_types": None,
+            },
+        ),
         ("qwen3", {"attention_bias": True}),
         ("mixtral", {"sliding_window": 16}),
         ("deepseek_v3", {"rope_interleave": False}),

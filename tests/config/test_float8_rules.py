@@ -72,12 +72,21 @@ def test_ineffective_float8_options_are_rejected(arguments, message):
         EMULATED,
         MX,
         ["--model.converters=quantize.linear.mx"],
-        [*MX[1:], *EXPERTS[1:], "--model.converters=quantize.linear.mx,quantize.grouped_mm.float8", *MOE],
+        [
+            *MX[1:],
+            *EXPERTS[1:],
+            "--model.converters=quantize.linear.mx,quantize.grouped_mm.float8",
+            *MOE,
+        ],
         [*EXPERTS, *MOE],
         ["--optimizer.early_step_in_backward", "--training.max_norm=inf"],
         ["--optimizer.name=AdamW8bit"],
         ["--optimizer.state_dtype=bfloat16", "--optimizer.bf16_stochastic_round"],
-        ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16", "--optimizer.bf16_stochastic_round"],
+        [
+            "--training.dtype=bfloat16",
+            "--training.mixed_precision_param=bfloat16",
+            "--optimizer.bf16_stochastic_round",
+        ],
     ],
     ids=str,
 )
@@ -86,7 +95,11 @@ def test_compatible_float8_options_are_accepted(arguments):
 
 
 def test_an_unknown_optimizer_is_the_only_problem_of_early_steps():
-    arguments = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--optimizer.name=SGD"]
+    arguments = [
+        "--optimizer.early_step_in_backward",
+        "--training.max_norm=inf",
+        "--optimizer.name=SGD",
+    ]
     assert problems(*arguments).count("optimizer.") == problems("--optimizer.name=SGD").count("optimizer.")
     assert "early_step_in_backward" not in problems(*arguments)
 
@@ -122,9 +135,18 @@ def test_experts_in_mx_are_not_available():
     ("arguments", "message"),
     [
         ([], ""),
-        (["--quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton"], "casts are PyTorch's operations here"),
-        (["--training.seq_len=72"], "seq_len=72: a row is 72 tokens, which does not fill blocks of 32"),
-        (["--training.seq_len=96", "--parallelism.context_parallel_degree=2"], "a row is 96 tokens in 4 pieces"),
+        (
+            ["--quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton"],
+            "casts are PyTorch's operations here",
+        ),
+        (
+            ["--training.seq_len=72"],
+            "seq_len=72: a row is 72 tokens, which does not fill blocks of 32",
+        ),
+        (
+            ["--training.seq_len=96", "--parallelism.context_parallel_degree=2"],
+            "a row is 96 tokens in 4 pieces",
+        ),
     ],
     ids=str,
 )
@@ -134,7 +156,11 @@ def test_ineffective_and_mesh_dependent_mx_options_are_reported(arguments, messa
 
 
 def test_an_update_in_backward_and_accumulation_exclude_each_other():
-    arguments = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.global_batch_size=64"]
+    arguments = [
+        "--optimizer.early_step_in_backward",
+        "--training.max_norm=inf",
+        "--training.global_batch_size=64",
+    ]
     (problem,) = machine_notes(load("debug", [*arguments, "--training.local_batch_size=8"]), 2, "cpu", 0)
     assert "is more than one pass of 2 data-parallel ranks" in str(problem)
     assert machine_notes(load("debug", [*arguments, "--training.local_batch_size=32"]), 2, "cpu", 0) == []

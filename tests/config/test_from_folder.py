@@ -19,7 +19,13 @@ LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
     "rope_theta": 500000.0, "my_key": 1,
 }  # fmt: skip
-GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+}
 
 
 @pytest.fixture
@@ -89,9 +95,18 @@ def test_a_folder_with_only_a_tokenizer_keeps_the_default(tmp_path: Path) -> Non
             ("--model.flavor", "from_folder", "--model.hf_assets_path", "nowhere"),
             "which does not exist; fetch it (shardtrain data download",
         ),
-        (("--model.flavor", "from_folder", "--model.hf_assets_path", "bytes"), "which has no config.json; name a"),
-        (("--model.flavor", "from_folder", "--model.hf_assets_path", "/"), "which has no config.json"),
-        (("--model.flavor", "from_folder", "--model.name", "qwen3"), 'which is llama3; set it to "llama3"'),
+        (
+            ("--model.flavor", "from_folder", "--model.hf_assets_path", "bytes"),
+            "which has no config.json; name a",
+        ),
+        (
+            ("--model.flavor", "from_folder", "--model.hf_assets_path", "/"),
+            "which has no config.json",
+        ),
+        (
+            ("--model.flavor", "from_folder", "--model.name", "qwen3"),
+            'which is llama3; set it to "llama3"',
+        ),
         (("--model.flavor", "from_folder", "--model.name", "mine.py"), "is a model file of yours"),
     ],
 )
@@ -109,7 +124,8 @@ def test_an_impossible_folder_is_one_problem(arguments: tuple[str, ...], message
 def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "hf", {**LLAMA, "hidden_size": "wide"})
     with pytest.raises(
-        ConfigError, match="set model.flavor if the folder only contains a tokenizer.*hidden_size='wide' must be a int"
+        ConfigError,
+        match="set model.flavor if the folder only contains a tokenizer.*hidden_size='wide' must be a int",
     ):
         at(folder)
 
@@ -127,6 +143,10 @@ def test_no_torch_is_imported_for_it(folder: Path) -> None:
         f"load(None, ['--model.hf_assets_path', {str(folder)!r}]); print('torch' in sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=True,
     )
     assert result.stdout.strip() == "False"

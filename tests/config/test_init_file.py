@@ -17,7 +17,10 @@ from shardtrain.config import init_file, load, presets
 def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.toml"
     assert cli.main(["init", str(path), preset, "--training.steps", "77"]) == 0
-    written, meant = config.load(path, []), config.load(presets.FOLDER / f"{preset}.toml", ["--training.steps", "77"])
+    written, meant = (
+        config.load(path, []),
+        config.load(presets.FOLDER / f"{preset}.toml", ["--training.steps", "77"]),
+    )
     assert written.config == meant.config
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) <= 120
@@ -79,7 +82,11 @@ def test_an_interactive_user_is_prompted(tmp_path: Path, capsys, monkeypatch) ->
     answers = iter(["llama3_8b", "corpus/*.jsonl", "", "500"])
     assert init_file.main([str(tmp_path / "a.toml")], lambda question: next(answers)) == 0
     written_config = config.load(tmp_path / "a.toml", []).config
-    assert (written_config.training.dataset, written_config.training.dataset_path, written_config.training.steps) == (
+    assert (
+        written_config.training.dataset,
+        written_config.training.dataset_path,
+        written_config.training.steps,
+    ) == (
         "jsonl",
         "corpus/*.jsonl",
         500,
@@ -117,8 +124,16 @@ TINY_GPT2 = {
     ("config", "options", "name"),
     [
         (TINY_QWEN, ["--model.hf_assets_path", "FOLDER"], "qwen2"),
-        (TINY_QWEN, ["--checkpoint.initial_load_path", "FOLDER", "--checkpoint.initial_load_in_hf"], "qwen2"),
-        (TINY_QWEN, ["--model.hf_assets_path", "FOLDER", "--model.name", "transformers"], "transformers"),
+        (
+            TINY_QWEN,
+            ["--checkpoint.initial_load_path", "FOLDER", "--checkpoint.initial_load_in_hf"],
+            "qwen2",
+        ),
+        (
+            TINY_QWEN,
+            ["--model.hf_assets_path", "FOLDER", "--model.name", "transformers"],
+            "transformers",
+        ),
         (TINY_GPT2, ["--model.hf_assets_path", "FOLDER"], "transformers"),
     ],
 )
@@ -137,7 +152,14 @@ def test_a_hugging_face_folder_replaces_the_model_of_the_preset(config, options,
 def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_model_folder(tmp_path / "folder", **TINY_QWEN)
-    options = ["--model.hf_assets_path", folder, "--model.flavor", "debugmodel", "--metrics.sample_prompt", "Once"]
+    options = [
+        "--model.hf_assets_path",
+        folder,
+        "--model.flavor",
+        "debugmodel",
+        "--metrics.sample_prompt",
+        "Once",
+    ]
     assert cli.main(["init", "named.toml", "debug", *options]) == 0
     named = tomllib.loads(Path("named.toml").read_text())
     assert named["model"]["name"] == "llama3" and named["metrics"]["sample_prompt"] == "Once"

@@ -16,7 +16,10 @@ from shardtrain.config.options import options
 jsonschema = pytest.importorskip("jsonschema")
 
 ROOT = Path(__file__).parents[2]
-OWN = [*sorted((ROOT / "configs").glob("*.toml")), *sorted((ROOT / "configs/recipes").rglob("*.toml"))]
+OWN = [
+    *sorted((ROOT / "configs").glob("*.toml")),
+    *sorted((ROOT / "configs/recipes").rglob("*.toml")),
+]
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,10 @@ def test_without_a_file_the_preset_is_used_and_reported() -> None:
     loaded = load(None, ["--training.steps", "5"], preset=presets.FIRST)
     assert loaded.config == load(ROOT / "configs/debug.toml", ["--training.steps", "5"]).config
     assert "no configuration is named" in loaded.notices[0] and "llama3_8b" in loaded.notices[0]
-    for named in (load("llama3_8b", preset=presets.FIRST), load(None, ["--job.config_file", "llama3_8b"], preset="x")):
+    for named in (
+        load("llama3_8b", preset=presets.FIRST),
+        load(None, ["--job.config_file", "llama3_8b"], preset="x"),
+    ):
         assert named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model and named.notices == ()
 
 
@@ -54,7 +57,10 @@ def test_every_preset_has_a_name_and_a_file_of_that_name_takes_precedence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "debug").write_text("[training]\nsteps = 7\n")
     assert load("debug").config.training.steps == 7
-    with pytest.raises(ConfigError, match=r"job.config_file=.*llama3_8.*did you mean llama3_8b\? presets are debug, "):
+    with pytest.raises(
+        ConfigError,
+        match=r"job.config_file=.*llama3_8.*did you mean llama3_8b\? presets are debug, ",
+    ):
         load("llama3_8")
 
 
@@ -65,10 +71,16 @@ def test_another_machine_gets_a_presets_name() -> None:
 
 def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "[training]\nsteps = 7\n")
-    for path, arguments in ((str(file), ["--job.config_file", str(file)]), (None, [f"--job.config-file={file}"])):
+    for path, arguments in (
+        (str(file), ["--job.config_file", str(file)]),
+        (None, [f"--job.config-file={file}"]),
+    ):
         loaded = load(path, arguments)
         assert loaded.config.training.steps == 7 and loaded.path == file
-    for read in (lambda arguments: load("a.toml", arguments), lambda arguments: split(["a.toml", *arguments])):
+    for read in (
+        lambda arguments: load("a.toml", arguments),
+        lambda arguments: split(["a.toml", *arguments]),
+    ):
         with pytest.raises(
             ConfigError,
             match=r'job.config_file="b.toml" is a second configuration file, in addition to a.toml; use one',
@@ -90,12 +102,20 @@ def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) 
         (["--compile.enable", "false"], "compile.enable", False),
         (["--compile.enable=True"], "compile.enable", True),
         (["--compile.no_enable"], "compile.enable", False),
-        (["--activation_checkpoint.no-preserve-rng-state"], "activation_checkpoint.preserve_rng_state", False),
+        (
+            ["--activation_checkpoint.no-preserve-rng-state"],
+            "activation_checkpoint.preserve_rng_state",
+            False,
+        ),
         (["--compile.no_enable=false"], "compile.enable", True),
         (["--job.description", "2"], "job.description", "2"),
         (["--job.description=--odd"], "job.description", "--odd"),
         (["--job.description="], "job.description", ""),
-        (["--activation_checkpoint.selective_ac_option", "2"], "activation_checkpoint.selective_ac_option", "2"),
+        (
+            ["--activation_checkpoint.selective_ac_option", "2"],
+            "activation_checkpoint.selective_ac_option",
+            "2",
+        ),
         (["--training.dtype", "bfloat16"], "training.dtype", "bfloat16"),
         (["--training.epochs", "None"], "training.epochs", None),
         (["--training.epochs", "2"], "training.epochs", 2),
@@ -104,7 +124,11 @@ def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) 
         (["--optimizer.no_weight_decay", "a,b"], "optimizer.no_weight_decay", ["a", "b"]),
         (["--optimizer.no_weight_decay", "a", "b"], "optimizer.no_weight_decay", ["a", "b"]),
         (["--optimizer.no_weight_decay="], "optimizer.no_weight_decay", []),
-        (["--optimizer.no_weight_decay", '["*,x", "b"]'], "optimizer.no_weight_decay", ["*,x", "b"]),
+        (
+            ["--optimizer.no_weight_decay", '["*,x", "b"]'],
+            "optimizer.no_weight_decay",
+            ["*,x", "b"],
+        ),
         (["--compile.components", "loss"], "compile.components", ["loss"]),
         (
             ["--parallelism.module_fqns_per_model_part", '[["a", "b"], ["c"]]'],
@@ -133,10 +157,16 @@ def test_an_argument_sets_its_option(arguments: list[str], option: str, value: o
 
 def test_a_switch_does_not_take_the_next_option_for_its_value() -> None:
     config = load(None, ["--compile.enable", "--training.steps", "1", "--debug.deterministic"]).config
-    assert (config.compile.enable, config.training.steps, config.debug.deterministic) == (True, 1, True)
+    assert (config.compile.enable, config.training.steps, config.debug.deterministic) == (
+        True,
+        1,
+        True,
+    )
 
 
-def test_an_integer_may_be_written_as_an_integral_float_and_a_float_as_an_integer(tmp_path: Path) -> None:
+def test_an_integer_may_be_written_as_an_integral_float_and_a_float_as_an_integer(
+    tmp_path: Path,
+) -> None:
     config = load(write(tmp_path, "[training]\nsteps = 1e6\nmax_norm = 1\n")).config.training
     assert config.steps == 1_000_000 and type(config.steps) is int
     assert config.max_norm == 1.0 and type(config.max_norm) is float

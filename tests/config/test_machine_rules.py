@@ -8,9 +8,22 @@ from typing import Any
 
 import pytest
 
-from shardtrain.config import ConfigError, Loaded, load, machine_notes, require, unavailable, without_effect_on_a_cpu
+from shardtrain.config import (
+    ConfigError,
+    Loaded,
+    load,
+    machine_notes,
+    require,
+    unavailable,
+    without_effect_on_a_cpu,
+)
 from shardtrain.config.availability import UNAVAILABLE
-from shardtrain.config.machine_rules import MAX_RANKS, NODES_PER_SECOND, mesh_notes, watching_problem
+from shardtrain.config.machine_rules import (
+    MAX_RANKS,
+    NODES_PER_SECOND,
+    mesh_notes,
+    watching_problem,
+)
 from shardtrain.config.options import options
 from shardtrain.resilience.watchdog.watchdog import beat_seconds
 
@@ -36,14 +49,30 @@ def test_the_default_config_runs_on_any_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("text", "world_size", "fragments"),
     [
-        ("tensor_parallel_degree = 4", 6, ["tensor_parallel_degree=4 cannot divide 6 ranks", "use 1, 2, 3 or 6"]),
-        ("tensor_parallel_degree = 2", 1, ["cannot divide 1 rank;", "use 1, or a multiple of 2 ranks"]),
+        (
+            "tensor_parallel_degree = 4",
+            6,
+            ["tensor_parallel_degree=4 cannot divide 6 ranks", "use 1, 2, 3 or 6"],
+        ),
+        (
+            "tensor_parallel_degree = 2",
+            1,
+            ["cannot divide 1 rank;", "use 1, or a multiple of 2 ranks"],
+        ),
         (
             "tensor_parallel_degree = 4\ndata_parallel_replicate_degree = 2",
             4,
-            ["tensor_parallel_degree=4", "together with the other degrees (2)", "use 1 or 2, or a multiple of 8 ranks"],
+            [
+                "tensor_parallel_degree=4",
+                "together with the other degrees (2)",
+                "use 1 or 2, or a multiple of 8 ranks",
+            ],
         ),
-        ("data_parallel_shard_degree = 3", 4, ["shard_degree=3", "makes 3 ranks, and there are 4", "use -1 or 4"]),
+        (
+            "data_parallel_shard_degree = 3",
+            4,
+            ["shard_degree=3", "makes 3 ranks, and there are 4", "use -1 or 4"],
+        ),
         (
             "data_parallel_shard_degree = 2\ntensor_parallel_degree = 4",
             6,
@@ -62,7 +91,12 @@ def test_degrees_multiply_to_the_number_of_ranks(
 def test_the_global_batch_divides_over_the_ranks_there_are(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[training]\nglobal_batch_size = 24\n")
     assert machine_notes(loaded, 3) == []
-    assert_one(machine_notes(loaded, 2), "global_batch_size=24", "local_batch_size 8 times 2", "use 16 or 32, or -1")
+    assert_one(
+        machine_notes(loaded, 2),
+        "global_batch_size=24",
+        "local_batch_size 8 times 2",
+        "use 16 or 32, or -1",
+    )
 
 
 def test_a_missing_device_is_named(tmp_path: Path) -> None:
@@ -100,7 +134,11 @@ def test_paths_that_do_not_exist_are_named(tmp_path: Path) -> None:
 def test_a_missing_folder_of_a_pretrained_model_requires_the_model(tmp_path: Path) -> None:
     """A tokenizer cannot replace the weights."""
     folder = f'[model]\nhf_assets_path = "{tmp_path}/none"\n'
-    assert_one(machine_notes(read(tmp_path, folder)), "does not exist", "correct the path, download the tokenizer")
+    assert_one(
+        machine_notes(read(tmp_path, folder)),
+        "does not exist",
+        "correct the path, download the tokenizer",
+    )
     weights = f'[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "{tmp_path}/none"\n'
     problems = machine_notes(read(tmp_path, folder + weights))
     assert {p.option for p in problems} == {"model.hf_assets_path", "checkpoint.initial_load_path"}
@@ -116,7 +154,11 @@ def write_tokenizer(folder: Path, num_ids: int) -> None:
 
 def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) -> None:
     assets = f'[model]\nhf_assets_path = "{tmp_path}"\noverrides = {{vocab_size = 16}}\n'
-    assert_one(machine_notes(read(tmp_path, assets)), "holds no tokenizer.json or tokenizer.model", '"bytes"')
+    assert_one(
+        machine_notes(read(tmp_path, assets)),
+        "holds no tokenizer.json or tokenizer.model",
+        '"bytes"',
+    )
     write_tokenizer(tmp_path, 16)
     assert machine_notes(read(tmp_path, assets)) == []
     write_tokenizer(tmp_path, 17)
@@ -124,7 +166,9 @@ def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text("{")
     assert_one(machine_notes(read(tmp_path, assets)), "cannot be read")
     assert_one(
-        machine_notes(read(tmp_path, '[model]\ntokenizer_path = "no/where"\n')), "tokenizer_path", "does not exist"
+        machine_notes(read(tmp_path, '[model]\ntokenizer_path = "no/where"\n')),
+        "tokenizer_path",
+        "does not exist",
     )
     (tmp_path / "tokenizer.model").write_bytes(b"")
     old = f'[model]\ntokenizer_path = "{tmp_path / "tokenizer.model"}"\n'
@@ -135,7 +179,11 @@ def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) ->
 
 
 def test_the_byte_tokenizer_needs_258_rows(tmp_path: Path) -> None:
-    assert_one(machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 256\n")), "has 258 ids", "to 258 or more")
+    assert_one(
+        machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 256\n")),
+        "has 258 ids",
+        "to 258 or more",
+    )
     assert machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 258\n")) == []
 
 

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.config import ConfigError, check, load, model_file, model_names, read_model_file, shape
+from shardtrain.config import (
+    ConfigError,
+    check,
+    load,
+    model_file,
+    model_names,
+    read_model_file,
+    shape,
+)
 
 BASE = '''
 """A model."""
@@ -35,7 +43,10 @@ def write(tmp_path: Path, text: str, name: str = "my_model.py") -> str:
 
 
 def test_facts_are_read_from_the_text_and_the_file_is_never_run(tmp_path: Path) -> None:
-    name = write(tmp_path, BASE + 'FLAVORS = {"tiny": {"dim": 8}, "call": dict(num_layers=3), "own": Config(dim=9)}\n')
+    name = write(
+        tmp_path,
+        BASE + 'FLAVORS = {"tiny": {"dim": 8}, "call": dict(num_layers=3), "own": Config(dim=9)}\n',
+    )
     facts = read_model_file(name)
     assert facts.path == Path(name)
     assert facts.fields["vocab_size"] == ("int", 10000)
@@ -88,7 +99,13 @@ def test_an_incomplete_model_file_is_a_config_error(tmp_path: Path, text: str, f
 
 def test_a_user_defined_model_is_checked_like_those_of_the_package(tmp_path: Path) -> None:
     name = write(tmp_path, BASE + 'FLAVORS = {"tiny": {"dim": 8}}\n')
-    arguments = ["--model.name", name, "--model.flavor", "tiny", "--parallelism.tensor_parallel_degree"]
+    arguments = [
+        "--model.name",
+        name,
+        "--model.flavor",
+        "tiny",
+        "--parallelism.tensor_parallel_degree",
+    ]
     assert check(load(None, [*arguments, "2"])) == []
     problems = check(load(None, [*arguments, "4"]))
     assert len(problems) == 1

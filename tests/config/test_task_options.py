@@ -32,17 +32,29 @@ def problems(tmp_path: Path, text: str) -> list[str]:
         ("[task]\nnum_labels = 3", "task.num_labels=3 has no effect with task.name"),
         (CLASSIFICATION + "num_labels = 1", "task.num_labels=1 must be at least 2"),
         (CLASSIFICATION + 'labels = ["a", "a"]', "name each label once"),
-        (CLASSIFICATION + 'labels = ["a", "b"]\nnum_labels = 3', "is not the number of task.labels, 2"),
+        (
+            CLASSIFICATION + 'labels = ["a", "b"]\nnum_labels = 3',
+            "is not the number of task.labels, 2",
+        ),
         (CLASSIFICATION + 'label_field = "1"', "must both be numbers or both be names"),
         (CLASSIFICATION + "[task.options]\nx = 1", "task.options"),
         (CLASSIFICATION + '[data]\npacking = "padded"', "data.packing"),
-        (CLASSIFICATION + "[data.sources.a]\ndataset = 'tsv'\ndataset_path = 'x'", "reads one dataset"),
+        (
+            CLASSIFICATION + "[data.sources.a]\ndataset = 'tsv'\ndataset_path = 'x'",
+            "reads one dataset",
+        ),
         (
             CLASSIFICATION + "[parallelism]\npipeline_parallel_degree = 2",
             "parallelism.pipeline_parallel_degree=2 splits",
         ),
-        (CLASSIFICATION + "[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree=2 splits"),
-        (CLASSIFICATION + "[parallelism]\ntensor_parallel_degree = 2", "parallelism.disable_loss_parallel=false"),
+        (
+            CLASSIFICATION + "[parallelism]\ncontext_parallel_degree = 2",
+            "parallelism.context_parallel_degree=2 splits",
+        ),
+        (
+            CLASSIFICATION + "[parallelism]\ntensor_parallel_degree = 2",
+            "parallelism.disable_loss_parallel=false",
+        ),
         (
             CLASSIFICATION + "num_labels = 2\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true\n"
             "[compile]\nenable = true",
@@ -52,8 +64,14 @@ def problems(tmp_path: Path, text: str) -> list[str]:
             CLASSIFICATION + HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.acuracy"',
             'did you mean "validation.accuracy"?',
         ),
-        (HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.accuracy"', "must be validation.loss or"),
-        (HELD_OUT + "freq = 5\nper_epoch = 1", "validation.freq=5 has no effect with validation.per_epoch"),
+        (
+            HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.accuracy"',
+            "must be validation.loss or",
+        ),
+        (
+            HELD_OUT + "freq = 5\nper_epoch = 1",
+            "validation.freq=5 has no effect with validation.per_epoch",
+        ),
         (
             HELD_OUT + 'per_epoch = 1\n[data]\nmode = "stream"',
             "per_epoch=1 requires the number of rows, which is unknown",

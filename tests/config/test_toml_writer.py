@@ -9,7 +9,16 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.config import Config, ConfigError, check, help_text, load, notes, resolved_toml, show
+from shardtrain.config import (
+    Config,
+    ConfigError,
+    check,
+    help_text,
+    load,
+    notes,
+    resolved_toml,
+    show,
+)
 from shardtrain.config.options import options, sections
 from shardtrain.config.options_page import options_page
 from shardtrain.config.toml_writer import toml_value
@@ -29,7 +38,11 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     if origin is list:
         return st.lists(strategy(args[0]), max_size=2)
     if origin is dict:
-        keys = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="."), min_size=1, max_size=5)
+        keys = st.text(
+            st.characters(blacklist_categories=("Cs",), blacklist_characters="."),
+            min_size=1,
+            max_size=5,
+        )
         return st.dictionaries(keys, strategy(args[1]), max_size=2)
     if args:
         return st.one_of([st.none() if arg is type(None) else strategy(arg) for arg in args])
@@ -128,10 +141,19 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
     ("text", "fragment"),
     [
         ("[training]\nsteps = 5\n[lr_scheduler]\nwarmup_steps = 9", "ends before the peak rate"),
-        ("[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 9\ndecay_ratio = 0.5", "right after the warmup"),
-        ("[training]\nsteps = 400\n[lr_scheduler]\ntotal_steps = 300", "the remaining steps use the last rate"),
+        (
+            "[training]\nsteps = 10\n[lr_scheduler]\nwarmup_steps = 9\ndecay_ratio = 0.5",
+            "right after the warmup",
+        ),
+        (
+            "[training]\nsteps = 400\n[lr_scheduler]\ntotal_steps = 300",
+            "the remaining steps use the last rate",
+        ),
         ("[checkpoint]\nenable_ft_dataloader_checkpoints = true", "no replica groups"),
-        ("[quantize.linear.float8]\nemulate = true", '"quantize.linear.float8" in model.converters'),
+        (
+            "[quantize.linear.float8]\nemulate = true",
+            '"quantize.linear.float8" in model.converters',
+        ),
     ],
 )
 def test_questionable_schedules_are_notes(tmp_path: Path, text: str, fragment: str) -> None:

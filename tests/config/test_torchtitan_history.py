@@ -150,7 +150,12 @@ CHANGED: list[tuple[str, str, str, Any]] = [
     ("dump_folder", "elsewhere", "job.dump_folder", "elsewhere"),
     ("debug.print_config", "true", "job.print_config", True),
     ("debug.save_config_file", "c.json", "job.save_config_file", "c.json"),
-    ("compile.enable_async_tensor_parallel", "true", "parallelism.enable_async_tensor_parallel", True),
+    (
+        "compile.enable_async_tensor_parallel",
+        "true",
+        "parallelism.enable_async_tensor_parallel",
+        True,
+    ),
     ("profiler.enable_profiling", "true", "profiling.enable_profiling", True),
     ("profiler.profile_freq", "7", "profiling.profile_freq", 7),
 ]
@@ -162,7 +167,11 @@ IGNORED = [
 ]
 REJECTED = [
     ("experimental.pipeline_parallel_split_mode", "tracer", "selects stages split by a tracer"),
-    ("parallelism.enable_sequence_parallel", "false", "selects tensor parallelism without split sequences"),
+    (
+        "parallelism.enable_sequence_parallel",
+        "false",
+        "selects tensor parallelism without split sequences",
+    ),
 ]
 
 

@@ -17,7 +17,12 @@ from shardtrain import config
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
     path.mkdir()
-    fields = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    fields = {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
     (path / "config.json").write_text(json.dumps(fields))
     return path
 
@@ -37,8 +42,16 @@ def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "option", "message"),
     [
-        (["--parallelism.tensor_parallel_degree=4"], "parallelism.tensor_parallel_degree=4", "num_key_value_heads=2"),
-        (["--model.overrides.attention=flash"], 'model.overrides.attention="flash"', "use auto, sdpa, eager"),
+        (
+            ["--parallelism.tensor_parallel_degree=4"],
+            "parallelism.tensor_parallel_degree=4",
+            "num_key_value_heads=2",
+        ),
+        (
+            ["--model.overrides.attention=flash"],
+            'model.overrides.attention="flash"',
+            "use auto, sdpa, eager",
+        ),
         (["--optimizer.name=Muon"], "optimizer.muon_adamw_patterns", "names no parameter"),
         (["--model.overrides.rows=4"], "model.overrides.rows=4", "is not a field"),
         (
@@ -94,7 +107,10 @@ def test_padded_rows_need_no_mask(folder: Path) -> None:
         (None, "has no config.json"),
         ("{", "cannot be read (JSONDecodeError)"),
         ("[]", "is not a JSON object"),
-        ('{"auto_map": {}}', "which transformers does not have, and its own code is never run here"),
+        (
+            '{"auto_map": {}}',
+            "which transformers does not have, and its own code is never run here",
+        ),
     ],
 )
 def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_path: Path) -> None:
@@ -113,7 +129,10 @@ def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_p
         (["--task.options.masks=3"], "is not an option of masked_language_model"),
         (["--task.labels", "a", "b"], "task.labels"),
         (["--data.packing=padded"], "data.packing"),
-        (["--parallelism.tensor_parallel_degree=2"], "parallelism.tensor_parallel_degree=2 splits each layer"),
+        (
+            ["--parallelism.tensor_parallel_degree=2"],
+            "parallelism.tensor_parallel_degree=2 splits each layer",
+        ),
     ],
 )
 def test_options_of_hidden_tokens_are_checked(arguments: list[str], message: str, folder: Path) -> None:
@@ -128,6 +147,10 @@ def test_the_check_imports_neither_torch_nor_transformers(folder: Path) -> None:
         "sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=True,
     )
     assert result.stdout.strip() == "[] []"

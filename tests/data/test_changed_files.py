@@ -26,12 +26,23 @@ def make(kind, folder):
     plain = folder / "a.jsonl"
     plain.write_bytes(as_jsonl())
     if kind == "stream":
-        return {"dataset": "jsonl", "dataset_path": str(plain)}, Data(mode="stream", readers=4), plain
+        return (
+            {"dataset": "jsonl", "dataset_path": str(plain)},
+            Data(mode="stream", readers=4),
+            plain,
+        )
     if kind == "compressed stream":
         packed = folder / "b.jsonl.gz"
         packed.write_bytes(gzip.compress(as_jsonl()))
         return {"dataset": "jsonl", "dataset_path": str(packed)}, Data(mode="stream"), packed
-    arguments = ["--training.dataset", "jsonl", "--training.dataset_path", str(plain), "--shard_tokens", "20000"]
+    arguments = [
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(plain),
+        "--shard_tokens",
+        "20000",
+    ]
     assert prepare.main([*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
     tokens = {"dataset": "tokens", "dataset_path": str(folder / "shards")}
     return tokens, Data(), folder / "shards" / "tokens-00001.bin"
@@ -73,4 +84,9 @@ def test_file_changed_during_a_run_stops_it(kind, change, workers, tmp_path):
     reopened = replace(training, dataloader=DataLoaderOptions())
     if change is not replace_by_a_copy and change is not edit:
         with pytest.raises(ConfigError):  # starting or resuming a run fails too
-            open_dataloader(Config(training=reopened, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
+            open_dataloader(
+                Config(training=reopened, data=data),
+                batch_rank=0,
+                num_batch_ranks=1,
+                accumulation=1,
+            )

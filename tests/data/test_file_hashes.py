@@ -46,7 +46,13 @@ def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
         dataset = {"dataset": "tokens", "dataset_path": str(folder / "shards")}
     return shallow_config(
         job={"dump_folder": str(folder / "run")},
-        training={"seq_len": 16, "local_batch_size": 2, "global_batch_size": 4, "steps": steps, **dataset},
+        training={
+            "seq_len": 16,
+            "local_batch_size": 2,
+            "global_batch_size": 4,
+            "steps": steps,
+            **dataset,
+        },
         data={"mode": "stream", "readers": 4} if data == "rows" else {},
         checkpoint={"enable": True, "interval": 2, "accept_changes": ["all"], **checkpoint},
     )
@@ -57,7 +63,10 @@ def run(rank: int, config: Config, small_bytes: int = file_hashes.SMALL_BYTES, w
 
     Step ``waits_after`` lets hashing begin and waits until it ends.
     """
-    file_hashes.SMALL_BYTES, file_hashes.SETTLED_SECONDS = small_bytes, 0.0  # global state of this rank's process
+    file_hashes.SMALL_BYTES, file_hashes.SETTLED_SECONDS = (
+        small_bytes,
+        0.0,
+    )  # global state of this rank's process
     step, threads, may_hash = trainer.step, [], threading.Event()
     hash_all = Contents._hash_all
 
@@ -101,7 +110,9 @@ def test_changed_rows_of_equal_size_are_detected(ranks: int, small_bytes: int, t
     assert run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0] == ("", 4)
 
 
-def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_restored(tmp_path: Path) -> None:
+def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_restored(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)

@@ -9,7 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardtrain.config.schema import Config, Data, DataLoaderOptions, DataSource, Debug, Model, Training, Validation
+from shardtrain.config.schema import (
+    Config,
+    Data,
+    DataLoaderOptions,
+    DataSource,
+    Debug,
+    Model,
+    Training,
+    Validation,
+)
 from shardtrain.data import IGNORE, Batch, death_of_worker, open_dataloader
 from shardtrain.data.order import sample_at
 from shardtrain.utils.errors import ConfigError, DataError
@@ -85,7 +94,11 @@ def test_batch_contains_the_rows_of_its_samples(config):
         torch.int64
     }
     assert batch.num_targets == GLOBAL_BATCH * SEQ_LEN
-    assert (stream.num_samples, stream.global_batch, stream.vocab) == (NUM_SAMPLES, GLOBAL_BATCH, 258)
+    assert (stream.num_samples, stream.global_batch, stream.vocab) == (
+        NUM_SAMPLES,
+        GLOBAL_BATCH,
+        258,
+    )
 
 
 def test_ignored_targets_are_not_counted_and_a_batch_moves_all_its_tensors():
@@ -148,7 +161,11 @@ def test_validation_reads_its_own_section(config):
     assert next(stream).tokens_BT.shape == (3, 6)
     with pytest.raises(ConfigError, match=r"validation.dataset="):
         open_dataloader(
-            config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=replace(validation, dataset="nothing")
+            config,
+            batch_rank=0,
+            num_batch_ranks=1,
+            accumulation=1,
+            section=replace(validation, dataset="nothing"),
         )
 
 
@@ -262,7 +279,14 @@ def test_weight_too_small_to_read_a_row_is_logged(config, tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("readers", "ranks", "workers", "warns"),
-    [(16, 4, 0, False), (16, 1, 0, False), (12, 4, 0, True), (16, 2, 2, False), (24, 1, 2, True), (8, 1, 2, True)],
+    [
+        (16, 4, 0, False),
+        (16, 1, 0, False),
+        (12, 4, 0, True),
+        (16, 2, 2, False),
+        (24, 1, 2, True),
+        (8, 1, 2, True),
+    ],
 )
 def test_repeated_tokenization_by_several_processes_is_logged(config, tmp_path, caplog, readers, ranks, workers, warns):
     config = with_training(jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoaderOptions(workers))

@@ -30,14 +30,25 @@ ROWS = (
     {**COMMON, "prompt": QUESTION, "completion": ANSWER, "chosen": ANSWER, "rejected": ANSWER},
 )
 CHANGES = {
-    **dict.fromkeys(("text_field", "prompt_field", "completion_field", "messages_field", "tools_field"), "absent"),
+    **dict.fromkeys(
+        ("text_field", "prompt_field", "completion_field", "messages_field", "tools_field"),
+        "absent",
+    ),
     "chat_template": "other.jinja",
     "add_bos": False,
     "add_eos": False,
     "separator": "|",
 }
 FORMATS = ("text", "prompt_completion", "chat")
-TASKS = ("preference", "simpo", "orpo", "reward_model", "kto", "classification", "sequence_to_sequence")
+TASKS = (
+    "preference",
+    "simpo",
+    "orpo",
+    "reward_model",
+    "kto",
+    "classification",
+    "sequence_to_sequence",
+)
 
 
 def documents(reader: str, folder: Path, data: dict[str, Any]) -> list[str]:

@@ -65,7 +65,13 @@ def test_order_never_changes_between_versions():
     # frozen at the first release: checkpoints store only a position, so a new order would repeat and skip samples
     assert sample_at(range(10), 10, 42).tolist() == [8, 7, 1, 2, 5, 6, 9, 4, 3, 0]
     assert sample_at(range(8), 1003, 0).tolist() == [363, 34, 511, 375, 392, 646, 280, 791]
-    assert sample_at(range(5), 10**6, 17982163893102248868).tolist() == [534365, 771816, 875574, 308633, 799383]
+    assert sample_at(range(5), 10**6, 17982163893102248868).tolist() == [
+        534365,
+        771816,
+        875574,
+        308633,
+        799383,
+    ]
     assert sample_at([0, 1, 2, 7, 8], 3, -1).tolist() == [1, 0, 2, 2, 1]
     assert sample_at([0, 10**9, 2**61], 2**62, 42).tolist() == [
         4449239426648221457,

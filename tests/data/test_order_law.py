@@ -13,7 +13,15 @@ import pytest
 import torch
 from tiers import cases
 
-from shardtrain.config.schema import Config, Data, DataLoaderOptions, DataSource, DataStage, Debug, Training
+from shardtrain.config.schema import (
+    Config,
+    Data,
+    DataLoaderOptions,
+    DataSource,
+    DataStage,
+    Debug,
+    Training,
+)
 from shardtrain.data import IGNORE, open_dataloader
 from shardtrain.tools.data import prepare
 
@@ -120,7 +128,10 @@ KINDS = {
     "stream, documents fitted and masked": streamed(make_jsonl, packing="first_fit"),
     "documents fitted and masked": lambda folder: (make_jsonl(folder), Data(packing="first_fit")),
     "documents in the fullest rows": lambda folder: (make_jsonl(folder), Data(packing="best_fit")),
-    "one document per row": lambda folder: (make_jsonl(folder), Data(packing="padded", long_documents="cut")),
+    "one document per row": lambda folder: (
+        make_jsonl(folder),
+        Data(packing="padded", long_documents="cut"),
+    ),
     "mixture in stages": mixed(),
     "mixture with streams": mixed(mode="stream"),
 }
@@ -128,7 +139,11 @@ KINDS = {
 
 def config_of(kind, folder):
     training, data = KINDS[kind](folder)
-    return Config(training=Training(seq_len=SEQ_LEN, on_data_end="repeat", **training), data=data, debug=Debug(seed=11))
+    return Config(
+        training=Training(seq_len=SEQ_LEN, on_data_end="repeat", **training),
+        data=data,
+        debug=Debug(seed=11),
+    )
 
 
 def open_ranks(config, ranks, workers, samples_consumed, cursors):
@@ -144,7 +159,10 @@ def open_ranks(config, ranks, workers, samples_consumed, cursors):
 
 def rows_of(batch):
     for sample, tokens, targets in zip(batch.sample_ids_B.tolist(), batch.tokens_BT, batch.targets_BT, strict=True):
-        yield sample, hashlib.sha256(torch.stack((tokens, targets)).numpy().tobytes()).hexdigest()[:16]
+        yield (
+            sample,
+            hashlib.sha256(torch.stack((tokens, targets)).numpy().tobytes()).hexdigest()[:16],
+        )
 
 
 def sequence(config, plan, workers):

@@ -73,18 +73,31 @@ def test_long_conversation_is_accepted() -> None:
 
 DOUBLING = {"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}
 PART = {"SpecialToken": {"id": "h", "type_id": 0}}
-TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {"h": {"id": "h", "ids": [1], "tokens": ["h"]}}}
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "pair": [],
+    "special_tokens": {"h": {"id": "h", "ids": [1], "tokens": ["h"]}},
+}
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
 MANY_IDS = {"h": {"id": "h", "ids": [1] * 1001, "tokens": ["h"] * 1001}}
 TOKENIZERS = {
-    "parts": ({"post_processor": {**TEMPLATE, "single": [PART] * 3000 + [TEXT]}}, "adds more than 1000 tokens"),
+    "parts": (
+        {"post_processor": {**TEMPLATE, "single": [PART] * 3000 + [TEXT]}},
+        "adds more than 1000 tokens",
+    ),
     "ids": (
         {"post_processor": {**TEMPLATE, "single": [PART, TEXT], "special_tokens": MANY_IDS}},
         "adds more than 1000 tokens",
     ),
-    "doubling": ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 31}}, "1000 times longer"),
+    "doubling": (
+        {"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 31}},
+        "1000 times longer",
+    ),
     "long": ({"normalizer": {**DOUBLING, "content": "h" * 2**20}}, "1000 times longer"),
-    "panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "artefact_memory_bytes"),
+    "panic": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        "artefact_memory_bytes",
+    ),
 }
 
 
@@ -116,7 +129,10 @@ def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"text": ["hello"], "more": nothing}), path, compression="none")
     assert path.stat().st_size < 1000
-    with _limits(memory_bytes=2**28), pytest.raises(DataError, match="needs more than data.artefact_memory_bytes"):
+    with (
+        _limits(memory_bytes=2**28),
+        pytest.raises(DataError, match="needs more than data.artefact_memory_bytes"),
+    ):
         sources.find("parquet").open_source(sources.Request(path=str(path)))
 
 
@@ -125,7 +141,10 @@ def _arrow(path: Path, column: Any, **options: Any) -> str:
     pytest.importorskip("datasets")
     batch = pa.record_batch({"text": column})
     settings = ipc.IpcWriteOptions(**options)
-    with pa.OSFile(str(path), "wb") as sink, ipc.new_stream(sink, batch.schema, options=settings) as stream:
+    with (
+        pa.OSFile(str(path), "wb") as sink,
+        ipc.new_stream(sink, batch.schema, options=settings) as stream,
+    ):
         stream.write_batch(batch)
     return str(path)
 
@@ -202,7 +221,13 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
             assert isinstance(row, sources.BadRow) and "data.max_row_bytes" in str(row)
     labels = pa.array(["good", None, "bad"] * 50).dictionary_encode()
     turns = pa.array([[{"role": "user", "content": "x" * 10}] * 3] * 150)
-    table = pa.table({"label": labels, "turns": turns, "of": pa.array([[("k", 1)]] * 150, pa.map_("string", "int8"))})
+    table = pa.table(
+        {
+            "label": labels,
+            "turns": turns,
+            "of": pa.array([[("k", 1)]] * 150, pa.map_("string", "int8")),
+        }
+    )
     assert list(rows_of_batch(table.slice(1, 100), 1000)) == table.slice(1, 100).to_pylist()
 
 

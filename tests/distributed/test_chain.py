@@ -144,7 +144,9 @@ def test_weight_of_another_module_is_rejected() -> None:
 
 
 @pytest.mark.parametrize("run", [None, by_key], ids=["sound", "by key"])
-def test_valid_chain_passes_for_any_split_and_is_unchanged(run: Callable[..., Tensor] | None) -> None:
+def test_valid_chain_passes_for_any_split_and_is_unchanged(
+    run: Callable[..., Tensor] | None,
+) -> None:
     model = built(run)
     before = [list(vars(module)) for module in model.modules()]
     names = [name for part in PARTS for name in part]

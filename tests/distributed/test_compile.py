@@ -48,7 +48,12 @@ def test_each_layer_is_compiled_and_no_other_module() -> None:
 
 def test_attention_and_feed_forward_are_compiled_separately_with_tensor_parallelism() -> None:
     """An entire layer with sequence parallelism fails in backward when compiled (torch 2.13)."""
-    assert _apply(2, enable=True)[1] == ["layers.0.attn", "layers.0.ffn", "layers.1.attn", "layers.1.ffn"]
+    assert _apply(2, enable=True)[1] == [
+        "layers.0.attn",
+        "layers.0.ffn",
+        "layers.1.attn",
+        "layers.1.ffn",
+    ]
 
 
 @pytest.mark.parametrize("options", [{"enable": False}, {"enable": True, "components": ["loss"]}])
@@ -130,7 +135,12 @@ def test_result_of_the_vector_instruction_check_is_cached_only_on_success(tmp_pa
     for number, compiler in enumerate((first, second)):
         compiler.write_text(f"#!/bin/sh\n{'#' * number}")
         compiler.chmod(0o755)
-    rounds = (("one", first, None, 2), ("both", first, True, 4), ("both", first, True, 4), ("one", second, None, 6))
+    rounds = (
+        ("one", first, None, 2),
+        ("both", first, True, 4),
+        ("both", first, True, 4),
+        ("one", second, None, 6),
+    )
     for working, compiler, trusted, times in rounds:  # noqa: B007
         monkeypatch.setenv("CXX", str(compiler))
         monkeypatch.setattr(inductor.cpp, "vec_isa_ok", None)

@@ -34,7 +34,10 @@ DOCUMENTS = {"data": {"packing": "first_fit"}}
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "dense": (1, {}),
     "documents": (1, DOCUMENTS),
-    "windows": (1, {"model": {"name": "mistral", "overrides": {"sliding_window": 16}}, **DOCUMENTS}),
+    "windows": (
+        1,
+        {"model": {"name": "mistral", "overrides": {"sliding_window": 16}}, **DOCUMENTS},
+    ),
     "experts": (1, {"model": EXPERTS}),
     "adapters": (1, {"lora": {"enable": True, "random_base": True, "rank": 4}}),
     "float8": (1, {"model": {"converters": ["quantize.linear.float8"]}}),
@@ -43,7 +46,13 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp": (2, {"parallelism": {"context_parallel_degree": 2}}),
     "cp, documents": (2, {"parallelism": {"context_parallel_degree": 2}, **DOCUMENTS}),
     "pp": (2, {"parallelism": {"pipeline_parallel_degree": 2}}),
-    "ep": (2, {"model": EXPERTS, "parallelism": {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}}),
+    "ep": (
+        2,
+        {
+            "model": EXPERTS,
+            "parallelism": {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+        },
+    ),
 }
 PRODUCTS = {"experts": 4, "ep": 4, "adapters": 7 + 2 * 4}
 """Number of compiled linear layers per layer: attention and feed-forward, but not experts."""
@@ -226,7 +235,8 @@ def test_layer_with_a_graph_break_is_logged(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "graphs"), [("layers.0.ffn.w1", 2), ("layers.1.ffn.w1", 2), ("layers.*.ffn.w1", 1), ("nothing", 1)]
+    ("pattern", "graphs"),
+    [("layers.0.ffn.w1", 2), ("layers.1.ffn.w1", 2), ("layers.*.ffn.w1", 1), ("nothing", 1)],
 )
 def test_product_named_in_one_layer_is_recomputed_only_there(pattern: str, graphs: int) -> None:
     """Layers share a graph only if they save the same activations."""

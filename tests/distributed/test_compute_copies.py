@@ -14,7 +14,17 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import cases
-from tiny import SHAPE, Ended, Result, assert_bitwise, make_run, shallow_config, tiny_config, train_steps, train_whole
+from tiny import (
+    SHAPE,
+    Ended,
+    Result,
+    assert_bitwise,
+    make_run,
+    shallow_config,
+    tiny_config,
+    train_steps,
+    train_whole,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -41,7 +51,8 @@ def _config(**sections: Any) -> Config:
         config = replace(config, model=replace(config.model, **{**model, "overrides": sizes}))
     elif model:
         config = replace(
-            config, model=replace(config.model, overrides={**config.model.overrides, **model["overrides"]})
+            config,
+            model=replace(config.model, overrides={**config.model.overrides, **model["overrides"]}),
         )
     return config
 
@@ -103,7 +114,10 @@ PEERS: dict[str, dict[str, Any]] = {
         "model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX},
         "training": {"mixed_precision_param": "float32"},
     },
-    "adapters in float32": {**OPTIONS["adapters"], "training": {"mixed_precision_param": "float32"}},
+    "adapters in float32": {
+        **OPTIONS["adapters"],
+        "training": {"mixed_precision_param": "float32"},
+    },
     "whole logits": {"parallelism": {"disable_loss_parallel": True}},
     "experts of each rank": {**OPTIONS["experts"], "parallelism": {"expert_parallel_degree": 2}},
     # without partial gradients: FSDP sums those of a single micro-batch in bfloat16
@@ -121,7 +135,12 @@ DEFAULT_OF_PEERS = ["biases in float32", "adapters"]
 
 def _peers(name: str) -> Config:
     options = PEERS[name]
-    return _config(**{**options, "parallelism": {"tensor_parallel_degree": 2, **options.get("parallelism", {})}})
+    return _config(
+        **{
+            **options,
+            "parallelism": {"tensor_parallel_degree": 2, **options.get("parallelism", {})},
+        }
+    )
 
 
 def _both_ways(rank: int, config: Config) -> list[Result]:
@@ -129,7 +148,8 @@ def _both_ways(rank: int, config: Config) -> list[Result]:
 
 
 @pytest.mark.parametrize(
-    "name", cases(DEFAULT_OF_PEERS, nightly=[name for name in PEERS if name not in DEFAULT_OF_PEERS])
+    "name",
+    cases(DEFAULT_OF_PEERS, nightly=[name for name in PEERS if name not in DEFAULT_OF_PEERS]),
 )
 def test_tensor_parallel_ranks_are_bitwise_equal_to_fsdp(name: str) -> None:
     """FSDP is the reference: with one data rank it casts, and sums partial gradients of tensor-parallel ranks."""
@@ -145,7 +165,10 @@ def test_tensor_parallel_ranks_are_bitwise_equal_to_fsdp(name: str) -> None:
 
 def test_fsdp_is_used_where_it_shards_or_reduces() -> None:
     def does_without(
-        ranks: int, has_experts: bool = False, training: dict[str, Any] | None = None, **degrees: Any
+        ranks: int,
+        has_experts: bool = False,
+        training: dict[str, Any] | None = None,
+        **degrees: Any,
     ) -> bool:
         config = tiny_config(training=training or {}, parallelism=degrees)
         return derived.does_without_fsdp(config, ranks, has_experts)
@@ -159,7 +182,11 @@ def test_fsdp_is_used_where_it_shards_or_reduces() -> None:
         4, pipeline_parallel_degree=2, **tp
     )
     assert not does_without(2, fsdp_reshard_after_forward="always", **tp)
-    for training in ({"dtype": "bfloat16"}, {"mixed_precision_reduce": "bfloat16"}, {"enable_cpu_offload": True}):
+    for training in (
+        {"dtype": "bfloat16"},
+        {"mixed_precision_reduce": "bfloat16"},
+        {"enable_cpu_offload": True},
+    ):
         assert not does_without(2, training=training, **tp)
 
 
@@ -204,7 +231,8 @@ def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name"), cases([(1, "adapters"), (2, "biases")], nightly=[(1, "micro-batches"), (2, "adapters")])
+    ("ranks", "name"),
+    cases([(1, "adapters"), (2, "biases")], nightly=[(1, "micro-batches"), (2, "adapters")]),
 )
 def test_parameters_are_restored_and_copies_freed_after_a_step(ranks: int, name: str) -> None:
     config = _config(**OPTIONS[name]) if ranks == 1 else _peers(name)
@@ -231,7 +259,9 @@ def _continued(rank: int, folder: Path, config: Config) -> list[Ended]:
             if with_fsdp:
                 _with_fsdp(patch)
             return train_whole(
-                rank, replace(config, job=replace(config.job, dump_folder=str(folder / name))), stop_after
+                rank,
+                replace(config, job=replace(config.job, dump_folder=str(folder / name))),
+                stop_after,
             )
 
     straight = run("straight", False)
@@ -244,7 +274,9 @@ def test_checkpoints_with_and_without_fsdp_resume_bitwise_in_each_other(tmp_path
     """FSDP splits saved tensors over dp_shard and tp; compute copies split them only over tp."""
     parallelism = {"tensor_parallel_degree": 2}
     config = shallow_config(
-        training={**MIXED, "steps": 4}, parallelism=parallelism, checkpoint={"enable": True, "interval": 2}
+        training={**MIXED, "steps": 4},
+        parallelism=parallelism,
+        checkpoint={"enable": True, "interval": 2},
     )
     for straight, *others in run_ranks(2, _continued, tmp_path, config):
         for mixed_run in others:

@@ -50,7 +50,9 @@ def test_each_arrived_rank_costs_two_requests() -> None:
     assert store.requests == 2 * 4095 + 1
 
 
-def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_for_missing_ranks_costs_the_same_for_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each round polls a fixed number of ranks, and finds late ranks wherever they are in the order."""
     rounds: list[int] = []
     store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4000)})

@@ -95,7 +95,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # two layers with a recurrence and two with attention
     "qwen3_next": ("debugmodel", {**GROUPED, **QWEN3_NEXT, "balance_loss_coeff": 0.0}),
-    "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4, "balance_loss_coeff": 0.0}),
+    "mixtral": (
+        "debugmodel",
+        {**GROUPED, "moe_ffn_dim": 48, "num_experts": 4, "balance_loss_coeff": 0.0},
+    ),
     "llama4": (
         "debugmodel",
         {
@@ -164,7 +167,10 @@ def split_documents(batch: Batch) -> list[Batch]:
     assert batch.documents_BT is not None
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
     return [
-        Batch(*(column[row : row + 1][:, documents == number] for column in columns), torch.tensor([row]))
+        Batch(
+            *(column[row : row + 1][:, documents == number] for column in columns),
+            torch.tensor([row]),
+        )
         for row, documents in enumerate(batch.documents_BT)
         for number in documents.unique()
     ]
@@ -178,11 +184,16 @@ def config_of(family: str, sections: dict[str, dict[str, Any]], num_ranks: int =
         * degrees.get("tensor_parallel_degree", 1)
         * degrees.get("pipeline_parallel_degree", 1)
     )
-    merged["training"] = {"seq_len": T, "local_batch_size": len(CUTS) // shares, "global_batch_size": len(CUTS)}
+    merged["training"] = {
+        "seq_len": T,
+        "local_batch_size": len(CUTS) // shares,
+        "global_batch_size": len(CUTS),
+    }
     flavor, overrides = FAMILIES[family]
     config = tiny_config(**merged)
     return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, name=family, flavor=flavor, overrides=overrides)
+        config,
+        model=dataclasses.replace(config.model, name=family, flavor=flavor, overrides=overrides),
     )
 
 
@@ -247,7 +258,17 @@ def test_packed_documents_match_separate_ones(run: str) -> None:
     cases(
         [
             *itertools.product(
-                ("qwen3", "deepseek_v3", "qwen3_moe", "mixtral", "mistral", "qwen2", "neox", "llama4", "gpt_oss"),
+                (
+                    "qwen3",
+                    "deepseek_v3",
+                    "qwen3_moe",
+                    "mixtral",
+                    "mistral",
+                    "qwen2",
+                    "neox",
+                    "llama4",
+                    "gpt_oss",
+                ),
                 ("plain",),
             ),
             ("deepseek_v3", "cp ring"),
@@ -262,7 +283,8 @@ def test_packed_documents_match_separate_ones(run: str) -> None:
             *itertools.product(("qwen3", "qwen3_moe"), ("cp ring", "cp gather", "tp", "pp 1F1B")),
             *itertools.product(("deepseek_v3",), ("cp gather", "tp", "pp 1F1B")),
             *itertools.product(
-                ("qwen3_next",), ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile")
+                ("qwen3_next",),
+                ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile"),
             ),
             *itertools.product(("mixtral",), ("cp ring", "cp gather", "tp")),
             *itertools.product(("mistral",), ("cp ring", "cp ulysses", "tp")),
@@ -287,7 +309,11 @@ def test_without_document_ids_packed_documents_differ_from_separate_ones() -> No
 
 
 @pytest.mark.parametrize(
-    "run", cases(["plain", "cp ring"], nightly=["cp gather", "cp ring, in order", "cp ulysses", "pp 1F1B", "tp"])
+    "run",
+    cases(
+        ["plain", "cp ring"],
+        nightly=["cp gather", "cp ring, in order", "cp ulysses", "pp 1F1B", "tp"],
+    ),
 )
 def test_one_document_id_for_all_tokens_changes_nothing(run: str) -> None:
     num_ranks, sections = RUNS[run]

@@ -32,8 +32,14 @@ COMMON = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4}
 GROUPED = {**COMMON, "num_kv_heads": 2, "head_dim": 16, "moe_ffn_dim": 48}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("debugmodel", {**COMMON, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}),
-    "qwen3_moe": ("debugmodel_moe", {**GROUPED, "num_experts": 8, "top_k": 2, "balance_loss_coeff": 0.02}),
-    "mixtral": ("debugmodel", {**GROUPED, "num_experts": 4, "z_loss_coeff": 1e-2, "load_balance_coeff": 1e-2}),
+    "qwen3_moe": (
+        "debugmodel_moe",
+        {**GROUPED, "num_experts": 8, "top_k": 2, "balance_loss_coeff": 0.02},
+    ),
+    "mixtral": (
+        "debugmodel",
+        {**GROUPED, "num_experts": 4, "z_loss_coeff": 1e-2, "load_balance_coeff": 1e-2},
+    ),
     "deepseek_v3": (
         "671B",
         {
@@ -103,7 +109,11 @@ def one_process(family: str, steps: int = STEPS) -> Result:
 
 CASES = [("deepseek_v3", mesh) for mesh in MESHES]  # the family with all mechanisms, on all meshes
 CASES += [(family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in ("tp 2", "ep 4", "fsdp 2 x tp 2, ep 2")]
-FIRST = [("deepseek_v3", "tp 2, ep 2"), ("qwen3_moe", "tp 2"), ("mixtral", "ep 4")]  # test_grid.py covers the others
+FIRST = [
+    ("deepseek_v3", "tp 2, ep 2"),
+    ("qwen3_moe", "tp 2"),
+    ("mixtral", "ep 4"),
+]  # test_grid.py covers the others
 
 
 @pytest.mark.nightly("at other sizes", by="tests/test_grid.py::test_each_family_equals_one_process")
@@ -135,7 +145,10 @@ def test_ten_steps_with_changing_biases_choose_the_same_experts() -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism"),
-    cases([(2, degrees(tp=2))], nightly=[(2, degrees()), (4, degrees(tp=2)), (4, degrees(replicate=2))]),
+    cases(
+        [(2, degrees(tp=2))],
+        nightly=[(2, degrees()), (4, degrees(tp=2)), (4, degrees(replicate=2))],
+    ),
 )
 @pytest.mark.nightly(
     "one family more",
@@ -161,7 +174,10 @@ def test_latent_attention_without_query_compression_splits_over_heads(q_lora_ran
 
 OPTIONS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "accumulation": (2, {"parallelism": degrees(ep=2), "training": {"local_batch_size": 1}}),
-    "recompute full": (2, {"parallelism": degrees(ep=2), "activation_checkpoint": {"mode": "full"}}),
+    "recompute full": (
+        2,
+        {"parallelism": degrees(ep=2), "activation_checkpoint": {"mode": "full"}},
+    ),
     "recompute op": (
         2,
         {
@@ -169,16 +185,31 @@ OPTIONS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
             "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
         },
     ),
-    "recompute full, tp 2": (2, {"parallelism": degrees(tp=2, ep=2), "activation_checkpoint": {"mode": "full"}}),
+    "recompute full, tp 2": (
+        2,
+        {"parallelism": degrees(tp=2, ep=2), "activation_checkpoint": {"mode": "full"}},
+    ),
     "offload": (2, {"parallelism": degrees(ep=2), "training": {"enable_cpu_offload": True}}),
     "reshard never": (4, {"parallelism": {**degrees(ep=2), "fsdp_reshard_after_forward": "never"}}),
-    "reshard always": (4, {"parallelism": {**degrees(ep=2), "fsdp_reshard_after_forward": "always"}}),
+    "reshard always": (
+        4,
+        {"parallelism": {**degrees(ep=2), "fsdp_reshard_after_forward": "always"}},
+    ),
     "zero-1": (4, {"parallelism": {**degrees(replicate=2, ep=2), "shard_optimizer_states": True}}),
     "pipeline": (2, {"parallelism": degrees(pp=2)}),
     "pipeline 2, ep 2": (4, {"parallelism": degrees(pp=2, ep=2)}),
-    "float16": (2, {"parallelism": degrees(ep=2), "training": {"mixed_precision_param": "float16"}}),
-    "bfloat16": (2, {"parallelism": degrees(ep=2), "training": {"mixed_precision_param": "bfloat16"}}),
-    "compile": (2, {"parallelism": degrees(ep=2), "compile": {"enable": True, "backend": "aot_eager"}}),
+    "float16": (
+        2,
+        {"parallelism": degrees(ep=2), "training": {"mixed_precision_param": "float16"}},
+    ),
+    "bfloat16": (
+        2,
+        {"parallelism": degrees(ep=2), "training": {"mixed_precision_param": "bfloat16"}},
+    ),
+    "compile": (
+        2,
+        {"parallelism": degrees(ep=2), "compile": {"enable": True, "backend": "aot_eager"}},
+    ),
 }
 
 
@@ -222,7 +253,12 @@ def texts() -> str:
 
 def config_of_texts(family: str, seq_len: int, local_batch_size: int = 4, **parallelism: int) -> Config:
     """Configuration with one document per row, padded to ``seq_len``."""
-    training = {"dataset": "jsonl", "dataset_path": texts(), "seq_len": seq_len, "local_batch_size": local_batch_size}
+    training = {
+        "dataset": "jsonl",
+        "dataset_path": texts(),
+        "seq_len": seq_len,
+        "local_batch_size": local_batch_size,
+    }
     config = family_config(family, training=training, parallelism=degrees(**parallelism))
     return dataclasses.replace(config, data=dataclasses.replace(config.data, packing="padded"))
 
@@ -237,7 +273,12 @@ def test_padded_rows_have_the_gradients_of_unpadded_rows(family: str) -> None:
     """Otherwise padding (62 of 100 tokens here) would influence balance losses and router biases."""
     expected = unpadded(family)
     assert expected.facts["filler"] == 0
-    meshes: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {"tp": 2, "ep": 2}), (2, {"cp": 2}), (2, {"pp": 2})]
+    meshes: list[tuple[int, dict[str, int]]] = [
+        (1, {}),
+        (2, {"tp": 2, "ep": 2}),
+        (2, {"cp": 2}),
+        (2, {"pp": 2}),
+    ]
     if family == "deepseek_v3":
         meshes += [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2})]
     for num_ranks, mesh in meshes:
@@ -316,7 +357,10 @@ def test_forced_balance_assigns_experts_along_the_sequence_on_any_mesh() -> None
     # a count per rank would restart at the first token of the rank, and depend on the rows of its batch
     def forced(parallelism: dict[str, int], **training: int) -> Config:
         return family_config(
-            "qwen3_moe", parallelism=parallelism, training=training, debug={"moe_force_load_balance": True}
+            "qwen3_moe",
+            parallelism=parallelism,
+            training=training,
+            debug={"moe_force_load_balance": True},
         )
 
     expected = run_tiny(1, forced({}, local_batch_size=8, seq_len=60), 2)[0]
@@ -346,7 +390,13 @@ def placements(rank: int, config: Config) -> dict[str, tuple[tuple[int, ...], st
     cases(
         [
             (2, degrees(ep=2), {}, (4, 32, 64), (4, 64, 32)),
-            (4, degrees(ep=2), {"num_experts": 2, "num_groups": 1, "top_groups": 1}, (1, 16, 64), (1, 32, 32)),
+            (
+                4,
+                degrees(ep=2),
+                {"num_experts": 2, "num_groups": 1, "top_groups": 1},
+                (1, 16, 64),
+                (1, 32, 32),
+            ),
         ],
         nightly=[
             (4, degrees(tp=2, ep=2), {}, (2, 32, 64), (2, 64, 32)),
@@ -356,7 +406,11 @@ def placements(rank: int, config: Config) -> dict[str, tuple[tuple[int, ...], st
     ),
 )
 def test_experts_are_split_over_all_ranks_with_different_tokens(
-    num_ranks: int, parallelism: dict[str, Any], overrides: dict[str, Any], w1: tuple[int, ...], w2: tuple[int, ...]
+    num_ranks: int,
+    parallelism: dict[str, Any],
+    overrides: dict[str, Any],
+    w1: tuple[int, ...],
+    w2: tuple[int, ...],
 ) -> None:
     """Ranks get entire experts if there are enough, and otherwise parts of each."""
     for placement in run_ranks(num_ranks, placements, family_config("deepseek_v3", overrides, parallelism=parallelism)):
@@ -377,9 +431,16 @@ def test_more_ranks_than_experts_change_no_number() -> None:
 def write_and_continue(rank: int, folder: str) -> tuple[list[float], list[float], set[str]]:
     """Run four steps, and two steps on one mesh that are continued by two on another."""
     losses_of_runs = []
-    sections: dict[str, Any] = {"checkpoint": {"enable": True, "interval": 2}, "training": {"steps": 4}}
+    sections: dict[str, Any] = {
+        "checkpoint": {"enable": True, "interval": 2},
+        "training": {"steps": 4},
+    }
     sections["training"]["local_batch_size"] = 4
-    for name, parallelism, stop in (("a", {"ep": 2}, None), ("b", {"ep": 2}, 2), ("b", {"tp": 2, "ep": 2}, None)):
+    for name, parallelism, stop in (
+        ("a", {"ep": 2}, None),
+        ("b", {"ep": 2}, 2),
+        ("b", {"tp": 2, "ep": 2}, None),
+    ):
         sections["training"]["local_batch_size"] = 8 if "tp" in parallelism else 4
         job = {"dump_folder": f"{folder}/{name}"}
         config = family_config("deepseek_v3", parallelism=degrees(**parallelism), job=job, **sections)

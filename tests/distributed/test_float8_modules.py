@@ -22,7 +22,14 @@ from tiny import Result, assert_same_numbers, make_run, run_tiny, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain.config import load
-from shardtrain.config.schema import Config, Float8GroupedMM, Float8Linear, Quantize, QuantizeGroupedMM, QuantizeLinear
+from shardtrain.config.schema import (
+    Config,
+    Float8GroupedMM,
+    Float8Linear,
+    Quantize,
+    QuantizeGroupedMM,
+    QuantizeLinear,
+)
 from shardtrain.distributed import float8_modules
 from shardtrain.distributed.cpu.shared_memory import AllGather, ReduceScatter
 from shardtrain.ops.float8 import Float8Linear as Module
@@ -42,14 +49,20 @@ def with_float8(options: dict[str, Any] | None = None, experts: bool = False, **
     return dataclasses.replace(config, quantize=quantize)
 
 
-MOE = {"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"num_experts": 4, "moe_ffn_dim": 64, "top_k": 2}}
+MOE = {
+    "name": "qwen3_moe",
+    "flavor": "debugmodel_moe",
+    "overrides": {"num_experts": 4, "moe_ffn_dim": 64, "top_k": 2},
+}
 
 
 @functools.cache
 def one_process(recipe: str, experts: bool = False) -> Result:
     sections = {"model": MOE} if experts else {}
     return run_tiny(
-        1, with_float8({"recipe_name": recipe}, experts, training={"local_batch_size": 8}, **sections), STEPS
+        1,
+        with_float8({"recipe_name": recipe}, experts, training={"local_batch_size": 8}, **sections),
+        STEPS,
     )[0]
 
 
@@ -129,7 +142,10 @@ class Gathered(TorchDispatchMode):
 def _gather(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
     """Return loss, gradients and sent data of one pass in which FSDP frees weights after forward."""
     training = {"mixed_precision_param": "bfloat16", "global_batch_size": -1}
-    run = make_run(rank, with_float8(options, training=training, parallelism={"fsdp_reshard_after_forward": "always"}))
+    run = make_run(
+        rank,
+        with_float8(options, training=training, parallelism={"fsdp_reshard_after_forward": "always"}),
+    )
     batch = [next(run.dataloader)]
     with Gathered() as gathered:
         loss = run.runner.forward_backward(batch, torch.tensor(1e-3))
@@ -144,7 +160,9 @@ def test_gathering_in_float8_is_bitwise_equal_and_sends_half():
     plain = run_ranks(2, _gather, {})
     each = run_ranks(2, _gather, {"enable_fsdp_float8_all_gather": True})
     once = run_ranks(
-        2, _gather, {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+        2,
+        _gather,
+        {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
     )
     for gathered in (each, once):
         for (loss, gradients, *_), (expected, all_expected, *_) in zip(gathered, plain, strict=True):
@@ -170,7 +188,10 @@ def _curve(recipe: str | None, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("recipe", "steps"),
-    cases([("tensorwise", 12)], nightly=[(name, 50) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]),
+    cases(
+        [("tensorwise", 12)],
+        nightly=[(name, 50) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")],
+    ),
 )
 def test_loss_curve_stays_close_to_bfloat16(recipe, steps):
     """With the same model, learning rate and data, losses differ by at most 2e-2 while the model learns."""
@@ -184,7 +205,10 @@ def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
     """Files of April and July 2024, with emulation enabled on the command line."""
     (tmp_path / "run.toml").write_text(line)
     loaded = load(str(tmp_path / "run.toml"), ["--quantize.linear.float8.emulate=true"])
-    sections = {"training": {"local_batch_size": 8}, "model": {"converters": loaded.config.model.converters}}
+    sections = {
+        "training": {"local_batch_size": 8},
+        "model": {"converters": loaded.config.model.converters},
+    }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
     assert losses[1] < losses[0] and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
@@ -199,7 +223,11 @@ def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
     ids=str,
 )
 def test_recomputation_with_float8_is_bitwise_equal(changes):
-    result = run_tiny(1, with_float8({"recipe_name": "rowwise"}, training={"local_batch_size": 8}, **changes), STEPS)[0]
+    result = run_tiny(
+        1,
+        with_float8({"recipe_name": "rowwise"}, training={"local_batch_size": 8}, **changes),
+        STEPS,
+    )[0]
     assert result.losses == one_process("rowwise").losses and result.grad_norms == one_process("rowwise").grad_norms
 
 
@@ -207,7 +235,10 @@ def _converted(config: Config, tp: int = 1) -> list[str]:
     from shardtrain.models import build, find, shape_of
 
     module = find(config.model.name)
-    model = build(module, shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type))
+    model = build(
+        module,
+        shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type),
+    )
 
     class Mesh:
         device = torch.device("cpu")
@@ -230,7 +261,15 @@ def test_filter_accepts_names_of_torchtitan_and_of_shardtrain(head):
 
 
 def test_small_layers_are_skipped_on_request():
-    large = {"overrides": {"dim": 2048, "ffn_dim": 8192, "num_heads": 32, "head_dim": 64, "num_kv_heads": 8}}
+    large = {
+        "overrides": {
+            "dim": 2048,
+            "ffn_dim": 8192,
+            "num_heads": 32,
+            "head_dim": 64,
+            "num_kv_heads": 8,
+        }
+    }
     small = {"filter_fqns": [float8_modules.SMALL]}
     tensorwise = _converted(with_float8({**small, "recipe_name": "tensorwise"}, model=large))
     assert "layers.0.attn.wq" in tensorwise and "layers.0.attn.wk" not in tensorwise  # 512 features
@@ -253,7 +292,11 @@ def test_layers_with_unsupported_sizes_are_skipped_and_counted(caplog):
     [
         ({"filter_fqns": ["wqq"]}, 1, ["filter_fqns", "'wqq'", "matches no module"]),
         ({"filter_fqns": ["layers", "head"]}, 1, ["leaves no linear layer", "filter less"]),
-        ({"emulate": False}, 4, ["tensor_parallel_degree", "leaves a rank 8 of the 32 features of layers.0.attn.wk"]),
+        (
+            {"emulate": False},
+            4,
+            ["tensor_parallel_degree", "leaves a rank 8 of the 32 features of layers.0.attn.wk"],
+        ),
     ],
 )
 def test_impossible_float8_options_are_rejected(options, tp, fragments):

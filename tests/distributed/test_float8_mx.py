@@ -131,7 +131,10 @@ def test_file_of_torchtitan_trains_in_mx(tmp_path):
     lines = '[model]\nconverters = ["quantize.linear.mx"]\n[quantize.linear.mx]\nrecipe_name = "mxfp8_cublas_rceil"\n'
     (tmp_path / "run.toml").write_text(lines + 'filter_fqns = ["output"]\nmxfp8_dim1_cast_kernel_choice = "cuda"\n')
     loaded = load(str(tmp_path / "run.toml"), ["--quantize.linear.mx.recipe_name=mxfp8_emulated"])
-    sections = {"training": {"local_batch_size": 8}, "model": {"converters": loaded.config.model.converters}}
+    sections = {
+        "training": {"local_batch_size": 8},
+        "model": {"converters": loaded.config.model.converters},
+    }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
     assert losses[1] < losses[0] and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
@@ -178,14 +181,34 @@ def test_default_filter_may_match_nothing():
 @pytest.mark.parametrize(
     ("options", "tp", "fragments"),
     [
-        ({"filter_fqns": ["wqq"]}, 1, ["quantize.linear.mx.filter_fqns", "'wqq'", "matches no module"]),
-        ({"filter_fqns": ["layers", "head"]}, 1, ["leaves no linear layer to compute in MX", "'quantize.linear.mx'"]),
-        ({}, 4, ["tensor_parallel_degree", "leaves a rank 16 of the 64 features", "not a multiple of 32", "add 'wq'"]),
+        (
+            {"filter_fqns": ["wqq"]},
+            1,
+            ["quantize.linear.mx.filter_fqns", "'wqq'", "matches no module"],
+        ),
+        (
+            {"filter_fqns": ["layers", "head"]},
+            1,
+            ["leaves no linear layer to compute in MX", "'quantize.linear.mx'"],
+        ),
+        (
+            {},
+            4,
+            [
+                "tensor_parallel_degree",
+                "leaves a rank 16 of the 64 features",
+                "not a multiple of 32",
+                "add 'wq'",
+            ],
+        ),
     ],
 )
 def test_impossible_mx_options_are_rejected(options, tp, fragments):
     config = with_mx(options, parallelism={"tensor_parallel_degree": tp})
-    for refuse in (lambda: _converted(config, tp), lambda: float8_modules.check(_model(config)[0], config)):
+    for refuse in (
+        lambda: _converted(config, tp),
+        lambda: float8_modules.check(_model(config)[0], config),
+    ):
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert all(fragment in str(refused.value) for fragment in fragments), refused.value

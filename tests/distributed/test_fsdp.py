@@ -27,7 +27,8 @@ UNITS = 4 + 2  # layers; embedding; norm with head
 
 def _run(rank: int, **sections: dict[str, Any]):
     return make_run(
-        rank, deep_config(**{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}})
+        rank,
+        deep_config(**{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}}),
     )
 
 
@@ -38,7 +39,11 @@ class Collectives(TorchDispatchMode):
     without the collectives that implement them on a CPU.
     """
 
-    KINDS: ClassVar = {"allgather": "gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
+    KINDS: ClassVar = {
+        "allgather": "gather",
+        "reduce_scatter": "reduce_scatter",
+        "allreduce": "all_reduce",
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +110,9 @@ def communication() -> dict[str, dict[str, int]]:
     return run_ranks(2, _communication)[0]
 
 
-def test_each_unit_is_gathered_in_forward_and_again_in_backward_if_it_was_freed(communication) -> None:
+def test_each_unit_is_gathered_in_forward_and_again_in_backward_if_it_was_freed(
+    communication,
+) -> None:
     gathers = {policy: communication[policy]["gather"] for policy in ("never", "default", "always")}
     # by default, the last layer and the head are not freed, because backward needs them first
     assert gathers == {"never": UNITS, "default": 2 * UNITS - 2, "always": 2 * UNITS}
@@ -199,7 +206,11 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"parallelism": REPLICATE},
     {"parallelism": TENSOR},
     {"compile": {"enable": True, "backend": "eager"}, "activation_checkpoint": {"mode": "full"}},
-    {"parallelism": TENSOR, "compile": {"enable": True, "backend": "eager"}, "activation_checkpoint": {"mode": "full"}},
+    {
+        "parallelism": TENSOR,
+        "compile": {"enable": True, "backend": "eager"},
+        "activation_checkpoint": {"mode": "full"},
+    },
     {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
     {"parallelism": {**REPLICATE, "shard_optimizer_states": True}},
 ]
@@ -214,7 +225,14 @@ def _names(rank: int) -> list[tuple[list[str], list[str], list[str], bool]]:
         # the fused optimizer requires contiguous memory
         packed = all(local_tensor(p).is_contiguous() for p in parameters.values())
         packed &= all(local_tensor(p.grad).is_contiguous() for p in parameters.values() if p.grad is not None)
-        facts.append((list(run.runner.parameters()), list(run.runner.parts[0].state_dict()), list(parameters), packed))
+        facts.append(
+            (
+                list(run.runner.parameters()),
+                list(run.runner.parts[0].state_dict()),
+                list(parameters),
+                packed,
+            )
+        )
     return facts
 
 
@@ -242,7 +260,13 @@ def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tupl
     [
         (1, {"training": {"mixed_precision_param": "bfloat16"}}),
         (1, {"training": {"dtype": "bfloat16"}}),
-        (2, {"training": {"mixed_precision_param": "bfloat16"}, "parallelism": {"tensor_parallel_degree": 2}}),
+        (
+            2,
+            {
+                "training": {"mixed_precision_param": "bfloat16"},
+                "parallelism": {"tensor_parallel_degree": 2},
+            },
+        ),
     ],
 )
 def test_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sections: dict[str, Any]) -> None:

@@ -57,7 +57,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_parameters_that_cannot_be_sharded_are_rejected_by_name(change: Callable[[Model], None]) -> None:
+def test_parameters_that_cannot_be_sharded_are_rejected_by_name(
+    change: Callable[[Model], None],
+) -> None:
     model = built()
     change(model)
     with pytest.raises(ConfigError) as raised:

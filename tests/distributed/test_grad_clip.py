@@ -20,7 +20,13 @@ REPLICATE, TENSOR = {"data_parallel_replicate_degree": 2}, {"tensor_parallel_deg
 MESHES = {
     1: [{}],
     2: [{}, REPLICATE, TENSOR],
-    4: [{}, REPLICATE, TENSOR, {**REPLICATE, **TENSOR}, {**REPLICATE, "shard_optimizer_states": True}],
+    4: [
+        {},
+        REPLICATE,
+        TENSOR,
+        {**REPLICATE, **TENSOR},
+        {**REPLICATE, "shard_optimizer_states": True},
+    ],
 }
 
 
@@ -53,7 +59,14 @@ def test_norm_is_that_of_the_full_gradient_on_every_mesh(num_ranks: int) -> None
 
 def _norms_of_a_wide_layer(rank: int, parallelism: dict, dim: int) -> list[float]:
     """Return the gradient norm and loss of each of two steps of a one-layer model."""
-    sizes = {"dim": dim, "ffn_dim": 4 * dim, "num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "head_dim": dim // 8}
+    sizes = {
+        "dim": dim,
+        "ffn_dim": 4 * dim,
+        "num_layers": 1,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": dim // 8,
+    }
     config = tiny_config(
         model={"overrides": sizes},
         parallelism=parallelism,
@@ -63,7 +76,10 @@ def _norms_of_a_wide_layer(rank: int, parallelism: dict, dim: int) -> list[float
     norms_and_losses = []
     for _ in range(2):
         outcome = trainer.step(run)
-        norms_and_losses += [outcome.grad_norm, run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item()]
+        norms_and_losses += [
+            outcome.grad_norm,
+            run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item(),
+        ]
     return norms_and_losses
 
 
@@ -133,7 +149,13 @@ def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism"),
-    [(1, {}), (2, {}), (2, TENSOR), (2, {**REPLICATE, "shard_optimizer_states": True}), (4, TENSOR)],
+    [
+        (1, {}),
+        (2, {}),
+        (2, TENSOR),
+        (2, {**REPLICATE, "shard_optimizer_states": True}),
+        (4, TENSOR),
+    ],
 )
 def test_larger_gradients_are_clipped_to_max_norm(num_ranks: int, parallelism: dict) -> None:
     for (norm_a, a), (norm_b, b), (norm_c, c) in run_ranks(num_ranks, _changes, parallelism):

@@ -23,7 +23,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4": (4, {"expert_parallel_degree": 4}),
     "ep2 of fsdp4": (4, {"expert_parallel_degree": 2}),
     "ep2 tp2": (2, {"expert_parallel_degree": 2, "tensor_parallel_degree": 2}),
-    "pp2 ep2": (4, {**piped(2, "1F1B"), "expert_parallel_degree": 2, "data_parallel_shard_degree": 2}),
+    "pp2 ep2": (
+        4,
+        {**piped(2, "1F1B"), "expert_parallel_degree": 2, "data_parallel_shard_degree": 2},
+    ),
 }
 NAMES = (
     "mixtral",

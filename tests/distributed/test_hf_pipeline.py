@@ -46,7 +46,12 @@ def test_stages_have_the_numbers_of_one_process(name: str, mesh: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "change", [{"loss": math.nan}, {"grad_norm": math.nan}, {"gradients": {"weight": torch.tensor([math.nan])}}]
+    "change",
+    [
+        {"loss": math.nan},
+        {"grad_norm": math.nan},
+        {"gradients": {"weight": torch.tensor([math.nan])}},
+    ],
 )
 def test_nan_is_a_difference(change: dict[str, Any]) -> None:
     expected = FirstStep({"weight": torch.zeros(1)}, 1.0, 1.0, {"weight": torch.ones(1)})
@@ -77,11 +82,18 @@ def test_options_have_the_numbers_of_one_process(options: str, tmp_path: Path) -
 def test_explicit_stages_use_names_of_transformers(tmp_path: Path) -> None:
     path = deep_folder("gpt2")
     names = [f"transformer.h.{index}" for index in range(4)]
-    parts = [["transformer.wte", "transformer.wpe", names[0]], [*names[1:], "transformer.ln_f", "lm_head"]]
+    parts = [
+        ["transformer.wte", "transformer.wpe", names[0]],
+        [*names[1:], "transformer.ln_f", "lm_head"],
+    ]
     expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one"))[0]
     degrees = piped(2, "1F1B", module_fqns_per_model_part=parts)
     assert (
-        difference(run_ranks(2, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees)), expected) <= 1e-5
+        difference(
+            run_ranks(2, first_step, hf_tiny(path, tmp_path / "piped", parallelism=degrees)),
+            expected,
+        )
+        <= 1e-5
     )
 
 
@@ -101,7 +113,9 @@ def packed_run(path: Path, output: Path, degrees: dict[str, Any]) -> Config:
     )
 
 
-def test_run_over_packed_documents_resumes_without_stages_and_exports_the_same_weights(tmp_path: Path) -> None:
+def test_run_over_packed_documents_resumes_without_stages_and_exports_the_same_weights(
+    tmp_path: Path,
+) -> None:
     from safetensors.torch import load_file
 
     path = deep_folder("gemma2")

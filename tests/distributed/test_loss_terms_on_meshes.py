@@ -18,7 +18,11 @@ from shardtrain.config.rules import check
 TERMS = {"label_smoothing": 0.1, "z_loss_weight": 1e-3}
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp": (2, {"tensor_parallel_degree": 2}, {}),
-    "tp without loss parallelism": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
+    "tp without loss parallelism": (
+        2,
+        {"tensor_parallel_degree": 2, "disable_loss_parallel": True},
+        {},
+    ),
     "pp": (2, {"pipeline_parallel_degree": 2}, {}),
     "dp with accumulation": (2, {"data_parallel_shard_degree": 2}, {"local_batch_size": 2}),
     "cp": (2, {"context_parallel_degree": 2}, {}),
@@ -63,7 +67,10 @@ def test_validation_loss_is_the_plain_cross_entropy(compiled: bool, tmp_path: Pa
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "smoothing of 1": ({"training": {"label_smoothing": 1.0}}, "training.label_smoothing=1.0"),
-    "negative smoothing": ({"training": {"label_smoothing": -0.1}}, "training.label_smoothing=-0.1"),
+    "negative smoothing": (
+        {"training": {"label_smoothing": -0.1}},
+        "training.label_smoothing=-0.1",
+    ),
     "no number": ({"training": {"z_loss_weight": float("nan")}}, "training.z_loss_weight"),
     "negative z-loss": ({"training": {"z_loss_weight": -1.0}}, "training.z_loss_weight=-1.0"),
     "another task": (

@@ -106,12 +106,24 @@ def test_three_dimensional_mesh_matches_the_documented_table(described) -> None:
     """PP 2 x FSDP 2 x TP 2: rank = 4 pp + 2 dp + tp."""
     places = [described[rank][0]["place"] for rank in range(8)]
     table = [(place["pp"], place["dp_shard"], place["tp"]) for place in places]
-    assert table == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
+    assert table == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (0, 1, 1),
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 1, 0),
+        (1, 1, 1),
+    ]
 
 
 def test_fsdp_mesh_begins_with_the_replicate_axis_if_there_is_one(described) -> None:
     axes_of_ranks = [(facts["data"], facts["data_size"]) for facts in described[0]]
-    replicate_and_shard, with_context = ("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard_cp")
+    replicate_and_shard, with_context = (
+        ("dp_replicate", "dp_shard"),
+        ("dp_replicate", "dp_shard_cp"),
+    )
     assert axes_of_ranks == [
         (("dp_shard",), 2),
         (replicate_and_shard, 4),

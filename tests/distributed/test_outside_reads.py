@@ -30,7 +30,8 @@ STEPS = 2
 FILES = {
     "in the head": SOUND.replace(HEAD, "        self.head = Head(self.embed)\n").replace("class Model(", READING),
     "in the model's forward": SOUND.replace(HEAD, "        self.head = nn.Identity()\n").replace(
-        "return self.head(self.norm(x))", "return F.linear(self.head(self.norm(x)), self.embed.weight)"
+        "return self.head(self.norm(x))",
+        "return F.linear(self.head(self.norm(x)), self.embed.weight)",
     ),
     "as a parameter of both": SOUND.replace(HEAD, HEAD + "        self.head.weight = self.embed.weight\n"),
 }
@@ -39,7 +40,8 @@ FILES = {
 def config(path: Path, text: str, **parallelism: int) -> Config:
     path.write_text(text.replace("dropout: float = 0.1", "dropout: float = 0.0"))
     config_of_file = tiny_config(
-        parallelism={**parallelism, "fsdp_reshard_after_forward": "always"}, training={"seq_len": 32}
+        parallelism={**parallelism, "fsdp_reshard_after_forward": "always"},
+        training={"seq_len": 32},
     )
     model = dataclasses.replace(config_of_file.model, name=str(path), flavor="small", overrides={"vocab_size": 512})
     return dataclasses.replace(config_of_file, model=model)

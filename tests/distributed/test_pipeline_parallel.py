@@ -22,11 +22,19 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
-EVEN = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
+EVEN = {
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
 
 
 def piped(degree: int = 2, schedule: str = "1F1B", **more: Any) -> dict[str, Any]:
-    return {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **EVEN, **more}
+    return {
+        "pipeline_parallel_degree": degree,
+        "pipeline_parallel_schedule": schedule,
+        **EVEN,
+        **more,
+    }
 
 
 class FakeMesh:
@@ -264,7 +272,11 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     before = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
     loss = run.mesh.sum(run.runner.evaluate(batch), over=("pp", *LOSS_AXES)).item()
     same = all(torch.equal(before[name], local_tensor(p)) for name, p in run.runner.parameters().items())
-    return loss, batch.num_targets, same and all(p.grad is None for p in run.runner.parameters().values())
+    return (
+        loss,
+        batch.num_targets,
+        same and all(p.grad is None for p in run.runner.parameters().values()),
+    )
 
 
 @pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))

@@ -35,7 +35,11 @@ from shardtrain.models import moe
 from shardtrain.ops import accelerator, device_kernels
 from shardtrain.train import trainer
 
-AGREEMENT, EXCHANGE, ROWS = "loss and gradient norm", "rows of experts to exchange", "rows of each expert"
+AGREEMENT, EXCHANGE, ROWS = (
+    "loss and gradient norm",
+    "rows of experts to exchange",
+    "rows of each expert",
+)
 
 WITH_EXPERTS = ("llama4", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox", *WITH_EXPERTS)
@@ -81,7 +85,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "foreach": {"name": "AdamW", "implementation": "foreach"},
     "Muon": {"name": "Muon"},
 }
-FACTORS = (FAMILIES, tuple(RECOMPUTE), tuple(PRECISION), tuple(MESHES), tuple(PACKING), tuple(OPTIMIZERS))
+FACTORS = (
+    FAMILIES,
+    tuple(RECOMPUTE),
+    tuple(PRECISION),
+    tuple(MESHES),
+    tuple(PACKING),
+    tuple(OPTIMIZERS),
+)
 Case = tuple[str, str, str, str, str, str]
 
 
@@ -128,7 +139,12 @@ def config_of(case: Case) -> tuple[int, Config]:
     layers = 4 if "Interleaved" in mesh or "ZBV" in mesh else 2
     config = tiny_config(
         parallelism=degrees,
-        training={**PRECISION[precision], "seq_len": 32, "local_batch_size": layers, "global_batch_size": -1},
+        training={
+            **PRECISION[precision],
+            "seq_len": 32,
+            "local_batch_size": layers,
+            "global_batch_size": -1,
+        },
         activation_checkpoint=RECOMPUTE[recompute],
         data=PACKING[packing],
         optimizer=OPTIMIZERS[optimizer],
@@ -186,7 +202,11 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
     dist.destroy_process_group()
     fake_backend._forget_meshes()
     reads = dict(Counter(wait.read for wait in device.waits if wait.read))
-    return reads, [f"{wait.where}: {wait.why}" for wait in device.waits if not wait.read], experts.calls
+    return (
+        reads,
+        [f"{wait.where}: {wait.why}" for wait in device.waits if not wait.read],
+        experts.calls,
+    )
 
 
 def forbid_cpu_folders() -> None:

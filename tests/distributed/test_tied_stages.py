@@ -43,7 +43,10 @@ def test_tied_embeddings_in_two_stages_change_no_number(split: str) -> None:
         assert "head.weight" not in result.initial
         if "embed.weight" in result.gradients:  # only the gradients of its stages
             torch.testing.assert_close(
-                result.gradients["embed.weight"], one_process.gradients["embed.weight"], rtol=1e-5, atol=1e-7
+                result.gradients["embed.weight"],
+                one_process.gradients["embed.weight"],
+                rtol=1e-5,
+                atol=1e-7,
             )
 
 

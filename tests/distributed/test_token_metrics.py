@@ -30,7 +30,15 @@ MESHES = {
     "pp": (2, {"pipeline_parallel_degree": 2}),
     "pp tp": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
-SHAPE = {"vocab_size": 514, "dim": 48, "num_heads": 6, "num_kv_heads": 6, "head_dim": 8, "ffn_dim": 96, "num_layers": 2}
+SHAPE = {
+    "vocab_size": 514,
+    "dim": 48,
+    "num_heads": 6,
+    "num_kv_heads": 6,
+    "head_dim": 8,
+    "ffn_dim": 96,
+    "num_layers": 2,
+}
 """Sizes divisible by 2 and 3, except for the vocabulary, which is uneven on 3 ranks."""
 
 
@@ -72,7 +80,8 @@ def logged(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
 
 
 @pytest.mark.parametrize(
-    "mesh", cases(["one process", "tp 3", "pp"], nightly=["fsdp", "tp", "whole logits", "cp", "pp tp"])
+    "mesh",
+    cases(["one process", "tp 3", "pp"], nightly=["fsdp", "tp", "whole logits", "cp", "pp tp"]),
 )
 def test_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mesh: str) -> None:
     paths = written(tmp_path)
@@ -104,7 +113,10 @@ def test_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
     [
         (None, "is not a file"),
         ("def accuracy(logits, targets): ...", "has no measure; define measure(logits, targets)"),
-        ("def measure(logits, targets):\n    return logits.absent", "fails (line 2): 'Tensor' object has no attribute"),
+        (
+            "def measure(logits, targets):\n    return logits.absent",
+            "fails (line 2): 'Tensor' object has no attribute",
+        ),
         ("def measure(logits, targets):\n    return logits", "returns (3, 8) for 3 tokens"),
         ("def measure(logits, targets):\n    return 0.5", "returns float for 3 tokens"),
         ("def measure(logits):\n    return logits[:, 0]", "takes fewer than two arguments"),
@@ -122,7 +134,13 @@ def test_invalid_metric_file_is_an_error_with_its_name(tmp_path: Path, capsys, t
 def test_metrics_require_the_language_model_task_and_distinct_names(tmp_path: Path, capsys) -> None:
     paths = written(tmp_path)
     (tmp_path / "more").mkdir()
-    arguments = ["config", "check", "debug", "--training.device=cpu", f"--metrics.token_metrics={paths[0]}"]
+    arguments = [
+        "config",
+        "check",
+        "debug",
+        "--training.device=cpu",
+        f"--metrics.token_metrics={paths[0]}",
+    ]
     assert main([*arguments, "--task.name=kto"]) == 2
     assert 'is not supported with task.name="kto"' in "".join(capsys.readouterr())
     again = written(tmp_path / "more")[0]

@@ -17,7 +17,14 @@ from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.ops.dtensor import local_slices, local_tensor, to_full
 
 # sizes not divisible by 2 and 3, fewer rows than replicas, a single number, rows that leave a replica empty
-SHAPES = {"odd": (61, 7), "norm": (7,), "row": (1, 5), "one": (1,), "empty last": (4, 3), "three": (2, 3, 5)}
+SHAPES = {
+    "odd": (61, 7),
+    "norm": (7,),
+    "row": (1, 5),
+    "one": (1,),
+    "empty last": (4, 3),
+    "three": (2, 3, 5),
+}
 
 
 def _values(seed: int) -> dict[str, torch.Tensor]:
@@ -115,7 +122,11 @@ def test_fused_adamw_supports_non_contiguous_memory() -> None:
 
 
 def _unsplit_names(rank: int, block: int) -> list[str]:
-    parallelism = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "shard_optimizer_states": True}
+    parallelism = {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 2,
+        "shard_optimizer_states": True,
+    }
     mesh = build(tiny_config(parallelism=parallelism), World(rank, 4, rank, torch.device("cpu")))
     shapes = {"narrow": (8, 32), "of blocks": (8, 512), "within a block": (8, 768), "norm": (64,)}
     parameters = {

@@ -40,7 +40,8 @@ def test_other_files_are_rejected_with_the_known_endings(name, tmp_path):
     file.write_text("a")
     assert file_kinds.dataset_of(str(file)) is None
     with pytest.raises(
-        ConfigError, match=r"has an ending of no known format; use a file with one of the endings \.jsonl.*gz"
+        ConfigError,
+        match=r"has an ending of no known format; use a file with one of the endings \.jsonl.*gz",
     ):
         evaluate_request.read(["--from", "run", "--data", f"held={file}"])
 

@@ -41,9 +41,17 @@ DESCRIBES_ITSELF = ("models/", "hub_formats/", "compat/")
 """Each file describes one model family or one other system in full, so that it can be read without the others."""
 
 ALLOWED: dict[tuple[str, ...], str] = {
-    ("StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"): (
-        "shardtrain/__init__.py lists the Python API without importing it, because api.py imports torch"
-    ),
+    (
+        "StepResult",
+        "Trainer",
+        "evaluate",
+        "generate",
+        "load_config",
+        "load_model",
+        "plan",
+        "report",
+        "verify",
+    ): ("shardtrain/__init__.py lists the Python API without importing it, because api.py imports torch"),
     ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree"): (
         "types of old names, reasons why tasks refuse an axis, and the axes of one task"
     ),
@@ -51,7 +59,11 @@ ALLOWED: dict[tuple[str, ...], str] = {
         "the values of an option, and which options each value frees; the rules of values import no other rules"
     ),
     ("text", "prompt_completion", "chat"): "columns and a template for each value of data.format",
-    ("pytorchjob", "trainjob", "jobset"): "names of resources and labels for each value of launch.kubernetes.kind",
+    (
+        "pytorchjob",
+        "trainjob",
+        "jobset",
+    ): "names of resources and labels for each value of launch.kubernetes.kind",
     ("none", "efa", "infiniband"): "environment variables for each value of launch.fabric",
     ("lora_a", "lora_b", "lora_magnitude"): "placements and PEFT's names of each factor",
     ("tensorwise", "rowwise", "rowwise_with_gw_hp"): "products for each recipe",
@@ -61,8 +73,18 @@ ALLOWED: dict[tuple[str, ...], str] = {
     ),
     ("logs", "status", "stop"): "help and function of each verb about jobs",
     ("modules", "parameters", "saved"): "PEFT's name of each list of a LoRA specification",
-    ("loss", "grad_norm", "tokens_per_second", "memory_gib"): "a title for each curve on the screen",
-    ("q", "k", "v", "out"): "tensors that verify records in one file and compares in another, for one step each",
+    (
+        "loss",
+        "grad_norm",
+        "tokens_per_second",
+        "memory_gib",
+    ): "a title for each curve on the screen",
+    (
+        "q",
+        "k",
+        "v",
+        "out",
+    ): "tensors that verify records in one file and compares in another, for one step each",
 }
 """Tables that may be written twice, and why. Most hold other values for the same keys: a new key must be in both."""
 
@@ -82,7 +104,10 @@ INDEPENDENT = {
 
 
 REPEATS_FACTS = {
-    ("tests/data/sources/test_source_jsonl.py", "file_kinds.COMPRESSIONS"): "a function that compresses for each",
+    (
+        "tests/data/sources/test_source_jsonl.py",
+        "file_kinds.COMPRESSIONS",
+    ): "a function that compresses for each",
 }
 """Files that may repeat a table of facts, and why."""
 

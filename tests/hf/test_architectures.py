@@ -131,7 +131,8 @@ ROPE_SCALING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", cases(["llama3", "yarn-odd-betas"], nightly=sorted({*ROPE_SCALING} - {"llama3", "yarn-odd-betas"}))
+    "name",
+    cases(["llama3", "yarn-odd-betas"], nightly=sorted({*ROPE_SCALING} - {"llama3", "yarn-odd-betas"})),
 )
 def test_logits_with_scaled_rotary_positions_equal_those_of_transformers(
     name: str, tmp_path: Path, capsys: Any
@@ -140,7 +141,14 @@ def test_logits_with_scaled_rotary_positions_equal_those_of_transformers(
     sizes = {**_GROUPED, "max_position_embeddings": 64, "rope_scaling": ROPE_SCALING[name]}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     model.save_pretrained(tmp_path / "hf")
-    arguments = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "imported"), "--check", "logits"]
+    arguments = [
+        "import",
+        str(tmp_path / "hf"),
+        "--to",
+        str(tmp_path / "imported"),
+        "--check",
+        "logits",
+    ]
     assert main(arguments) == 0
     assert "transformers returns the same logits" in capsys.readouterr().out
 
@@ -164,8 +172,20 @@ def test_a_config_error_of_transformers_is_one_line(
     from shardtrain.models import architecture
     from shardtrain.utils.errors import ConfigError
 
-    rope = {"rope_type": "yarn", "factor": 2.0, "odd": 1, "beta_fast": 1, "beta_slow": 5, "attention_factor": -1}
-    fields = {**_GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "odd": 1,
+        "beta_fast": 1,
+        "beta_slow": 5,
+        "attention_factor": -1,
+    }
+    fields = {
+        **_GROUPED,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "rope_scaling": rope,
+    }
     for name, factor in (("odd", 2.0), ("wrong", "x")):
         rope["factor"] = factor
         (tmp_path / name).mkdir()

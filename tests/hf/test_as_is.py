@@ -42,7 +42,11 @@ def toml(name: str, path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "ranks"), [("gpt2", 2), ("gemma2", 1), ("t5", 1), ("bart", 1), ("bert", 1)])
 def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys: Any) -> None:
-    task = {"bert": "masked_language_model", "bart": "sequence_to_sequence", "t5": "sequence_to_sequence"}.get(name)
+    task = {
+        "bert": "masked_language_model",
+        "bart": "sequence_to_sequence",
+        "t5": "sequence_to_sequence",
+    }.get(name)
     folder(name)
     sections: dict[str, Any] = {} if task is None else {"task": {"name": task, "options": {"mask_token_id": 300}}}
     if task:
@@ -93,7 +97,11 @@ def begun(name: str, source: Path, tmp_path: Path, **overrides: Any) -> Any:
 def test_base_prefix_and_duplicate_tensors_do_not_matter(tmp_path: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-        return {**bare, "lm_head.weight": bare["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+        return {
+            **bare,
+            "lm_head.weight": bare["wte.weight"].clone(),
+            "h.0.attn.bias": torch.ones(1, 1, 4, 4),
+        }
 
     weights = begun("gpt2", rewritten("gpt2", tmp_path / "bare", change), tmp_path)
     expected = load_file(folder("gpt2") / "model.safetensors")
@@ -105,9 +113,18 @@ def test_base_prefix_and_duplicate_tensors_do_not_matter(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"] + 1}, "1 not in this model: lm_head.weight"),
-        (lambda t: {k: v for k, v in t.items() if "ln_f" not in k}, "2 missing: transformer.ln_f.bias"),
-        (lambda t: {**t, "transformer.ln_f.bias": torch.ones(3)}, "transformer.ln_f.bias [3] instead of [32]"),
+        (
+            lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"] + 1},
+            "1 not in this model: lm_head.weight",
+        ),
+        (
+            lambda t: {k: v for k, v in t.items() if "ln_f" not in k},
+            "2 missing: transformer.ln_f.bias",
+        ),
+        (
+            lambda t: {**t, "transformer.ln_f.bias": torch.ones(3)},
+            "transformer.ln_f.bias [3] instead of [32]",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
@@ -167,7 +184,10 @@ def test_an_architecture_without_a_native_model_uses_transformers(tmp_path: Path
     from shardtrain.hf.hub_model import recognise
 
     recognised = recognise(folder("gpt2"))
-    assert (recognised.name, recognised.overrides) == ("transformers", {"path": str(folder("gpt2"))})
+    assert (recognised.name, recognised.overrides) == (
+        "transformers",
+        {"path": str(folder("gpt2"))},
+    )
     assert (
         "model_type='gpt2' is not one of" in recognised.notices[0]
         and "GPT2LMHeadModel of transformers" in recognised.notices[0]

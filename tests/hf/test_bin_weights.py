@@ -55,7 +55,11 @@ def test_saved_tensors_are_read_back(form: str, wrapped: bool, tmp_path: Path) -
 
 def test_several_files_are_found_with_their_index(tmp_path: Path) -> None:
     for number in (1, 2):
-        write(tmp_path / "two", {f"w{number}": torch.full((2,), float(number))}, f"pytorch_model-{number}.bin")
+        write(
+            tmp_path / "two",
+            {f"w{number}": torch.full((2,), float(number))},
+            f"pytorch_model-{number}.bin",
+        )
     index = tmp_path / "two" / "pytorch_model.bin.index.json"
     index.write_text('{"weight_map": {"w1": "pytorch_model-1.bin", "w2": "pytorch_model-2.bin"}}')
     with BinWeights(tmp_path / "two") as weights:
@@ -66,7 +70,8 @@ def test_several_files_are_found_with_their_index(tmp_path: Path) -> None:
 
     index.write_text('{"weight_map": {"w1": "pytorch_model-1.bin", "w3": "pytorch_model-3.bin"}}')
     with pytest.raises(
-        CheckpointError, match=r"pytorch_model-3\.bin does not exist, but \S+\.bin\.index\.json refers to it"
+        CheckpointError,
+        match=r"pytorch_model-3\.bin does not exist, but \S+\.bin\.index\.json refers to it",
     ):
         BinWeights(tmp_path / "two")
 
@@ -113,16 +118,36 @@ def test_bin_weights_are_only_read_without_safetensors(tmp_path: Path) -> None:
 
 
 INCOMPLETE: list[tuple[type[HubWeights], list[str], str]] = [
-    (BinWeights, [], "has neither model.safetensors nor model.safetensors.index.json; name the folder of a model"),
+    (
+        BinWeights,
+        [],
+        "has neither model.safetensors nor model.safetensors.index.json; name the folder of a model",
+    ),
     (BinWeights, ["training_args.bin"], "has neither"),
     (
         BinWeights,
-        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "training_args.bin"],
+        [
+            "pytorch_model-00001-of-00002.bin",
+            "pytorch_model-00002-of-00002.bin",
+            "training_args.bin",
+        ],
         "pytorch_model.bin.index.json, the index of pytorch_model-00001-of-00002.bin and 1 more files, does",
     ),
-    (BinWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json, the index of"),
-    (HubWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json, the index of"),
-    (HubWeights, ["pytorch_model-00001-of-00002.bin"], "a pickle; save it with safe_serialization=True, or read it"),
+    (
+        BinWeights,
+        ["model-00001-of-00002.safetensors"],
+        "model.safetensors.index.json, the index of",
+    ),
+    (
+        HubWeights,
+        ["model-00001-of-00002.safetensors"],
+        "model.safetensors.index.json, the index of",
+    ),
+    (
+        HubWeights,
+        ["pytorch_model-00001-of-00002.bin"],
+        "a pickle; save it with safe_serialization=True, or read it",
+    ),
     (HubWeights, ["training_args.bin"], "has neither"),
 ]
 
@@ -187,7 +212,11 @@ def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
 def test_import_and_run_read_the_same_weights_as_from_safetensors(
     form: str, parts: int, modern: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, output, back = old(modern, tmp_path / "old", form, parts), tmp_path / "checkpoint", tmp_path / "back"
+    folder, output, back = (
+        old(modern, tmp_path / "old", form, parts),
+        tmp_path / "checkpoint",
+        tmp_path / "back",
+    )
     assert main(["import", str(folder), "--to", str(output)]) == 5, "a load must not fall back to a pickle"
     assert main(["import", str(folder), "--to", f"{output}-2", "--legacy_bin", "--check", "logits"]) == 2
     assert main(["import", str(folder), "--to", str(output), "--legacy_bin"]) == 0

@@ -71,7 +71,10 @@ def test_an_import_writes_dequantized_weights(folder: Path, numbers: dict[str, n
     assert torch.equal(imported, expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
     experts = read_whole(stored, tmp_path / "checkpoint", "model.layers.1.moe.experts.w2")
     for number in range(8):
-        assert torch.equal(experts[number], expected(numbers, f"model.layers.1.mlp.experts.{number}.down_proj.weight"))
+        assert torch.equal(
+            experts[number],
+            expected(numbers, f"model.layers.1.mlp.experts.{number}.down_proj.weight"),
+        )
     importing.to_checkpoint(folder, tmp_path / "other")
     assert {t.dtype for t in manifest.read(tmp_path / "other").tensors.values()} == {"float32"}, (
         "must be the dtype of the embedding"
@@ -83,7 +86,10 @@ def test_a_run_starts_from_dequantized_weights_on_any_mesh(
 ) -> None:
     single = run_ranks(1, start, quantized(config_for(folder, tmp_path / "one", "one")))[0]
     several = run_ranks(4, start, quantized(config_for(folder, tmp_path / "four", "fsdp=2 tp=2")))[0]
-    assert torch.equal(single["layers.0.attn.wo.weight"], expected(numbers, "model.layers.0.self_attn.o_proj.weight"))
+    assert torch.equal(
+        single["layers.0.attn.wo.weight"],
+        expected(numbers, "model.layers.0.self_attn.o_proj.weight"),
+    )
     assert single.keys() == several.keys() and all(torch.equal(single[name], several[name]) for name in single)
 
 

@@ -103,7 +103,10 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
 
 @pytest.mark.parametrize(
     ("way", "field"),
-    cases([(way, "norm_eps") for way in WAYS] + [("in_hf", "num_heads")], nightly=[(way, "num_heads") for way in WAYS]),
+    cases(
+        [(way, "norm_eps") for way in WAYS] + [("in_hf", "num_heads")],
+        nightly=[(way, "num_heads") for way in WAYS],
+    ),
 )
 def test_another_field_is_rejected_in_one_line_whose_fix_works(way: str, field: str, tmp_path: Path) -> None:
     config = config_of(way, "llama3", tmp_path / "wrong", {field: REJECTED[field]})

@@ -48,10 +48,19 @@ def config_of(base: Path, folder: Path, task: str, **sections: Any) -> Config:
         rows.write_text(
             "".join(json.dumps({"prompt": "a", "chosen": "b" * i, "rejected": "c"}) + "\n" for i in (1, 2, 3, 4))
         )
-        training |= {"dataset": "jsonl", "dataset_path": str(rows), "on_data_end": "repeat", "seq_len": LENGTH}
+        training |= {
+            "dataset": "jsonl",
+            "dataset_path": str(rows),
+            "on_data_end": "repeat",
+            "seq_len": LENGTH,
+        }
     loaded = {"enable": True, "initial_load_path": str(base), "initial_load_in_hf": True}
     run_config = reviews_config(
-        model={"name": recognised.name, "flavor": recognised.flavor, "overrides": dict(recognised.overrides)},
+        model={
+            "name": recognised.name,
+            "flavor": recognised.flavor,
+            "overrides": dict(recognised.overrides),
+        },
         job={"dump_folder": str(folder)},
         training=training,
         validation={"enable": False},
@@ -59,7 +68,9 @@ def config_of(base: Path, folder: Path, task: str, **sections: Any) -> Config:
         **sections,
     )
     return dataclasses.replace(
-        run_config, task=TASKS[task], data=type(run_config.data)() if task == "reward_model" else run_config.data
+        run_config,
+        task=TASKS[task],
+        data=type(run_config.data)() if task == "reward_model" else run_config.data,
     )
 
 
@@ -117,7 +128,11 @@ def test_an_exported_run_has_the_same_scores(family: str, task: str, tmp_path: P
     ("family", "task"),
     cases(
         [("llama3-tied", "classification"), ("llama3-tied", "reward_model")],
-        nightly=[("llama3", "classification"), ("qwen3", "reward_model"), ("qwen3_moe", "classification")],
+        nightly=[
+            ("llama3", "classification"),
+            ("qwen3", "reward_model"),
+            ("qwen3_moe", "classification"),
+        ],
     ),
 )
 def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_path: Path) -> None:
@@ -154,12 +169,19 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
 
     The folder has the tokenizer's padding token, which transformers needs to find the last token of each row.
     """
-    bpe_folder(tmp_path / "bpe", ("<s>", "</s>", "<pad>"), bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    bpe_folder(
+        tmp_path / "bpe",
+        ("<s>", "</s>", "<pad>"),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+    )
     tokenizer = open_tokenizer(str(tmp_path / "bpe"))
     base = save(build("llama3", vocab_size=tokenizer.vocab_size), tmp_path / "base")
     run_config = config_of(base, tmp_path / "run", "classification")
     run_config = dataclasses.replace(
-        run_config, model=dataclasses.replace(run_config.model, hf_assets_path=str(tmp_path / "bpe"))
+        run_config,
+        model=dataclasses.replace(run_config.model, hf_assets_path=str(tmp_path / "bpe")),
     )
     assert cli.main(["export", str(trained(run_config)), "--to", str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == tokenizer.pad_id
@@ -182,8 +204,16 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
 @pytest.mark.parametrize(
     ("fields", "task", "message"),
     [
-        ({"num_labels": 3, "pad_token_id": 0}, "reward_model", "num_labels=3 must be 1, the number of labels"),
-        ({"num_labels": 2, "pad_token_id": 0}, "classification", "num_labels=2 must be 3, the number of labels"),
+        (
+            {"num_labels": 3, "pad_token_id": 0},
+            "reward_model",
+            "num_labels=3 must be 1, the number of labels",
+        ),
+        (
+            {"num_labels": 2, "pad_token_id": 0},
+            "classification",
+            "num_labels=2 must be 3, the number of labels",
+        ),
         (
             {"num_labels": 3},
             "classification",

@@ -32,7 +32,12 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROWS = {
-    "chat": {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "the cat sat"}]},
+    "chat": {
+        "messages": [
+            {"role": "user", "content": "Hello!"},
+            {"role": "assistant", "content": "the cat sat"},
+        ]
+    },
     "prompt_completion": {"prompt": "Hello!", "completion": " the cat sat"},
     "text": {"text": "Hello! the cat sat"},
 }
@@ -47,7 +52,10 @@ def base_tokenizer(folder: Path) -> Path:
 def base(folder: Path, **changed: Any) -> Path:
     """Write a folder with inconsistent tokens: eos 2 and bos 1 in config.json, 1 and 0 in its tokenizer."""
     base_tokenizer(folder)
-    save(build("llama3", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), folder)
+    save(
+        build("llama3", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        folder,
+    )
     (folder / GENERATION).unlink()
     if changed:
         (folder / GENERATION).write_text(json.dumps(changed))
@@ -87,7 +95,15 @@ def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lo
 def texts(folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path | None = None) -> tuple[str, str]:
     """Return the texts of ``shardtrain generate`` from a run or the folder, and of transformers from the folder."""
     capfd.readouterr()
-    arguments = ["generate", "--from", str(run or folder), "--prompt", PROMPT, "--max_new_tokens", str(NEW)]
+    arguments = [
+        "generate",
+        "--from",
+        str(run or folder),
+        "--prompt",
+        PROMPT,
+        "--max_new_tokens",
+        str(NEW),
+    ]
     assert main([*arguments, *(["--chat"] if chat else [])]) == 0
     ours = capfd.readouterr().out.removesuffix("\n")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -132,18 +148,31 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
     assert f"config.json: eos_token_id {None if from_scratch else 2} -> {EOS}" in logged
     assert f"generation_config.json: eos_token_id {None if from_scratch else 2} -> {eos}" in logged
     for folder in (back, Path(config.job.dump_folder) / "checkpoint/step-40-hf"):
-        assert {**fields_of(folder, GENERATION), "bos_token_id": BOS, "eos_token_id": eos} == fields_of(
-            folder, GENERATION
-        )
-        assert {**fields_of(folder, "config.json"), "bos_token_id": BOS, "eos_token_id": EOS} == fields_of(
-            folder, "config.json"
-        )
-    arguments = ["--to", str(tmp_path / "unaligned"), "--check", "weights", "--keep_generation_config"]
+        assert {
+            **fields_of(folder, GENERATION),
+            "bos_token_id": BOS,
+            "eos_token_id": eos,
+        } == fields_of(folder, GENERATION)
+        assert {
+            **fields_of(folder, "config.json"),
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+        } == fields_of(folder, "config.json")
+    arguments = [
+        "--to",
+        str(tmp_path / "unaligned"),
+        "--check",
+        "weights",
+        "--keep_generation_config",
+    ]
     assert main(["export", str(run), *arguments]) == 0
     unaligned = (
         dict.fromkeys(("bos_token_id", "eos_token_id")) if from_scratch else {"bos_token_id": 1, "eos_token_id": 2}
     )
-    assert fields_of(tmp_path / "unaligned", "config.json") == {**fields_of(back, "config.json"), **unaligned}
+    assert fields_of(tmp_path / "unaligned", "config.json") == {
+        **fields_of(back, "config.json"),
+        **unaligned,
+    }
     assert not (tmp_path / "unaligned" / GENERATION).exists()
     of_run, of_transformers = texts(back, form == "chat", capfd, run)
     of_export, _ = texts(back, form == "chat", capfd)
@@ -158,7 +187,12 @@ def test_merged_adapters_stop_where_the_run_stops_unless_disabled(
     run_of(folder, tmp_path / "run", "chat", lora=True)
     before = fields_of(folder, "config.json")
     for name, arguments, changed, expected in (
-        ("aligned", [], {"bos_token_id": BOS, "eos_token_id": EOS}, {"eos_token_id": [EOS, TURN_END, 2, 5]}),
+        (
+            "aligned",
+            [],
+            {"bos_token_id": BOS, "eos_token_id": EOS},
+            {"eos_token_id": [EOS, TURN_END, 2, 5]},
+        ),
         ("unaligned", ["--keep_generation_config"], {}, {}),
     ):
         merged, back = str(tmp_path / f"merged-{name}"), tmp_path / name
@@ -201,7 +235,10 @@ def test_tokens_are_aligned_like_in_transformers_trainer(in_config: Any, in_gene
     # Compare sets of ids: transformers also moves a listed end token to the front.
     settings_after = read_settings(aligned)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        for ours, theirs in ((aligned.config, model.config), (settings_after, model.generation_config)):
+        for ours, theirs in (
+            (aligned.config, model.config),
+            (settings_after, model.generation_config),
+        ):
             assert ids(ours.get(key)) == ids(getattr(theirs, key)), key
     assert settings_after.get("temperature") == (None if in_generation == "no file" else 0.6)
     # Unchanged files keep their bytes.

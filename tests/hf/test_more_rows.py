@@ -57,7 +57,11 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
         torch.testing.assert_close(new[rows - 9 :], old.mean(0).expand(9, -1), atol=1e-6, rtol=0)
     # config.json is otherwise unchanged.
     saved, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "hf", Path(folder(name))))
-    assert {key for key in original if saved.get(key) != original[key]} <= {"vocab_size", "dtype", "torch_dtype"}
+    assert {key for key in original if saved.get(key) != original[key]} <= {
+        "vocab_size",
+        "dtype",
+        "torch_dtype",
+    }
     assert ended.losses[0] == pytest.approx(ended.losses[0])
 
 
@@ -122,7 +126,8 @@ def test_fewer_rows_are_refused(tmp_path: Path) -> None:
 def test_the_number_of_rows_is_required(tmp_path: Path) -> None:
     run_config = config_of("gpt2", tmp_path / "run", 1)
     model = dataclasses.replace(
-        run_config.model, overrides={k: v for k, v in run_config.model.overrides.items() if k != "vocab_size"}
+        run_config.model,
+        overrides={k: v for k, v in run_config.model.overrides.items() if k != "vocab_size"},
     )
     problems = "\n".join(map(str, check(Loaded(dataclasses.replace(run_config, model=model)))))
     assert "requires the number of rows" in problems

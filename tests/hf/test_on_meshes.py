@@ -22,7 +22,12 @@ CASES = [
 ]
 
 
-FIRST = [("llama3", "fsdp=2 tp=2"), ("deepseek_v3", "pp=2"), ("qwen3_moe", "one"), ("mixtral", "fsdp=4 ep=2")]
+FIRST = [
+    ("llama3", "fsdp=2 tp=2"),
+    ("deepseek_v3", "pp=2"),
+    ("qwen3_moe", "one"),
+    ("mixtral", "fsdp=4 ep=2"),
+]
 
 
 @pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))

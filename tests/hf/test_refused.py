@@ -88,26 +88,54 @@ def pickled(folder: Path) -> None:
 WQ = "model.layers.0.self_attn.q_proj.weight"
 CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "missing": (tensors(lambda t: t.pop(WQ)), CheckpointError, f"1 missing: {WQ}"),
-    "surplus": (tensors(lambda t: t.update(extra=torch.ones(2))), CheckpointError, "1 not in this model: extra"),
-    "shape": (tensors(lambda t: t.update({WQ: torch.ones(32, 31)})), CheckpointError, rf"{WQ} \[32, 31\] instead of"),
+    "surplus": (
+        tensors(lambda t: t.update(extra=torch.ones(2))),
+        CheckpointError,
+        "1 not in this model: extra",
+    ),
+    "shape": (
+        tensors(lambda t: t.update({WQ: torch.ones(32, 31)})),
+        CheckpointError,
+        rf"{WQ} \[32, 31\] instead of",
+    ),
     "integers": (
         tensors(lambda t: t.update({WQ: torch.ones(32, 32, dtype=torch.int8)})),
         CheckpointError,
         "with an unsupported dtype",
     ),
-    "all missing": (tensors(lambda t: [t.pop(n) for n in list(t)[3:]]), CheckpointError, "and [0-9]+ more"),
+    "all missing": (
+        tensors(lambda t: [t.pop(n) for n in list(t)[3:]]),
+        CheckpointError,
+        "and [0-9]+ more",
+    ),
     "cut": (cut, CheckpointError, "model.safetensors is truncated"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 100) and None, CheckpointError, "truncated"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, CheckpointError, "truncated"),
+    "garbage": (
+        lambda f: (f / "model.safetensors").write_bytes(b"x" * 100) and None,
+        CheckpointError,
+        "truncated",
+    ),
+    "empty": (
+        lambda f: (f / "model.safetensors").write_bytes(b"") and None,
+        CheckpointError,
+        "truncated",
+    ),
     "big header": (header(b"{" + b" " * 2**20), CheckpointError, "truncated"),
-    "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "truncated"),
+    "offsets": (
+        header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'),
+        CheckpointError,
+        "truncated",
+    ),
     "pickle": (pickled, CheckpointError, "read it with import --legacy_bin"),
     "index outside": (
         index({"weight_map": {WQ: "../model.safetensors"}}),
         CheckpointError,
         "not a file name like model.safetensors",
     ),
-    "index wrong": (index_of_two_files, CheckpointError, f"assigns {WQ} to b.safetensors, which does not contain it"),
+    "index wrong": (
+        index_of_two_files,
+        CheckpointError,
+        f"assigns {WQ} to b.safetensors, which does not contain it",
+    ),
     "index without tensor": (index_of_an_absent_tensor, CheckpointError, f"1 missing: {WQ}"),
     "index gone": (
         index({"weight_map": {WQ: "model-2.safetensors"}}),
@@ -115,9 +143,21 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         "2.safetensors does not exist",
     ),
     "index shape": (index([1]), CheckpointError, "is not an index"),
-    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json is missing"),
-    "no json": (lambda f: (f / "config.json").write_text("{") and None, CheckpointError, "is not JSON"),  # type: ignore[dict-item]
-    "bits": (key("quantization_config", {"bits": 4}), ConfigError, "quantized by MLX, which is not supported"),
+    "no config": (
+        lambda f: (f / "config.json").unlink(),
+        CheckpointError,
+        "config.json is missing",
+    ),
+    "no json": (
+        lambda f: (f / "config.json").write_text("{") and None,
+        CheckpointError,
+        "is not JSON",
+    ),  # type: ignore[dict-item]
+    "bits": (
+        key("quantization_config", {"bits": 4}),
+        ConfigError,
+        "quantized by MLX, which is not supported",
+    ),
     "quantized": (
         key("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ConfigError,
@@ -128,14 +168,26 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         ConfigError,
         "quantized by fp8, which is not supported",
     ),
-    "architecture": (key("model_type", "gpt9"), ConfigError, "is of model_type 'gpt9', which transformers"),
+    "architecture": (
+        key("model_type", "gpt9"),
+        ConfigError,
+        "is of model_type 'gpt9', which transformers",
+    ),
     "only code": (
         lambda folder: [key(*field)(folder) for field in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))],
         ConfigError,
         r"whose own code \(auto_map\) is never run here",
     ),
-    "task": (key("architectures", ["LlamaForTokenClassification"]), ConfigError, "which cannot be trained here"),
-    "bias": (key("attention_bias", True), CheckpointError, "missing: model.layers.0.self_attn.k_proj.bias"),
+    "task": (
+        key("architectures", ["LlamaForTokenClassification"]),
+        ConfigError,
+        "which cannot be trained here",
+    ),
+    "bias": (
+        key("attention_bias", True),
+        CheckpointError,
+        "missing: model.layers.0.self_attn.k_proj.bias",
+    ),
     "type": (key("hidden_size", "32"), ConfigError, "hidden_size='32' must be a int"),
     "size": (key("num_hidden_layers", -1), ConfigError, "must be between"),
     "rope": (
@@ -143,8 +195,16 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         ConfigError,
         "requires factor, which is",
     ),
-    "rope unknown": (key("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}), ConfigError, "spiral"),
-    "vocabulary": (key("vocab_size", 261), CheckpointError, r"embed_tokens.weight \[260, 32\] instead of \[261, 32\]"),
+    "rope unknown": (
+        key("rope_parameters", {"rope_type": "spiral", "rope_theta": 1e4}),
+        ConfigError,
+        "spiral",
+    ),
+    "vocabulary": (
+        key("vocab_size", 261),
+        CheckpointError,
+        r"embed_tokens.weight \[260, 32\] instead of \[261, 32\]",
+    ),
 }
 
 
@@ -186,8 +246,14 @@ def more_ids(folder: Path) -> None:
             more_ids,
             "tokenizer.json has 1003 token IDs, but vocab_size=260 of config.json .* import with --vocab_size 1003",
         ),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not a readable tokenizer"),
-        (lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"), "index.json, the index of"),
+        (
+            lambda f: (f / "tokenizer.json").write_text("{"),
+            "tokenizer.json is not a readable tokenizer",
+        ),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "model-1.safetensors"),
+            "index.json, the index of",
+        ),
     ],
 )
 def test_files_next_to_the_weights_are_checked(change: Any, message: str, folder: Path, capsys: Any) -> None:
@@ -206,7 +272,10 @@ def test_a_vocabulary_grows_by_the_mean_of_its_rows(folder: Path, tmp_path: Path
     assert model.overrides["vocab_size"] == 276
     stored = manifest.read(tmp_path / "checkpoint")
     old = load_file(folder / "model.safetensors")
-    for ours, theirs in (("model.embed.weight", "model.embed_tokens.weight"), ("model.head.weight", "lm_head.weight")):
+    for ours, theirs in (
+        ("model.embed.weight", "model.embed_tokens.weight"),
+        ("model.head.weight", "lm_head.weight"),
+    ):
         new = read_whole(stored, tmp_path / "checkpoint", ours)
         assert torch.equal(new[:260], old[theirs])
         assert torch.equal(new[260:], old[theirs].mean(0).expand(16, -1))

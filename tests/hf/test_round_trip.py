@@ -79,7 +79,11 @@ def assert_same_folder(before: Path, after: Path, changed: dict[str, Any] | None
     actual, expected = texts(after), texts(before)
     if changed is OF_BYTES:
         settings = json.loads(expected.pop("generation_config.json"))
-        assert json.loads(actual.pop("generation_config.json")) == {**settings, **OF_BYTES, "eos_token_id": [257, 1, 2]}
+        assert json.loads(actual.pop("generation_config.json")) == {
+            **settings,
+            **OF_BYTES,
+            "eos_token_id": [257, 1, 2],
+        }
     assert actual == expected
     a, b = tensors(before), tensors(after)
     assert {name: (t.shape, t.dtype) for name, t in a.items()} == {name: (t.shape, t.dtype) for name, t in b.items()}
@@ -117,10 +121,22 @@ def test_only_the_changes_of_a_run_differ(older: bool, tmp_path: Path) -> None:
     if older:
         fields = fields_of(folder)
         rope = fields.pop("rope_parameters")
-        fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+        fields |= {
+            "rope_theta": rope.pop("rope_theta"),
+            "rope_scaling": {"type": rope.pop("rope_type"), **rope},
+        }
         (folder / "config.json").write_text(json.dumps(fields))
     checkpoint = str(tmp_path / "checkpoint")
-    arguments = ["import", str(folder), "--to", checkpoint, "--vocab_size", "416", "--check", "weights"]
+    arguments = [
+        "import",
+        str(folder),
+        "--to",
+        checkpoint,
+        "--vocab_size",
+        "416",
+        "--check",
+        "weights",
+    ]
     assert main(arguments) == 0
     assert main(["export", checkpoint, "--to", str(tmp_path / "grown"), "--check", "weights"]) == 0
     assert fields_of(tmp_path / "grown") == {**fields_of(folder), "vocab_size": 416}
@@ -196,7 +212,13 @@ def test_names_in_a_checkpoint_stay_inside_the_folder(tmp_path: Path) -> None:
     folder = published(save(build("llama3", vocab_size=400), tmp_path / "hf"))
     importing.to_checkpoint(folder, tmp_path / "checkpoint")
     stored = manifest.read(tmp_path / "checkpoint")
-    for name in ("../evil.jinja", "/etc/tokenizer.json", "run.py", ".hidden.jinja", "chat_templates/../../x.jinja"):
+    for name in (
+        "../evil.jinja",
+        "/etc/tokenizer.json",
+        "run.py",
+        ".hidden.jinja",
+        "chat_templates/../../x.jinja",
+    ):
         facts = {**stored.facts, source.FACT: {name: [0, 1]}}
         with pytest.raises(CheckpointError, match="is not a valid file"):
             source.of_checkpoint(tmp_path / "checkpoint", dataclasses.replace(stored, facts=facts))
@@ -227,7 +249,15 @@ def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, ca
     texts.write_text('{"text": "hello world"}\n')
     outputs = []
     for place in ("imported", "hf"):
-        arguments = ["evaluate", "--from", str(tmp_path / place), "--data", f"texts={texts}", "--seq_len", "32"]
+        arguments = [
+            "evaluate",
+            "--from",
+            str(tmp_path / place),
+            "--data",
+            f"texts={texts}",
+            "--seq_len",
+            "32",
+        ]
         capsys.readouterr()
         assert main([*arguments, "--device", "cpu"]) == 0
         outputs.append(json.loads(capsys.readouterr().out)["sets"])

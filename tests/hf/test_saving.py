@@ -52,7 +52,10 @@ def config_for(folder: Path, mesh: str = "one", steps: int = 2, **checkpoint: An
     if MESHES[mesh][2] == "qwen3_moe":
         overrides = {key: value for key, value in config.model.overrides.items() if key != "ffn_dim"}
         model = dataclasses.replace(
-            config.model, name="qwen3_moe", flavor="debugmodel_moe", overrides={**overrides, **EXPERTS}
+            config.model,
+            name="qwen3_moe",
+            flavor="debugmodel_moe",
+            overrides={**overrides, **EXPERTS},
         )
         config = dataclasses.replace(config, model=model)
     return config
@@ -74,11 +77,22 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
 def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path: Path) -> None:
     ranks, _, _ = MESHES[mesh]
     config = config_for(
-        tmp_path / "run", mesh, steps=2, hf_interval=1, last_save_in_hf=True, async_mode=async_mode, interval=100
+        tmp_path / "run",
+        mesh,
+        steps=2,
+        hf_interval=1,
+        last_save_in_hf=True,
+        async_mode=async_mode,
+        interval=100,
     )
     assert train(config, ranks).error is None
     folder = tmp_path / "run/checkpoint"
-    assert sorted(path.name for path in folder.glob("step-*")) == ["step-1", "step-1-hf", "step-2", "step-2-hf"]
+    assert sorted(path.name for path in folder.glob("step-*")) == [
+        "step-1",
+        "step-1-hf",
+        "step-2",
+        "step-2-hf",
+    ]
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     for step in (1, 2):
@@ -138,7 +152,11 @@ def test_a_run_may_continue_after_a_failed_save_of_a_folder(
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
     ended = train(config, ranks=2)
     assert ended.error is None and ended.state["step"] == 5
-    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2", "step-4", "step-5"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == [
+        "step-2",
+        "step-4",
+        "step-5",
+    ]
 
 
 def test_a_run_that_ends_with_its_data_writes_the_folder(tmp_path: Path) -> None:
@@ -160,7 +178,9 @@ def test_leftovers_of_a_killed_export_are_deleted(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-2-hf"]
 
 
-def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(tmp_path: Path) -> None:
+def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     config = config_for(tmp_path, last_save_in_hf=True)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, norm_type="layernorm"))
     ended = train(config)

@@ -83,7 +83,10 @@ def test_the_older_form_of_config_json_is_read(tmp_path: Path) -> None:
     before = recognise(folder)
     fields = json.loads((folder / "config.json").read_text())
     rope = fields.pop("rope_parameters")
-    fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")}}
+    fields |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": {**rope, "type": rope.pop("rope_type")},
+    }
     (folder / "config.json").write_text(json.dumps(fields))
     assert recognise(folder) == before
 

@@ -52,7 +52,15 @@ TELLING = "telling the other nodes that this one cannot run, at most 120 s\n"
 def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, rank):
     """Nobody else may start for minutes. A request to stop in this time keeps the reason and the exit status."""
     words = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, f"--job.dump_folder={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "debug",
+        *words,
+        f"--job.dump_folder={tmp_path}",
+    ]
 
     def limit_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
@@ -107,7 +115,15 @@ def test_threads_in_a_store_do_not_abort_the_end_of_a_node(end):
 def test_a_node_that_is_stopped_while_it_waits_leaves_no_temporary_folder(tmp_path):
     (tmp_path / "tmp").mkdir()
     words = ["--nnodes=2", "--node_rank=0", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, f"--job.dump_folder={tmp_path / 'run'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "debug",
+        *words,
+        f"--job.dump_folder={tmp_path / 'run'}",
+    ]
     names = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     with forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names) as process:
         try:
@@ -126,7 +142,12 @@ def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lackin
     nodes_of_run = []
     for rank in (0, 1):
         path = tmp_path / "missing.txt" if rank in lacking else text_file()
-        words = ["--nnodes=2", f"--node_rank={rank}", f"--rdzv_endpoint={endpoint}", "--training.dataset=text"]
+        words = [
+            "--nnodes=2",
+            f"--node_rank={rank}",
+            f"--rdzv_endpoint={endpoint}",
+            "--training.dataset=text",
+        ]
         options = [
             f"--training.dataset_path={path}",
             "--training.on_data_end=repeat",

@@ -25,13 +25,26 @@ def launch(*arguments: str, **names: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardtrain", "launch", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **names}
     return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(180), check=False
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(180),
+        check=False,
     )
 
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
 def test_the_doctor_is_submitted_like_the_training(platform):
-    arguments = [platform, "configs/debug.toml", "--training.steps=7", "--image=image", "--dry-run", "--max_restarts=3"]
+    arguments = [
+        platform,
+        "configs/debug.toml",
+        "--training.steps=7",
+        "--image=image",
+        "--dry-run",
+        "--max_restarts=3",
+    ]
     arguments += [] if platform == "local" else ["--nodes=2"]
     arguments += ["--hosts", "a,b"] if platform == "ssh" else []
     training, doctor = launch(*arguments), launch(*arguments, "--doctor")

@@ -64,7 +64,8 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
         wait_for(lambda: len(world_sizes(folder)) == len(sizes), WAIT_SECONDS)
         first = max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
         wait_for(
-            lambda: (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) > first + 8, WAIT_SECONDS
+            lambda: (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) > first + 8,
+            WAIT_SECONDS,
         )
         assert world_sizes(folder) == sizes
         return first
@@ -79,7 +80,10 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
         assert wait_for_steps([2, 1, 2]) > 16
         for node in (first_node, returned):
             node.send_signal(signal.SIGTERM)
-        assert [node.wait(patience.seconds(WAIT_SECONDS)) for node in (first_node, returned)] == [75, 75]
+        assert [node.wait(patience.seconds(WAIT_SECONDS)) for node in (first_node, returned)] == [
+            75,
+            75,
+        ]
     end = record(folder)
     assert (end["code"], end["last_step"]) == (75, newest(folder))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -43,7 +43,11 @@ def bare(folder: Path, **names: str) -> dict[str, str]:
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
-    variables = {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": str(folder / "venv"), "PYTHONPATH": str(ROOT)}
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "VIRTUAL_ENV": str(folder / "venv"),
+        "PYTHONPATH": str(ROOT),
+    }
     return {**variables, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **names}
 
 
@@ -70,7 +74,16 @@ def node(
 
     The clock of the node is ``clock`` seconds ahead.
     """
-    place = ["--nnodes", "2", "--node_rank", str(number), "--rdzv_endpoint", f"127.0.0.1:{port}", "--nproc", "1"]
+    place = [
+        "--nnodes",
+        "2",
+        "--node_rank",
+        str(number),
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--nproc",
+        "1",
+    ]
     environment = bare(folder, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names)
     command = [sys.executable, "-m", "shardtrain", "train", *place, *arguments]
     shift = functools.partial(set_clock, setattr, clock) if clock else None
@@ -99,7 +112,10 @@ def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
 )
 def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
     more = {"checkpoint.enable": "true", "training.on_data_end": "repeat"}
-    process = start([str(ROOT / "run_train.sh"), *options(tmp_path / "run", 100_000, **more)], bare(tmp_path, NGPU="2"))
+    process = start(
+        [str(ROOT / "run_train.sh"), *options(tmp_path / "run", 100_000, **more)],
+        bare(tmp_path, NGPU="2"),
+    )
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
         process.send_signal(signal.SIGTERM)
@@ -129,8 +145,19 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
     port = str(free_port())
     arguments = [argument.replace("PORT", port) for argument in arguments]
     names = {name: value.replace("PORT", port) for name, value in names.items()}
-    more = {"checkpoint.enable": "true", "checkpoint.stop_exit_code": 3, "training.on_data_end": "repeat"}
-    command = [sys.executable, "-m", "shardtrain", "train", *arguments, *options(tmp_path / "run", 100_000, **more)]
+    more = {
+        "checkpoint.enable": "true",
+        "checkpoint.stop_exit_code": 3,
+        "training.on_data_end": "repeat",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        *arguments,
+        *options(tmp_path / "run", 100_000, **more),
+    ]
     process = start(command, bare(tmp_path, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names), forked.Popen)
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
@@ -143,7 +170,8 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
 
 
 @pytest.mark.nightly(
-    "two hosts meet", by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue"
+    "two hosts meet",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("first", cases([1], nightly=[0]))
@@ -157,7 +185,10 @@ def test_a_node_waits_for_a_later_one_and_each_rank_has_its_log(tmp_path, first)
     for code, stderr in ended(early, late):
         assert code == 0, stderr
     assert list(losses(tmp_path / "run")) == [1, 2]
-    assert sorted(path.name for path in (tmp_path / "run/logs").glob("*.log")) == ["rank-0.log", "rank-1.log"]
+    assert sorted(path.name for path in (tmp_path / "run/logs").glob("*.log")) == [
+        "rank-0.log",
+        "rank-1.log",
+    ]
 
 
 @pytest.mark.nightly(
@@ -203,10 +234,20 @@ def test_refused_ranks_replace_the_exit_file_of_an_earlier_attempt(tmp_path):
     """exit.json of a run that saved because a node joins says retryable. With more nodes, the command is refused."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/exit.json").write_text('{"code": 75, "retryable": true}')
-    names = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    names = {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     arguments = options(tmp_path / "run", 2, **{"training.global_batch_size": 4})
     [(code, stderr)] = ended(
-        start([sys.executable, "-m", "shardtrain", "train", *arguments], bare(tmp_path, **names), forked.Popen)
+        start(
+            [sys.executable, "-m", "shardtrain", "train", *arguments],
+            bare(tmp_path, **names),
+            forked.Popen,
+        )
     )
     assert code == 2 and "training.global_batch_size=4" in stderr, stderr
     assert record(tmp_path / "run")["code"] == 2 and record(tmp_path / "run")["retryable"] is False
@@ -215,7 +256,12 @@ def test_refused_ranks_replace_the_exit_file_of_an_earlier_attempt(tmp_path):
 def test_stale_variables_of_another_launcher_are_ignored(tmp_path):
     stale = {"RANK": "1", "MASTER_ADDR": "gone.invalid", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2",
             "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "8", "ROLE_RANK": "x"}  # fmt: skip
-    salloc = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    salloc = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "8",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
     names = bare(tmp_path, NGPU="1", **stale, **salloc)
     command = [sys.executable, "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
     [(code, stderr)] = ended(start(command, names, forked.Popen))
@@ -245,7 +291,15 @@ def test_stale_variables_of_another_launcher_are_ignored(tmp_path):
     ],
 )
 def test_an_impossible_environment_is_one_line_without_importing_torch(tmp_path, names):
-    command = [sys.executable, "-X", "importtime", "-m", "shardtrain", "train", *options(tmp_path / "run", 2)]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "shardtrain",
+        "train",
+        *options(tmp_path / "run", 2),
+    ]
     [(code, stderr)] = ended(start(command, bare(tmp_path, **names)))
     assert code == 2 and len(errors(stderr)) == 1, stderr
     assert "| torch\n" not in stderr and not (tmp_path / "run").exists()

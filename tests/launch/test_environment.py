@@ -22,7 +22,9 @@ SRUN = {
 
 def config(replicate=1, shard=-1, tensor=1, batch=-1, local=1):
     parallelism = Parallelism(
-        data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard, tensor_parallel_degree=tensor
+        data_parallel_replicate_degree=replicate,
+        data_parallel_shard_degree=shard,
+        tensor_parallel_degree=tensor,
     )
     return Config(parallelism=parallelism, training=Training(global_batch_size=batch, local_batch_size=local))
 
@@ -33,9 +35,15 @@ def config(replicate=1, shard=-1, tensor=1, batch=-1, local=1):
         ({}, False),
         ({"TORCHELASTIC_RUN_ID": "x"}, True),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
-        ({"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"}, False),  # a PyTorchJob pod: RANK numbers nodes
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"},
+            False,
+        ),  # a PyTorchJob pod: RANK numbers nodes
         (SRUN, True),
-        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun with one task: the process starts its own ranks
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
+            False,
+        ),  # srun with one task: the process starts its own ranks
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, False),  # the body of an sbatch script
     ],
 )
@@ -54,15 +62,31 @@ def test_existing_variables_are_kept():
     names = {**SRUN, "MASTER_PORT": "1"}
     environment.adopt_slurm(names)
     assert names["MASTER_PORT"] == "1"
-    ranked = {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # set by another launcher under srun
+    ranked = {
+        **SRUN,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }  # set by another launcher under srun
     environment.adopt_slurm(ranked)
     assert ranked == {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    script = {**SRUN, "RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu08"}  # exported by hand, without LOCAL_RANK
+    script = {
+        **SRUN,
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "gpu08",
+    }  # exported by hand, without LOCAL_RANK
     environment.adopt_slurm(script)
     assert (script["LOCAL_RANK"], script["MASTER_ADDR"]) == ("1", "gpu08")
 
 
-RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
 LEFT = {"TORCHELASTIC_RUN_ID": "x"}
 
 

@@ -68,7 +68,11 @@ def test_a_signal_is_reported_with_its_name_or_cause(number, message):
         (ValueError("a file name with gloo/transport in it"), 1, False),
         (MemoryError(), 7, False),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 7, False),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 7, False),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            7,
+            False,
+        ),
         (StorageError("x"), 8, False),
         (Preempted("saved at step 3"), 75, False),
         (KeyboardInterrupt(), 76, False),
@@ -112,7 +116,10 @@ def test_a_run_of_one_process_names_no_rank():
 
 def test_a_configuration_has_a_line_per_problem():
     report = caught(ConfigError([Problem("a.b", 1, "is wrong", "use 2"), "another"]))
-    assert failure.lines(report, "log", 2) == ["error[2]: a.b=1 is wrong; use 2", "error[2]: another"]
+    assert failure.lines(report, "log", 2) == [
+        "error[2]: a.b=1 is wrong; use 2",
+        "error[2]: another",
+    ]
 
 
 def test_a_long_message_is_cut_on_the_terminal_and_complete_in_the_trace():
@@ -129,7 +136,11 @@ def test_secrets_are_masked_in_line_and_trace(monkeypatch):
 
 
 def test_the_culprit_is_the_first_rank_that_is_not_a_peer(tmp_path):
-    peer, first, second = caught(RuntimeError(GLOO), 0), caught(RuntimeError("a"), 1), caught(RuntimeError("b"), 2)
+    peer, first, second = (
+        caught(RuntimeError(GLOO), 0),
+        caught(RuntimeError("a"), 1),
+        caught(RuntimeError("b"), 2),
+    )
     assert failure.culprit([second, peer, first]).rank == 1
     assert failure.culprit([peer]).rank == 0
     died = failure.killed(3, 9, time_seconds=first.time_seconds - 1)

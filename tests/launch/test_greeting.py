@@ -120,7 +120,8 @@ NOWHERE = {
 def test_an_unreachable_endpoint_is_reported_by_a_later_node(endpoint):
     place = endpoint.replace("PORT", str(free_port()))
     with pytest.raises(
-        PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; check that the first node"
+        PeerError,
+        match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; check that the first node",
     ):
         greeting.await_store(place, 1)
 
@@ -129,7 +130,8 @@ def test_an_unreachable_endpoint_is_reported_by_a_later_node(endpoint):
 def test_an_unresolvable_name_is_reported_by_the_first_node(endpoint):
     place = endpoint.replace("PORT", str(free_port()))
     with pytest.raises(
-        PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; name an address"
+        PeerError,
+        match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; name an address",
     ):
         greeting.claim(place, 1)
 
@@ -143,7 +145,8 @@ def test_a_silent_name_service_does_not_extend_the_wait(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::"), ("127.0.0.9", "127.0.0.9"), ("[::1]", "::1")]
+    ("host", "address"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "::"), ("127.0.0.9", "127.0.0.9"), ("[::1]", "::1")],
 )
 def test_a_node_with_the_address_of_the_endpoint_can_serve_it(host, address):
     port = free_port()
@@ -159,7 +162,8 @@ def test_an_endpoint_of_another_machine_is_named(monkeypatch):
     with program(stay_silent) as elsewhere:
         monkeypatch.setattr(greeting.socket, "create_connection", lambda *_: connect(("127.0.0.1", elsewhere)))
         with pytest.raises(
-            PeerError, match=r"the address belongs to another machine \(127.0.0.1\), after 1 s; name an address"
+            PeerError,
+            match=r"the address belongs to another machine \(127.0.0.1\), after 1 s; name an address",
         ):
             greeting.claim(f"10.9.9.9:{free_port()}", 1)
 
@@ -218,7 +222,8 @@ def test_a_listen_address_that_is_not_an_ip_address_is_reported_immediately(find
 def test_a_local_address_of_another_node_is_named():
     node = nodes.Nodes(2, 2, "127.0.0.1:1", 1, "run", "nothing.invalid", 0, 1, "--nnodes=2")
     with pytest.raises(
-        PeerError, match="own address .SHARDTRAIN_LOCAL_ADDR. nothing.invalid: Name or service not known"
+        PeerError,
+        match="own address .SHARDTRAIN_LOCAL_ADDR. nothing.invalid: Name or service not known",
     ):
         agent._with_address(node)
 

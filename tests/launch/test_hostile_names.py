@@ -28,7 +28,10 @@ from shardtrain.launch.job import Mount, to_job, to_mount
 from shardtrain.launch.platforms import kubernetes, runai, slurm, ssh
 from shardtrain.utils.errors import ConfigError
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 needs GNU"), pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="env -0 needs GNU"),
+    pytest.mark.timeout(3600),
+]
 
 CLUSTER = {
     "scontrol": "/bin/sh\necho node1",
@@ -49,7 +52,10 @@ def test_values_used_without_quotes_contain_no_shell_syntax(option):
             if re.fullmatch(form, text):
                 assert not re.search(r"[\s\"'`$\\;<>(){}!#~^]", text) and text.isprintable(), text
                 # directives are options, and a suffix follows a host name
-                assert not text.startswith("-") or option in ("launch.slurm.directives", "launch.slurm.host_suffix")
+                assert not text.startswith("-") or option in (
+                    "launch.slurm.directives",
+                    "launch.slurm.host_suffix",
+                )
                 bare = re.sub(r"[&*|]", "", text) if option == "launch.slurm.directives" else text  # part of a comment
                 assert not re.search(r"[&*|?]", bare), text
 
@@ -65,7 +71,13 @@ def test_the_command_rejects_the_same_values(monkeypatch, capsys):
     """The first texts through the configuration check: accepted, or rejected with one line that names the option."""
     for option in sorted(set(FORMS) - set(QUOTED)):
         for piece in texts(3, f"command {option}"):
-            many = option.rpartition(".")[2] in ("hosts", "directives", "node_selector", "node_pools", "forward_env")
+            many = option.rpartition(".")[2] in (
+                "hosts",
+                "directives",
+                "node_selector",
+                "node_pools",
+                "forward_env",
+            )
             loaded = config.load(None, [f"--{option}={piece}"])
             problems = [] if not many and piece in ("", "null") else config.check(loaded)
             names_option = any(option in str(problem) for problem in problems)
@@ -105,7 +117,10 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
         same([[folder, "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
         same(expected, calls[1::2])
         record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote))
-        same([[folder, "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected], each(record))
+        same(
+            [[folder, "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected],
+            each(record),
+        )
 
 
 def each(record: Recorder) -> list[list[str]]:
@@ -129,12 +144,18 @@ def test_mounts_and_folders_reach_containers_unchanged(tmp_path):
         sent = [f"{mount.source}:{mount.path}" for mount in mounts]
         record.run(["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="apptainer"))), **STEP)
         arguments = record.read("srun")
-        same(sent, [arguments[at + 1] for at, argument in enumerate(arguments) if argument == "--bind"])
+        same(
+            sent,
+            [arguments[at + 1] for at, argument in enumerate(arguments) if argument == "--bind"],
+        )
         assert arguments[arguments.index("--pwd") + 1] == job.workdir
         record.run(["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="pyxis"))), **STEP)
         arguments = record.read("srun")
         assert f"--container-workdir={job.workdir}" in arguments
-        same(sent, next(argument for argument in arguments if "-mounts=" in argument).partition("=")[2].split(","))
+        same(
+            sent,
+            next(argument for argument in arguments if "-mounts=" in argument).partition("=")[2].split(","),
+        )
         record.read("argv")
         record.read("env")
         arguments = runai.render(job, Launch())
@@ -158,7 +179,12 @@ def test_every_variable_of_bash_arrives_or_is_rejected(tmp_path):
     """The script's own variables would silently overwrite variables of the same name in launch.env."""
     record = Recorder(tmp_path, **CLUSTER)
     known = subprocess.run(
-        ["bash", "-c", "compgen -v"], env={}, capture_output=True, text=True, timeout=patience.seconds(20), check=True
+        ["bash", "-c", "compgen -v"],
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(20),
+        check=True,
     )
     script = slurm.render(job_of([]), Launch())
     assigned = ["hosts", *re.findall(r"^(?:export )?(\w+)=", script, re.MULTILINE)]
@@ -193,7 +219,12 @@ def test_a_forwarded_variable_dropped_by_sbatch_ends_the_job(tmp_path):
     record.run(["bash"], text, A_TOKEN="a\nb $(touch canary)", **STEP)
     assert record.variables()["A_TOKEN"] == "a\nb $(touch canary)" and "canary" not in text
     result = subprocess.run(
-        ["bash"], input=text, env=record.names(STEP), text=True, capture_output=True, timeout=patience.seconds(30)
+        ["bash"],
+        input=text,
+        env=record.names(STEP),
+        text=True,
+        capture_output=True,
+        timeout=patience.seconds(30),
     )
     assert result.returncode != 0 and "A_TOKEN: was not passed on by sbatch" in result.stderr
 

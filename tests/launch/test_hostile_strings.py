@@ -18,18 +18,37 @@ from dataclasses import replace
 import patience
 import pytest
 import yaml
-from hostile_texts import ARGV, CREATED, FEW, PIECES, TIMEOUT, Recorder, batches, is_safe, job_of, same
+from hostile_texts import (
+    ARGV,
+    CREATED,
+    FEW,
+    PIECES,
+    TIMEOUT,
+    Recorder,
+    batches,
+    is_safe,
+    job_of,
+    same,
+)
 from pods import containers, expanded
 
 from shardtrain.config import Config, Loaded
-from shardtrain.config.schema.launch_options import Launch, LaunchKubernetes, LaunchRunai, LaunchSlurm
+from shardtrain.config.schema.launch_options import (
+    Launch,
+    LaunchKubernetes,
+    LaunchRunai,
+    LaunchSlurm,
+)
 from shardtrain.launch import launch_command
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, ssh
 from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 needs GNU"), pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="env -0 needs GNU"),
+    pytest.mark.timeout(3600),
+]
 
 SRUN = """/bin/bash
 printf '%s\\0' "$@" > "$RECORD.srun"
@@ -155,7 +174,10 @@ def test_a_manifest_passes_on_every_text_unchanged(tmp_path, monkeypatch, kind):
             for container in containers(manifests):
                 names = {entry["name"]: expanded(entry["value"], {}) for entry in container["env"]}
                 same(list(job.environment.values()), [names[name] for name in job.environment])
-                same(job.command, [expanded(argument, {"A": "canary", **names}) for argument in container["command"]])
+                same(
+                    job.command,
+                    [expanded(argument, {"A": "canary", **names}) for argument in container["command"]],
+                )
                 assert all(isinstance(text, str) for text in [*container["command"], *names.values()])
         only_words_stand_without_quotes(written)
 

@@ -24,12 +24,24 @@ JOB = ClusterJob("job", ("python3", "-m", "shardtrain", "train"))
 def test_a_hostfile_has_hosts_slots_users_ports_and_comments(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("# ours\nnode1 slots=8\n\nme@node2:2222 slots=8  # the new one\nnode3\n")
-    assert read_hostfile(path) == [Host("node1", slots=8), Host("node2", "me", 2222, 8), Host("node3")]
+    assert read_hostfile(path) == [
+        Host("node1", slots=8),
+        Host("node2", "me", 2222, 8),
+        Host("node3"),
+    ]
 
 
 @pytest.mark.parametrize(
     "line",
-    ["node1 slots=0", "node1 slots=x", "node1 8", "node1 slots=8 max_slots=8", "-oProxyCommand=x", "a;b", "a\x1bb"],
+    [
+        "node1 slots=0",
+        "node1 slots=x",
+        "node1 8",
+        "node1 slots=8 max_slots=8",
+        "-oProxyCommand=x",
+        "a;b",
+        "a\x1bb",
+    ],
 )
 def test_a_wrong_line_is_reported_with_its_number(tmp_path, line):
     path = tmp_path / "hosts"
@@ -104,7 +116,11 @@ def launch(hosts: list[str], **more) -> Launch:
 
 @pytest.mark.parametrize(
     ("hosts", "nodes", "message"),
-    [([], None, "names no host"), (["a", "a"], None, "twice"), (["a", "b"], 3, "exceeds the number of hosts, 2")],
+    [
+        ([], None, "names no host"),
+        (["a", "a"], None, "twice"),
+        (["a", "b"], 3, "exceeds the number of hosts, 2"),
+    ],
 )
 def test_impossible_sets_of_hosts_are_rejected(hosts, nodes, message):
     with pytest.raises(ConfigError, match=message):
@@ -136,7 +152,13 @@ def test_a_single_host_gets_no_node_variables():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
     variables = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
     assert variables == ["SHARDTRAIN_SUPERVISED"], "the launcher reports the status of the run"
-    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.remote_agent")
+    assert plan.ssh[-5:] == (
+        "-p",
+        "22",
+        "--",
+        "me@a",
+        "exec python3 -m shardtrain.launch.remote_agent",
+    )
 
 
 def test_an_elastic_run_is_refused():
@@ -180,6 +202,12 @@ def test_a_reused_process_id_is_not_a_launch(tmp_path, monkeypatch, capsys):
     for other in (after_reboot, later_process):
         (folder / "started").write_text(other)
         job_status.stop(f"ssh/{os.getpid()}")
-    assert capsys.readouterr().out.split("\n") == ["running", "running", "has already ended", "has already ended", ""]
+    assert capsys.readouterr().out.split("\n") == [
+        "running",
+        "running",
+        "has already ended",
+        "has already ended",
+        "",
+    ]
     with pytest.raises(ConfigError, match="not a launch of this user"):
         job_status.status("ssh/1")

@@ -101,9 +101,21 @@ def test_logs_follow_the_pods_of_the_job_and_require_one(tmp_path, requests):
 @pytest.mark.parametrize(
     ("kind", "names", "first"),
     [
-        ("pytorchjob", ["pod/run-master-0", *(f"pod/run-worker-{node}" for node in range(1023))], "pod/run-master-0"),
-        ("jobset", [f"pod/run-node-0-{node}-x{node:04}" for node in range(2048)], "pod/run-node-0-0-x0000"),
-        ("trainjob", [f"pod/run-node-0-{node}-b{9999 - node}" for node in range(65)], "pod/run-node-0-0-b9999"),
+        (
+            "pytorchjob",
+            ["pod/run-master-0", *(f"pod/run-worker-{node}" for node in range(1023))],
+            "pod/run-master-0",
+        ),
+        (
+            "jobset",
+            [f"pod/run-node-0-{node}-x{node:04}" for node in range(2048)],
+            "pod/run-node-0-0-x0000",
+        ),
+        (
+            "trainjob",
+            [f"pod/run-node-0-{node}-b{9999 - node}" for node in range(65)],
+            "pod/run-node-0-0-b9999",
+        ),
     ],
 )
 def test_logs_of_a_large_job_follow_the_first_rank(kind, names, first, tmp_path, requests, capfd):

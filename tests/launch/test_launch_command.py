@@ -85,12 +85,24 @@ def run(*arguments: str | Path, **names: str) -> subprocess.CompletedProcess[str
     environment = {**os.environ, **CANARIES, "PYTHONPATH": str(ROOT), **names}
     command = [sys.executable, "-c", BARE, "launch", *map(str, arguments)]
     return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
     )
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x", "--prompt", "def"], ["verify"]]
+    "arguments",
+    [
+        ["train", "--nproc", "1"],
+        ["doctor"],
+        ["generate", "--from", "x", "--prompt", "def"],
+        ["verify"],
+    ],
 )
 def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
     command = [
@@ -102,11 +114,18 @@ def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
     )
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert re.fullmatch(
-        r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*", result.stderr.splitlines()[-1]
+        r"error\[2\]: (torch|numpy) is not installed here; .*`launch`.*",
+        result.stderr.splitlines()[-1],
     )
 
 
@@ -114,7 +133,15 @@ def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
 def test_one_file_is_rendered_for_every_platform_without_torch_and_secrets(tmp_path, config_file, platform):
     more = ["--nodes", "1"] if platform == "local" else []
     before = sorted(tmp_path.rglob("*"))
-    result = run(platform, config_file, "--dry-run", "--optimizer.lr", "2e-05", *more, XDG_STATE_HOME=str(tmp_path))
+    result = run(
+        platform,
+        config_file,
+        "--dry-run",
+        "--optimizer.lr",
+        "2e-05",
+        *more,
+        XDG_STATE_HOME=str(tmp_path),
+    )
     assert result.returncode == 0, result.stderr
     assert result.stderr == NOTES.get(platform, "").format(file=config_file)
     assert "2e-05" in result.stdout and "--launch" not in result.stdout
@@ -135,7 +162,18 @@ def test_resources_that_a_platform_grants_only_on_request_are_reported():
     for platform in ("kubernetes", "runai"):
         assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
         nothing = ["--checkpoint.enable=false"]  # checkpoints would need a volume
-        assert run(platform, "debug", "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
+        assert (
+            run(
+                platform,
+                "debug",
+                "--dry-run",
+                *devices,
+                "--launch.shared_memory_gib",
+                "16",
+                *nothing,
+            ).stderr
+            == ""
+        )
 
 
 def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_before_submission():
@@ -195,7 +233,12 @@ def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
     stub.parent.mkdir()
     stub.write_text(f'#!/bin/sh\nprintf "%s\\0" runai "$@" > {shlex.quote(str(record))}\n')
     stub.chmod(0o755)
-    result = run("runai", config_file, f"--launch.runai.cli={cli}", PATH=f"{stub.parent}:{os.environ['PATH']}")
+    result = run(
+        "runai",
+        config_file,
+        f"--launch.runai.cli={cli}",
+        PATH=f"{stub.parent}:{os.environ['PATH']}",
+    )
     assert result.returncode == 0, result.stderr
     arguments = record.read_text().split("\0")[:-1]
     assert arguments == COMMANDS[cli].replace("FILE", str(config_file)).split()
@@ -247,7 +290,12 @@ def test_one_pod_and_an_elastic_range_become_runai_options(config_file):
 def test_an_elastic_pytorchjob_has_only_workers(config_file):
     result = run("kubernetes", config_file, "--dry-run", "--nodes=1:4", "--max_restarts=2")
     spec = list(yaml.safe_load_all(result.stdout))[-1]["spec"]
-    assert spec["elasticPolicy"] == {"rdzvBackend": "c10d", "minReplicas": 1, "maxReplicas": 4, "maxRestarts": 2}
+    assert spec["elasticPolicy"] == {
+        "rdzvBackend": "c10d",
+        "minReplicas": 1,
+        "maxReplicas": 4,
+        "maxRestarts": 2,
+    }
     assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
     result = run("kubernetes", config_file, "--dry-run", "--nodes=1:4")
     policy = list(yaml.safe_load_all(result.stdout))[-1]["spec"]["elasticPolicy"]
@@ -274,13 +322,30 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
         (["ssh", "--hosts", "a", "--launch.forward_env=NOT_SET_HERE"], "NOT_SET_HERE"),
         (["kubernetes"], "launch.image"),
         (["kubernetes", "--image=a", "--launch.forward_env=HF_TOKEN"], "launch.secrets"),
-        (["kubernetes", "--image=a", "--nodes=1:2", "--launch.kubernetes.kind=jobset"], "launch.min_nodes"),
+        (
+            ["kubernetes", "--image=a", "--nodes=1:2", "--launch.kubernetes.kind=jobset"],
+            "launch.min_nodes",
+        ),
         (["runai", "--image=a", '--launch.mounts=["a:/b:ro"]'], "read-only"),
-        (["slurm", "--nodes=3", "--nproc=4", "--parallelism.tensor_parallel_degree=8"], "cannot divide 12 ranks"),
+        (
+            ["slurm", "--nodes=3", "--nproc=4", "--parallelism.tensor_parallel_degree=8"],
+            "cannot divide 12 ranks",
+        ),
         (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "did you mean optimizer.lr?"),
-        (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "launch.slurm.sweep '--optimizer.lrr 1'"),
+        (
+            ["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"],
+            "launch.slurm.sweep '--optimizer.lrr 1'",
+        ),
         (["slurm", "--launch.slurm.sweep=--optimizer.lr none"], "launch.slurm.sweep"),
-        (["kubernetes", "--image=a", "--launch.mounts=a:/dev/shm", "--launch.shared_memory_gib=1"], "launch.mounts"),
+        (
+            [
+                "kubernetes",
+                "--image=a",
+                "--launch.mounts=a:/dev/shm",
+                "--launch.shared_memory_gib=1",
+            ],
+            "launch.mounts",
+        ),
         (["slurm", "--launch.slurm.sweep_at_once=2"], "sweep"),
         (["status", "slurm/1;2"], "not a job ID"),
         (["stop", "ssh/99999999"], "not a launch of this user"),
@@ -336,7 +401,12 @@ def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):
     command = [sys.executable, "-m", "shardtrain", "launch", "local", "--launch.env.NGPU=none"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=patience.seconds(60), check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
     )
     assert result.returncode == 2 and "NGPU" in result.stderr
 

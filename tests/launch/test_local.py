@@ -94,7 +94,11 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
             ("memory", 7, "MemoryError"),
             ("kill", 6, "rank 1 (host"),
             ("leave-9", 9, "exited with status 9 without an exception"),
-            ("leave-3", 1, "exited with status 3 without an exception"),  # the user's own 3 does not mean unusable data
+            (
+                "leave-3",
+                1,
+                "exited with status 3 without an exception",
+            ),  # the user's own 3 does not mean unusable data
         ],
     ),
 )
@@ -199,7 +203,13 @@ def listening(pid):
 
 def test_a_run_of_one_process_follows_the_same_contract(tmp_path):
     code, _, err, record = run(
-        tmp_path, "well", "alone", RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        tmp_path,
+        "well",
+        "alone",
+        RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
     )
     assert (code, err, record["code"]) == (0, [], 0)
 
@@ -219,7 +229,14 @@ def test_a_run_of_one_process_ended_by_user_code_is_a_failure(tmp_path):
 
 def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
     process = start(
-        tmp_path, "listen", "alone", count=1, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        tmp_path,
+        "listen",
+        "alone",
+        count=1,
+        RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
     )
     wait_for(lambda: (tmp_path / "ready-0").exists())
     process.terminate()
@@ -277,14 +294,19 @@ def test_a_refused_rank_does_not_change_the_folder_of_a_live_run(tmp_path, monke
         raise Left
 
     record = tmp_path / "record.json"
-    for name, value in {exit_report.AGENT: "1", "RANK": "3", "TORCHELASTIC_ERROR_FILE": str(record)}.items():
+    for name, value in {
+        exit_report.AGENT: "1",
+        "RANK": "3",
+        "TORCHELASTIC_ERROR_FILE": str(record),
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(local, "leave", leave)
     monkeypatch.setattr(local, "has_live_run", lambda loaded: is_alive)
 
     with pytest.raises(Left):
         local.leave_refused(
-            OutOfMemoryError("ulimit -v"), load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
+            OutOfMemoryError("ulimit -v"),
+            load(None, [f"--job.dump_folder={tmp_path}"], preset="debug"),
         )
 
     report = failure.read_record(record)

@@ -91,7 +91,12 @@ def started(
             name, value = limits[number]
             resource.setrlimit(name, (value, value))
 
-    names = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_STATE_HOME": str(folder)}
+    names = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "XDG_STATE_HOME": str(folder),
+    }
     prefix = [sys.executable, "-m", "shardtrain"]
     with contextlib.ExitStack() as stack:
         if how == "launch ssh":
@@ -106,7 +111,13 @@ def started(
             names["SHARDTRAIN_LOCAL_ADDR"] = "127.0.0.1"
             port = free_port()
             commands = [
-                [*prefix, "train", "--nnodes=2", f"--node_rank={n}", f"--rdzv_endpoint=127.0.0.1:{port}"]
+                [
+                    *prefix,
+                    "train",
+                    "--nnodes=2",
+                    f"--node_rank={n}",
+                    f"--rdzv_endpoint=127.0.0.1:{port}",
+                ]
                 for n in (0, 1)
             ]
         pipe = subprocess.PIPE

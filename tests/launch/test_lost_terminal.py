@@ -120,10 +120,22 @@ def with_a_file_for_the_compiler(tmp_path: Path) -> Callable[[], None]:
 
 
 REFUSED = {
-    "the working folder": (in_a_deleted_folder, 2, "the working folder of this process was deleted"),
-    "temporary files": (without_a_temporary_folder, 8, "no folder for temporary files can be written; set TMPDIR"),
+    "the working folder": (
+        in_a_deleted_folder,
+        2,
+        "the working folder of this process was deleted",
+    ),
+    "temporary files": (
+        without_a_temporary_folder,
+        8,
+        "no folder for temporary files can be written; set TMPDIR",
+    ),
     "open files": (with_few_files, 7, "ulimit -n=12 must be at least 96 for 2 ranks on this host"),
-    "the interface": (on_a_strange_network, 2, 'GLOO_SOCKET_IFNAME="no?such0" is not a network interface'),
+    "the interface": (
+        on_a_strange_network,
+        2,
+        'GLOO_SOCKET_IFNAME="no?such0" is not a network interface',
+    ),
     "the compiler's cache": (
         with_a_file_for_the_compiler,
         2,
@@ -144,11 +156,22 @@ def test_system_failures_are_one_line(kind: str, tmp_path: Path) -> None:
     assert lines[0].startswith(f"error[{code}]: ") and message in lines[0]
 
 
-def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_line(tmp_path: Path) -> None:
-    names = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache", "SHARDTRAIN_HEARTBEAT_SECONDS": "0"}
+def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_line(
+    tmp_path: Path,
+) -> None:
+    names = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache",
+        "SHARDTRAIN_HEARTBEAT_SECONDS": "0",
+    }
     words = [sys.executable, "-m", "shardtrain", "plan", "debug"]
     result = subprocess.run(
-        words, env=names, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120)
+        words,
+        env=names,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith('error[2]: TORCHINDUCTOR_CACHE_DIR="/dev/null/cache" is not a folder')

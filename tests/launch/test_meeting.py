@@ -153,7 +153,12 @@ def test_the_first_node_stays_until_all_others_know_why_a_node_cannot_run():
 def state_of(store: dist.Store, name: str) -> Any:
     """The shared state as one node reads it: a node called ``name``, with heartbeats that expire after 15 s."""
     settings = pytorch.RendezvousSettings(
-        "run", 1, 2, pytorch.RendezvousTimeout(), datetime.timedelta(seconds=5), keep_alive_max_attempt=3
+        "run",
+        1,
+        2,
+        pytorch.RendezvousTimeout(),
+        datetime.timedelta(seconds=5),
+        keep_alive_max_attempt=3,
     )
     own_node = pytorch._NodeDesc(name, 1, 0)
     holder = meeting._SteadyState(C10dRendezvousBackend(store, "run"), settings, own_node)
@@ -285,7 +290,9 @@ def test_a_surplus_node_waits_until_more_nodes_join():
     assert [4] in worlds[:3], "one of the first three must have waited"
 
 
-def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_can_work(monkeypatch):
+def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_can_work(
+    monkeypatch,
+):
     """Later worlds keep the batch size of the first one, and their ranks must divide it. Other nodes wait."""
     shared = dist.HashStore()
     monkeypatch.setattr(Meeting, "_compare_clocks", lambda *_: None)
@@ -354,9 +361,17 @@ COUNTS = {
     "equal and signed": ((1, 4, ONE), (1, 4, ONE), ""),
     "more": ((2, 2, NO_SECRET), (3, 3, NO_SECRET), '--nnodes="3" must be 2, as on the first node'),
     "elastic": ((2, 2, ONE), (1, 2, ONE), '--nnodes="1:2" must be 2, as on the first node'),
-    "fixed": ((1, 2, NO_SECRET), (2, 2, NO_SECRET), '--nnodes="2" must be 1:2, as on the first node'),
+    "fixed": (
+        (1, 2, NO_SECRET),
+        (2, 2, NO_SECRET),
+        '--nnodes="2" must be 1:2, as on the first node',
+    ),
     "another secret": ((2, 2, ONE), (2, 2, OTHER), "is not signed with the secret of this node"),
-    "a secret only here": ((2, 2, NO_SECRET), (2, 2, ONE), "is not signed with the secret of this node"),
+    "a secret only here": (
+        (2, 2, NO_SECRET),
+        (2, 2, ONE),
+        "is not signed with the secret of this node",
+    ),
     "a secret only there": (
         (2, 2, ONE),
         (3, 3, NO_SECRET),

@@ -41,7 +41,11 @@ ENDS: dict[str, tuple[list[Failure], list[Failure], tuple[int, int] | None]] = {
     "done": ([], [], None),
     "a rank of node 1 is killed": ([PEERS[0], PEERS[1]], [PEERS[2], KILLED], (3, 6)),
     "its peer on node 0 is ended by the agent, without a record": ([], [KILLED], (3, 6)),
-    "a rank of node 0 leaves with its own status": ([PEERS[0], LEFT], [PEERS[2], PEERS[3]], (1, 41)),
+    "a rank of node 0 leaves with its own status": (
+        [PEERS[0], LEFT],
+        [PEERS[2], PEERS[3]],
+        (1, 41),
+    ),
     "memory runs out on node 1": ([PEERS[0]], [MEMORY, PEERS[3]], (2, 7)),
     "a stopped rank is seen by the others": ([HANG_SEEN_BY_0], [], (3, 6)),
     "asked to stop": (SAVED[:2], SAVED[2:], (0, 75)),
@@ -125,7 +129,11 @@ def test_a_node_whose_ranks_fail_later_does_not_wait_for_one_that_has_ended(tmp_
 def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.0)
-    for failures, all_done, is_noticed in (([], True, False), (SAVED[:2], True, False), ([KILLED], False, True)):
+    for failures, all_done, is_noticed in (
+        ([], True, False),
+        (SAVED[:2], True, False),
+        ([KILLED], False, True),
+    ):
         store = dist.HashStore()
         with ThreadPoolExecutor(2) as nodes:
             first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, number), range(2))  # noqa: B023
@@ -308,7 +316,8 @@ def test_a_node_that_joins_and_does_not_report_its_host_is_named(store_seconds, 
     monkeypatch.setattr(node_reports, "MEET_SECONDS", 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=store_seconds))
     with pytest.raises(
-        PeerError, match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; check"
+        PeerError,
+        match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; check",
     ):
         NodeReports(store, "run", 0, 2, first_rank=0)
 

@@ -17,7 +17,13 @@ PYTORCHJOB = {
     "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2",
     "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
-RUNAI = {**PYTORCHJOB, "RUNAI_PROJECT": "p", "RUNAI_JOB_NAME": "job", "RUNAI_JOB_UUID": "u-1", "RUNAI_NUM_OF_GPUS": "8"}
+RUNAI = {
+    **PYTORCHJOB,
+    "RUNAI_PROJECT": "p",
+    "RUNAI_JOB_NAME": "job",
+    "RUNAI_JOB_UUID": "u-1",
+    "RUNAI_NUM_OF_GPUS": "8",
+}
 ELASTIC = {
     "PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": "job",
     "PET_MAX_RESTARTS": "9", "RANK": "2", "WORLD_SIZE": "4",
@@ -33,8 +39,16 @@ SLURM = {
 OURS = {
     "SHARDTRAIN_NNODES": "3", "SHARDTRAIN_NODE_RANK": "2", "SHARDTRAIN_RDZV_ENDPOINT": "h:1", "SHARDTRAIN_RDZV_ID": "x",
 }  # fmt: skip
-SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
-INDEXED = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "s-node-0-0.s:29500", "JOB_COMPLETION_INDEX": "1"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+}
+INDEXED = {
+    "SHARDTRAIN_NNODES": "2",
+    "SHARDTRAIN_RDZV_ENDPOINT": "s-node-0-0.s:29500",
+    "JOB_COMPLETION_INDEX": "1",
+}
 NOTHING = CommandLine(None, None, ())
 
 
@@ -50,13 +64,35 @@ def find(names, *flags):
         ({}, [], None),  # `runai submit`: one pod without any of these variables
         ({"RUNAI_JOB_NAME": "job", "RUNAI_NUM_OF_GPUS": "8"}, [], None),
         ({"PET_NNODES": "1", "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}, [], None),
-        ({"PET_NNODES": ""}, [], None),  # torchrun failed on the empty value in the original's script
-        ({"PET_NNODES": "", "PET_NODE_RANK": "", "RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""}, [], None),
+        (
+            {"PET_NNODES": ""},
+            [],
+            None,
+        ),  # torchrun failed on the empty value in the original's script
+        (
+            {
+                "PET_NNODES": "",
+                "PET_NODE_RANK": "",
+                "RANK": "",
+                "WORLD_SIZE": "",
+                "MASTER_ADDR": "",
+            },
+            [],
+            None,
+        ),
         ({"PET_NNODES": "1:1", "MASTER_ADDR": "a"}, [], None),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, ["--nnodes", "1", "--node_rank", "0", "--rdzv_endpoint", "a:1"], None),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            ["--nnodes", "1", "--node_rank", "0", "--rdzv_endpoint", "a:1"],
+            None,
+        ),
         (PYTORCHJOB, [], (2, 2, 1, "job-master-0:23456", "shardtrain")),
         (RUNAI, [], (2, 2, 1, "job-master-0:23456", "u-1")),
-        ({k: v for k, v in RUNAI.items() if "PET" not in k}, [], (2, 2, 1, "job-master-0:23456", "u-1")),
+        (
+            {k: v for k, v in RUNAI.items() if "PET" not in k},
+            [],
+            (2, 2, 1, "job-master-0:23456", "u-1"),
+        ),
         ({**RUNAI, "OVERRIDE_PET_NNODES": "4"}, [], (4, 4, 1, "job-master-0:23456", "u-1")),
         ({**RUNAI, **OURS}, [], (3, 3, 2, "h:1", "x")),  # SHARDTRAIN_ variables take precedence
         (
@@ -66,7 +102,11 @@ def find(names, *flags):
         ),  # flags take precedence over variables
         (RUNAI, ["--rdzv_endpoint", "other"], (2, 2, 1, "other:29500", "u-1")),
         ({**RUNAI, **OURS}, ["--nnodes", "1"], None),
-        (ELASTIC, [], (1, 4, None, "job-worker-0:23456", "job")),  # pods are renumbered when some join or leave
+        (
+            ELASTIC,
+            [],
+            (1, 4, None, "job-worker-0:23456", "job"),
+        ),  # pods are renumbered when some join or leave
         (TRAINJOB, [], (4, 4, 3, "job-node-0-0.job:29500", "shardtrain")),
         (
             {**TRAINJOB, **SLURM},
@@ -78,8 +118,16 @@ def find(names, *flags):
         ({**SLURM, **OURS}, [], (3, 3, 2, "h:1", "x")),
         (SKYPILOT, [], (2, 2, 1, "10.0.0.1:29500", "shardtrain")),
         (INDEXED, [], (2, 2, 1, "s-node-0-0.s:29500", "shardtrain")),
-        ({}, ["--nnodes=2", "--node_rank=0", "--rdzv_endpoint=a:1"], (2, 2, 0, "a:1", "shardtrain")),
-        ({}, ["--nnodes=1:2", "--node_rank=0", "--rdzv_endpoint=a:1"], (1, 2, 0, "a:1", "shardtrain")),
+        (
+            {},
+            ["--nnodes=2", "--node_rank=0", "--rdzv_endpoint=a:1"],
+            (2, 2, 0, "a:1", "shardtrain"),
+        ),
+        (
+            {},
+            ["--nnodes=1:2", "--node_rank=0", "--rdzv_endpoint=a:1"],
+            (1, 2, 0, "a:1", "shardtrain"),
+        ),
     ],
 )
 def test_a_node_is_recognized_by_the_variables_of_its_platform(names, flags, expected):
@@ -98,12 +146,18 @@ def test_only_the_processes_started_by_an_agent_are_ranks(names):
         ({"PET_NNODES": "two"}, "not a number of nodes"),
         ({"PET_NNODES": "4:2", "MASTER_ADDR": "a"}, "not a number of nodes"),
         ({"PET_NNODES": "2"}, "the rendezvous endpoint is not set"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "not a host and a numeric port"),
+        (
+            {"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "x"},
+            "not a host and a numeric port",
+        ),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "2"}, "count from 0"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RANK": "x"}, "must be an integer"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MAX_RESTARTS": "-1"}, "must be an integer"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "RDZV_TIMEOUT": "0"}, "must be an integer"),
-        ({"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}, "SHARDTRAIN_NNODES"),  # ambiguous: nodes or ranks
+        (
+            {"MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"},
+            "SHARDTRAIN_NNODES",
+        ),  # ambiguous: nodes or ranks
         ({"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without RANK,"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "without LOCAL_RANK,"),
         ({"WORLD_SIZE": " 2 "}, "without RANK and LOCAL_RANK,"),
@@ -116,15 +170,31 @@ def test_only_the_processes_started_by_an_agent_are_ranks(names):
         ({"PET_NNODES": "10000000"}, "not a number of nodes"),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a", "PET_NODE_RANK": "-1"}, "must be an integer"),
         ({"PET_NNODES": "1", "PET_NODE_RANK": "1"}, "count from 0"),
-        ({"PET_NNODES": "", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"}, "the number of nodes is not set"),
+        (
+            {"PET_NNODES": "", "PET_NODE_RANK": "1", "MASTER_ADDR": "a"},
+            "the number of nodes is not set",
+        ),
         ({"SHARDTRAIN_NODE_RANK": "3"}, "the number of nodes is not set"),
         (
-            {"SHARDTRAIN_NNODES": "2", "JOB_COMPLETION_INDEX": "x", "SHARDTRAIN_RDZV_ENDPOINT": "a"},
+            {
+                "SHARDTRAIN_NNODES": "2",
+                "JOB_COMPLETION_INDEX": "x",
+                "SHARDTRAIN_RDZV_ENDPOINT": "a",
+            },
             "must be an integer",
         ),
-        ({"SHARDTRAIN_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"}, "ntasks-per-node=1"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "not a host and a numeric port"),
-        ({"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"}, "not a host and a numeric port"),
+        (
+            {"SHARDTRAIN_NNODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"},
+            "ntasks-per-node=1",
+        ),
+        (
+            {"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
+            "not a host and a numeric port",
+        ),
+        (
+            {"PET_NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "0"},
+            "not a host and a numeric port",
+        ),
         ({"PET_NNODES": "2", "MASTER_ADDR": "a b"}, "not a host and a numeric port"),
         ({"PET_NNODES": "2", "PET_RDZV_ENDPOINT": "http://a"}, "not a host and a numeric port"),
         ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
@@ -228,7 +298,13 @@ def test_rendezvous_settings_are_read_and_a_malformed_list_is_rejected():
             [1, 2],
             "only 1 or 2 nodes can work, and additional nodes wait; with 3, .*global_batch_size=4 .*use 3 or 6",
         ),
-        ("1:4", 4, 1, [1, 2, 4], "only 1 or 2 or 4 nodes can work, and additional nodes wait; with 3,"),
+        (
+            "1:4",
+            4,
+            1,
+            [1, 2, 4],
+            "only 1 or 2 or 4 nodes can work, and additional nodes wait; with 3,",
+        ),
         ("1:4", 12, 1, [1, 2, 3, 4], ""),
         ("1:3", 4, 2, [1, 2], "with 3, .*times 6 data-parallel ranks"),
         ("3:4", 4, 1, [4], "only 4 nodes can work, and additional nodes wait; with 3,"),
@@ -251,6 +327,7 @@ def test_an_elastic_run_without_a_possible_number_of_nodes_is_rejected():
     place = nodes.find(NOTHING, {"PET_NNODES": "5:7", "MASTER_ADDR": "a"})
     loaded = load(None, ["--training.global_batch_size=4", "--training.local_batch_size=1"])
     with pytest.raises(
-        ConfigError, match='PET_NNODES="5:7".* contains no number of nodes that can work: with 7, .*global_batch_size=4'
+        ConfigError,
+        match='PET_NNODES="5:7".* contains no number of nodes that can work: with 7, .*global_batch_size=4',
     ):
         nodes.count_nodes(place, loaded, 1)

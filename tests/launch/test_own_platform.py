@@ -31,7 +31,16 @@ def written(folder, text=PLATFORM):
 
 
 def test_a_platform_file_shows_and_submits_the_same_text(tmp_path, capsys):
-    arguments = [written(tmp_path), DEBUG, "--name", "first", "--nodes", "2", "--training.steps", "3"]
+    arguments = [
+        written(tmp_path),
+        DEBUG,
+        "--name",
+        "first",
+        "--nodes",
+        "2",
+        "--training.steps",
+        "3",
+    ]
     assert main([*arguments, "--dry-run"]) == 0
     dry_run = capsys.readouterr().out
     assert dry_run.startswith("# first on 2\n") and "--training.steps 3" in dry_run

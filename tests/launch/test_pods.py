@@ -29,7 +29,13 @@ def command_of(folder: Path, steps: int) -> list[str]:
         "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1, "metrics.log_freq": 1,
         "checkpoint.enable": "true",
     }  # fmt: skip
-    return [sys.executable, "-m", "shardtrain", "train", *(f"--{name}={value}" for name, value in options.items())]
+    return [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        *(f"--{name}={value}" for name, value in options.items()),
+    ]
 
 
 def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
@@ -42,7 +48,12 @@ def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
         "RDZV_TIMEOUT": str(round(patience.seconds(TIMEOUT))),
     }  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
-    environment = {**inherited, "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", **names}
+    environment = {
+        **inherited,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1",
+        **names,
+    }
     return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -108,7 +119,13 @@ def test_two_pods_train_one_is_terminated_and_the_same_command_resumes(tmp_path)
 @pytest.mark.slow
 def test_the_same_image_runs_on_one_node_without_the_variables(tmp_path):
     """Pods of ``runai submit`` have only a command. The original failed here on an empty PET_NNODES."""
-    bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "NGPU": "2", "PET_NNODES": ""}
+    bare = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "NGPU": "2",
+        "PET_NNODES": "",
+    }
     result = forked.run(
         command_of(tmp_path / "run", 2),
         env=bare,

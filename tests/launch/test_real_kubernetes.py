@@ -30,10 +30,17 @@ EXTRAS = {
     "plain": [],
     "secrets": ["--launch.secrets.HF_TOKEN=hub/token", "--launch.env.HF_HOME=/data/hf"],
     "mounts": [f"--launch.mounts={json.dumps(MOUNTS)}", "--launch.workdir=/data/run"],
-    "memory": ["--launch.shared_memory_gib=16", "--launch.memory_gib_per_node=64", "--launch.cpus_per_node=8"],
+    "memory": [
+        "--launch.shared_memory_gib=16",
+        "--launch.memory_gib_per_node=64",
+        "--launch.cpus_per_node=8",
+    ],
     "selector": ['--launch.kubernetes.node_selector=["node.kubernetes.io/instance-type=p5.48xlarge", "gpu=h100"]'],
     "queue": ["--launch.kubernetes.queue=team", "--launch.kubernetes.priority_class=high"],
-    "account": ["--launch.kubernetes.service_account=trainer", "--launch.kubernetes.image_pull_secret=registry"],
+    "account": [
+        "--launch.kubernetes.service_account=trainer",
+        "--launch.kubernetes.image_pull_secret=registry",
+    ],
     "elastic": ["--launch.min_nodes=1", "--max_restarts=3"],
 }
 CASES = [(kind, name) for kind in RESOURCES for name in EXTRAS if name != "elastic" or kind == "pytorchjob"]
@@ -44,7 +51,12 @@ pytestmark = pytest.mark.skipif(bool(kube_server.missing()), reason=kube_server.
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     with kube_server.server(tmp_path_factory.mktemp("kube")) as api_server:
-        high = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}, "value": 9}
+        high = {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": "high"},
+            "value": 9,
+        }
         api_server.create(namespace("ml"), high)
         yield api_server
 
@@ -61,10 +73,21 @@ def namespace(name: str) -> dict:
 
 
 def launch(kubeconfig: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    names = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(kubeconfig), "HOME": str(kubeconfig.parent)}
+    names = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "KUBECONFIG": str(kubeconfig),
+        "HOME": str(kubeconfig.parent),
+    }
     command = [sys.executable, "-m", "shardtrain", "launch", *map(str, arguments)]
     return subprocess.run(
-        command, env=names, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120), check=False
+        command,
+        env=names,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
+        check=False,
     )
 
 
@@ -119,7 +142,11 @@ def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(se
 def pods_of(kind: str, name: str, config_file: Path) -> list[dict]:
     """Pod specs of a manifest, with the restartPolicy that the operator of a PyTorchJob adds."""
     result = launch(
-        config_file, "kubernetes", config_file, "--dry-run", *arguments_of(kind, "run", "ml", *EXTRAS[name])
+        config_file,
+        "kubernetes",
+        config_file,
+        "--dry-run",
+        *arguments_of(kind, "run", "ml", *EXTRAS[name]),
     )
     assert result.returncode == 0, result.stderr
     specs = []
@@ -142,8 +169,18 @@ def pods_of(kind: str, name: str, config_file: Path) -> list[dict]:
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_the_server_accepts_the_pods_of_the_manifest(server, config_file, kind, name):
     for spec in pods_of(kind, name, config_file):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run-0", "namespace": "ml"}, "spec": spec}
-        job = {**pod, "apiVersion": "batch/v1", "kind": "Job", "spec": {"template": {"spec": spec}, "backoffLimit": 0}}
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "run-0", "namespace": "ml"},
+            "spec": spec,
+        }
+        job = {
+            **pod,
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "spec": {"template": {"spec": spec}, "backoffLimit": 0},
+        }
         for manifest in (pod, job):
             result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(manifest))
             assert result.returncode == 0, result.stderr
@@ -153,17 +190,30 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
     """Check of these tests: the server rejects a missing volume and a wrong key."""
     (spec, *_) = pods_of("jobset", "mounts", config_file)
     spec["volumes"] = spec["volumes"][:-1]
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "run", "namespace": "ml"}, "spec": spec}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "run", "namespace": "ml"},
+        "spec": spec,
+    }
     result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(pod))
     assert result.returncode and "volumeMounts" in result.stderr and "Not found" in result.stderr
-    wrong = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "a", "namespace": "ml"}}
+    wrong = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "a", "namespace": "ml"},
+    }
     result = server.kubectl("create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}}))
     assert result.returncode and 'unknown field "replicatedJob"' in result.stderr
 
 
 def test_the_fields_of_a_pytorchjob_match_the_published_package():
     types = {"int": int, "str": str, "bool": bool}
-    for name, known in (("PyTorchJobSpec", PYTORCHJOB), ("RunPolicy", RUN_POLICY), ("ElasticPolicy", ELASTIC_POLICY)):
+    for name, known in (
+        ("PyTorchJobSpec", PYTORCHJOB),
+        ("RunPolicy", RUN_POLICY),
+        ("ElasticPolicy", ELASTIC_POLICY),
+    ):
         types_of_fields, keys, _ = kube_server.kube_schemas.fields(kube_server.MODELS, f"KubeflowOrgV1{name}")
         for attribute, written in types_of_fields.items():
             expected = types.get(written, list if written.startswith("list") else dict)
@@ -175,11 +225,23 @@ def test_the_fields_of_a_pytorchjob_match_the_published_package():
 def test_a_refused_launch_leaves_no_objects(server, config_file, kind):
     where, plural = f"full-{kind}", RESOURCES[kind]
     hard = {f"count/{plural}": "0"}
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few", "namespace": where}}
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "few", "namespace": where},
+    }
     server.create(namespace(where), {**quota, "spec": {"hard": hard}})
     # The quota's controller would write this status.
     status = {"status": {"hard": hard, "used": dict.fromkeys(hard, "0")}}
-    patch = ["patch", "resourcequota", "few", "--namespace", where, "--subresource=status", "--type=merge"]
+    patch = [
+        "patch",
+        "resourcequota",
+        "few",
+        "--namespace",
+        where,
+        "--subresource=status",
+        "--type=merge",
+    ]
     result = server.kubectl(*patch, "--patch", json.dumps(status))
     assert result.returncode == 0, result.stderr
     result = launch(server.config(), "kubernetes", config_file, *arguments_of(kind, "run", where))
@@ -193,7 +255,10 @@ def test_a_name_in_use_is_reported_and_its_objects_stay(server, config_file):
     before = ours(server, "ml")
     assert_refused(launch(server.config(), *arguments), "already exists", "--name")
     # Without a configuration file there is no ConfigMap of that name, but the runtime exists.
-    assert_refused(launch(server.config(), "kubernetes", *arguments_of("trainjob", "taken", "ml")), "already exists")
+    assert_refused(
+        launch(server.config(), "kubernetes", *arguments_of("trainjob", "taken", "ml")),
+        "already exists",
+    )
     assert ours(server, "ml") == before
     assert launch(server.config(), "stop", "kubernetes/ml/trainjob/taken").returncode == 0
 
@@ -222,16 +287,30 @@ def allow(server, where: str, *rules: tuple[str, str, list[str]]) -> None:
     role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": metadata, "rules": rights}
     binding = {**role, "kind": "RoleBinding", "subjects": [subject]}
     del binding["rules"]
-    server.create(namespace(where), role, {**binding, "roleRef": {"kind": "Role", "name": "some", "apiGroup": group}})
+    server.create(
+        namespace(where),
+        role,
+        {**binding, "roleRef": {"kind": "Role", "name": "some", "apiGroup": group}},
+    )
 
 
 def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, config_file):
     allow(server, "guest", ("", "configmaps", ["create", "delete", "get"]))
-    result = launch(server.config("someone"), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "guest"))
+    result = launch(
+        server.config("someone"),
+        "kubernetes",
+        config_file,
+        *arguments_of("pytorchjob", "run", "guest"),
+    )
     assert_refused(result, "forbidden", "pytorchjobs", "someone", "ask the cluster's administrators")
     assert ours(server, "guest") == []
     allow(server, "writer", ("", "configmaps", ["create"]))
-    result = launch(server.config("someone"), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "writer"))
+    result = launch(
+        server.config("someone"),
+        "kubernetes",
+        config_file,
+        *arguments_of("pytorchjob", "run", "writer"),
+    )
     assert_refused(result, "forbidden", "configmap/run was created and could not be removed")
     assert ours(server, "writer") == ["configmap/run"]
 

@@ -48,7 +48,12 @@ def rendered(kind: str, folder: Path, steps: int, *more: str, interval: int = 10
     folder.mkdir()
     written, mounted = folder / "run.toml", folder / "mounted.toml"
     written.write_text(CONFIG.format(folder=folder / "out", text=text_file(), interval=interval))
-    arguments = [f"--training.steps={steps}", f"--launch.python={sys.executable}", "--launch.name=run", *more]
+    arguments = [
+        f"--training.steps={steps}",
+        f"--launch.python={sys.executable}",
+        "--launch.name=run",
+        *more,
+    ]
     documents = list(yaml.safe_load_all(pods.manifests(kind, arguments, written)))
     mounted.write_text(documents[0]["data"]["config.toml"])
     return documents, mounted

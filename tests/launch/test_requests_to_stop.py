@@ -20,7 +20,20 @@ import patience
 import pytest
 import torch
 import torch.distributed as dist
-from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, patch, record, wait_for
+from launched import (
+    HELD,
+    STEPS,
+    TIMEOUT,
+    config,
+    end,
+    fork,
+    losses,
+    newest,
+    no_orphans,
+    patch,
+    record,
+    wait_for,
+)
 from ports import free_port
 from tiers import cases
 from tiny import text_file
@@ -119,7 +132,10 @@ def test_starting_ranks_that_wait_for_lost_peers_end_before_the_grace_period(tmp
 
 @pytest.mark.parametrize(
     ("phase", "held_rank"),
-    cases(FIRST, nightly=[(phase, rank) for phase in PHASES for rank in (0, 1) if (phase, rank) not in FIRST]),
+    cases(
+        FIRST,
+        nightly=[(phase, rank) for phase in PHASES for rank in (0, 1) if (phase, rank) not in FIRST],
+    ),
 )
 def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight, phase, held_rank):
     run_config = config(tmp_path)
@@ -140,7 +156,11 @@ def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight,
 @pytest.mark.parametrize("whom", cases(["all"], nightly=["launcher"]))
 def test_a_hanging_data_worker_does_not_block_its_rank(tmp_path, whom):
     """Slurm, for example, may send the signal to every process."""
-    process = run(config(tmp_path, dataloader=DataLoaderOptions(num_workers=1, prefetch_factor=1)), "worker", 0)
+    process = run(
+        config(tmp_path, dataloader=DataLoaderOptions(num_workers=1, prefetch_factor=1)),
+        "worker",
+        0,
+    )
     wait_for((tmp_path / "pid-worker").exists)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) == HELD - 1)
     if whom == "all":
@@ -248,7 +268,8 @@ def test_a_request_after_the_last_step_is_not_a_failure(tmp_path, saves):
 
 
 @pytest.mark.parametrize(
-    ("first_saves", "second_saves"), cases([(True, True), (False, False)], nightly=[(True, False), (False, True)])
+    ("first_saves", "second_saves"),
+    cases([(True, True), (False, False)], nightly=[(True, False), (False, True)]),
 )
 def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_saves, second_saves):
     """Without checkpoints, too: otherwise both runs would write to one metrics.jsonl."""
@@ -340,7 +361,15 @@ def test_without_checkpoints_a_run_stops_immediately(tmp_path):
 def test_ranks_save_when_the_signal_kills_torchrun(tmp_path):
     """torchrun has no handler for SIGUSR1: the signal kills it and would leave its ranks behind."""
     port = free_port()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port),
+    ]
     options = {
         "job.dump_folder": tmp_path, "training.dataset": "text", "training.dataset_path": text_file(),
         "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": 100_000, "training.device": "cpu",
@@ -350,7 +379,11 @@ def test_ranks_save_when_the_signal_kills_torchrun(tmp_path):
     arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
     process = subprocess.Popen(
         [*command, "-m", "shardtrain", "train", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(local.__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(local.__file__).parents[2]),
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

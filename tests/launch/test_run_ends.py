@@ -72,7 +72,12 @@ PHASES = list(TABLE["SIGTERM"])
 ARGUMENTS, PREFLIGHT, STARTING, *_, AFTER = PHASES
 TWICE, PAUSE = "SIGINT twice", "SIGSTOP, then SIGCONT"
 KILLED = ("SIGKILL", "SIGSYS")
-HELD_IN = {"first step": "warm-up", "training": "step", "validation": "evaluation", "saving": "save"}
+HELD_IN = {
+    "first step": "warm-up",
+    "training": "step",
+    "validation": "evaluation",
+    "saving": "save",
+}
 """Phases of the table that ``patch`` holds under another name."""
 
 
@@ -87,7 +92,12 @@ def held_in(folder: Path, phase: str) -> None:
     elif phase == "meeting":
         before(meeting.Meeting, "_meet", lambda calls: True, lambda: hold(folder))
     elif phase == "processes":
-        before(SubprocessContext, "_start", lambda calls: True, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        before(
+            SubprocessContext,
+            "_start",
+            lambda calls: True,
+            lambda: os.kill(os.getpid(), signal.SIGTERM),
+        )
     elif phase == "sample":
         before(generate_command, "main", lambda calls: True, lambda: hold(folder))
     else:
@@ -179,7 +189,16 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
     ),
 )
 def test_a_waiting_node_ends_according_to_the_table(tmp_path, name, phase):
-    arguments = ["--nnodes", "2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    arguments = [
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "0",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--nproc",
+        "1",
+    ]
     process = start(tmp_path, phase, *arguments, "--training.global_batch_size", "4")
     send(process.pid, name)
     assert end(process) == record(tmp_path / "run")["code"] == TABLE[name][PREFLIGHT].code
@@ -196,7 +215,16 @@ def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, 
     """Its ranks are still importing PyTorch when they receive the signal."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
-    arguments = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    arguments = [
+        "--nnodes",
+        "1:2",
+        "--node_rank",
+        "0",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--nproc",
+        "1",
+    ]
     process = fork(_command, tmp_path, "none", [*arguments, "--training.global_batch_size", "4"])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_for(lambda: children.read_text())
@@ -211,7 +239,16 @@ def test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says(t
     """PyTorch's agent has its signal handlers by then, and does not know its processes yet."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
-    words = ["--nnodes", "1:2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    words = [
+        "--nnodes",
+        "1:2",
+        "--node_rank",
+        "0",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--nproc",
+        "1",
+    ]
     process = fork(_command, tmp_path, "processes", [*words, "--training.global_batch_size", "4"])
     assert end(process) == record(tmp_path / "run")["code"] == 75
     line = run_ends.BEFORE_FIRST_STEP.line.format(reason="SIGTERM")
@@ -237,7 +274,8 @@ def factor(step, total_steps, warmup_steps, min_lr_factor):
     by="tests/launch/test_run_ends.py::test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says",
 )
 @pytest.mark.parametrize(
-    ("names", "code"), [(["SIGTERM"] * 4, 75), (["SIGINT", "SIGTERM", "SIGTERM"], 75), ([TWICE], 76)]
+    ("names", "code"),
+    [(["SIGTERM"] * 4, 75), (["SIGINT", "SIGTERM", "SIGTERM"], 75), ([TWICE], 76)],
 )
 def test_a_node_waits_for_its_ranks_however_often_it_is_asked(tmp_path, names, code, monkeypatch):
     """Each request interrupts the main thread of PyTorch's agent."""
@@ -271,7 +309,14 @@ def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, 
 ])  # fmt: skip
 def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, number, cause, restarts):
     """The hook holds only the first check. The second one passes."""
-    arguments = ["--nproc", "2", "--max_restarts", str(restarts), "--comm.hang_timeout_seconds", "2"]
+    arguments = [
+        "--nproc",
+        "2",
+        "--max_restarts",
+        str(restarts),
+        "--comm.hang_timeout_seconds",
+        "2",
+    ]
     process = start(tmp_path, PREFLIGHT, *arguments)
     os.kill(int((tmp_path / "pid-preflight").read_text()), number)
     status = end(process)
@@ -298,7 +343,16 @@ REFUSALS: dict[str, tuple[Exception, int]] = {
 WAYS = {
     "one process": ["--nproc", "1"],
     "two ranks": ["--nproc", "2"],
-    "a node": ["--nnodes", "2", "--node_rank", "0", "--rdzv_endpoint", "127.0.0.1:1", "--nproc", "1"],
+    "a node": [
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "0",
+        "--rdzv_endpoint",
+        "127.0.0.1:1",
+        "--nproc",
+        "1",
+    ],
     "a rank of torchrun": [],
 }
 
@@ -311,7 +365,13 @@ def _refused(folder: Path, name: str, way: str) -> None:
     # No other node comes to hear of it.
     greeting.REFUSAL_SECONDS = 0.5
     if way == "a rank of torchrun":
-        os.environ.update(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="run")
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="2",
+            TORCHELASTIC_RUN_ID="run",
+        )
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     _command(folder, "none", WAYS[way])
 
@@ -329,14 +389,24 @@ def test_a_refusal_of_the_preflight_is_in_exit_json(tmp_path, name, way):
         assert not (tmp_path / "run").exists()
         return
     written = record(tmp_path / "run")
-    assert (written["code"], written["rank"], written["retryable"]) == (code, None, code in failure.RETRYABLE)
+    assert (written["code"], written["rank"], written["retryable"]) == (
+        code,
+        None,
+        code in failure.RETRYABLE,
+    )
     assert written["message"] in err
 
 
 def table() -> str:
     """Return the table as Markdown."""
     rows = [f"| Signal | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
-    names = {"SIGTERM": REQUESTS, TWICE: [TWICE], "SIGKILL": ["SIGKILL"], PAUSE: [PAUSE], "SIGPIPE": run_ends.IGNORED}
+    names = {
+        "SIGTERM": REQUESTS,
+        TWICE: [TWICE],
+        "SIGKILL": ["SIGKILL"],
+        PAUSE: [PAUSE],
+        "SIGPIPE": run_ends.IGNORED,
+    }
     for name, alike in names.items():
         cells = [f"{cell.code}" if cell.writes_exit_json else f"{cell.code}, no file" for cell in TABLE[name].values()]
         rows.append(f"| {', '.join(alike)} | {' | '.join(cells)} |")
@@ -346,7 +416,11 @@ def table() -> str:
 def test_the_documentation_matches_the_table_and_the_messages():
     text = (Path(__file__).parents[2] / "docs/launch.md").read_text()
     assert table() in text, table()
-    values = {"step": 41, "folder": "outputs/checkpoint/step-41", "kept": "; the last checkpoint is "}
+    values = {
+        "step": 41,
+        "folder": "outputs/checkpoint/step-41",
+        "kept": "; the last checkpoint is ",
+    }
     for name in TABLE:
         reason = "a second SIGINT" if name == TWICE else "SIGTERM"
         for cell in TABLE[name].values():

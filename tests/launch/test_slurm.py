@@ -88,7 +88,11 @@ def test_apptainer_receives_mounts_devices_and_the_folder():
 
 
 def test_pyxis_receives_the_same_as_options_of_srun():
-    text = script("--launch.slurm.container=pyxis", "--launch.image=reg/run:1", '--launch.mounts=["/data:/data:ro"]')
+    text = script(
+        "--launch.slurm.container=pyxis",
+        "--launch.image=reg/run:1",
+        '--launch.mounts=["/data:/data:ro"]',
+    )
     step = last_step(text)
     assert "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro" in step
 
@@ -164,7 +168,13 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
         "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", **names,
     }  # fmt: skip
     return subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120), check=False
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
+        check=False,
     )
 
 
@@ -220,7 +230,10 @@ CODES = {
 @pytest.mark.parametrize("log", ["readable", "none"])
 @pytest.mark.parametrize(
     ("code", "failures"),
-    cases([(6, 0), (6, 3), (1, 0), (75, 3)], nightly=[(code, n) for code in CODES for n in (0, 2, 3, 9)]),
+    cases(
+        [(6, 0), (6, 3), (1, 0), (75, 3)],
+        nightly=[(code, n) for code in CODES for n in (0, 2, 3, 9)],
+    ),
 )
 def test_retryable_codes_are_requeued_with_a_limit_for_failures(tmp_path, code, failures, log, which):
     """Failures are counted in the job's log, or else with Slurm's restart count, which includes requests to stop."""

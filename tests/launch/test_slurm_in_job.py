@@ -36,9 +36,16 @@ def errors(path: Path) -> list[str]:
             ["--launch.python=/no/python"],
             "no /no/python here; install it, load its module in launch.slurm.setup, or correct launch.python",
         ),
-        (["--launch.python={bare}"], "{bare} has no package torch; install it there, or correct launch.python"),
         (
-            ["--launch.slurm.container=apptainer", "--launch.image=/no.sif", "--launch.env.PATH={shims}"],
+            ["--launch.python={bare}"],
+            "{bare} has no package torch; install it there, or correct launch.python",
+        ),
+        (
+            [
+                "--launch.slurm.container=apptainer",
+                "--launch.image=/no.sif",
+                "--launch.env.PATH={shims}",
+            ],
             "/no.sif does not start: FATAL: could not open image; correct launch.python or launch.image",
         ),
     ],
@@ -47,13 +54,22 @@ def errors(path: Path) -> list[str]:
 def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(cluster, tmp_path, options, message):
     bare, shims = tmp_path / "bare", tmp_path / "shims"
     shims.mkdir()
-    for path, body in {bare: f'exec {sys.executable} -I -S "$@"', shims / "apptainer": _NO_IMAGE}.items():
+    for path, body in {
+        bare: f'exec {sys.executable} -I -S "$@"',
+        shims / "apptainer": _NO_IMAGE,
+    }.items():
         path.write_text(f"#!/bin/sh\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     names = {"bare": str(bare), "shims": f"{shims}:{os.environ['PATH']}"}
     # The interpreter reports its real path, not that of the wrapper script.
     message = message.replace("{bare}", re.escape(sys.executable))
-    job = submit(cluster, tmp_path, "--name=lacks", "--nodes=2", *(option.format(**names) for option in options))
+    job = submit(
+        cluster,
+        tmp_path,
+        "--name=lacks",
+        "--nodes=2",
+        *(option.format(**names) for option in options),
+    )
     line = end_of(cluster, job)
     assert ": FAILED on " in line and ", exit code 2, log " in line
     lines = errors(tmp_path / f"lacks-{job}.log")
@@ -68,11 +84,19 @@ _NO_IMAGE = 'echo "INFO: looking" >&2; echo "FATAL: could not open image" >&2; e
 def test_a_folder_that_one_node_lacks_is_reported_by_that_node(cluster, tmp_path):
     folder = Path(cluster["UNSEEN"]) / "run"
     folder.mkdir()
-    arguments = ["--name=unseen", "--nodes=2", f"--launch.python={sys.executable}", f"--launch.workdir={folder}"]
+    arguments = [
+        "--name=unseen",
+        "--nodes=2",
+        f"--launch.python={sys.executable}",
+        f"--launch.workdir={folder}",
+    ]
     job = submit(cluster, tmp_path, *arguments, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}")
     assert ", exit code 2, log " in end_of(cluster, job)
     (line,) = errors(tmp_path / f"unseen-{job}.log")
-    assert re.fullmatch(rf"error\[2\]: z\S+: {folder} is not on this node; use a folder that all nodes see, .*", line)
+    assert re.fullmatch(
+        rf"error\[2\]: z\S+: {folder} is not on this node; use a folder that all nodes see, .*",
+        line,
+    )
 
 
 def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
@@ -83,7 +107,12 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
     path.unlink()
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}"]
     job = subprocess.run(
-        command, input=script, env=cluster, capture_output=True, text=True, timeout=patience.seconds(60)
+        command,
+        input=script,
+        env=cluster,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
     ).stdout.strip()
     assert ", exit code 2, log " in end_of(cluster, job)
     lines = errors(tmp_path / f"gone-{job}.log")
@@ -98,10 +127,19 @@ def test_a_port_in_use_is_skipped(cluster, tmp_path):
     taken = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)"], stdout=subprocess.PIPE, text=True)
     try:
         port = int(taken.stdout.readline())
-        names = {**cluster, "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "0"}
+        names = {
+            **cluster,
+            "SLURM_JOB_NODELIST": "127.0.0.1",
+            "SLURM_JOB_NUM_NODES": "1",
+            "SLURM_JOB_ID": "0",
+        }
         block = f"{block.replace('20000', str(port))}\necho $SHARDTRAIN_RDZV_ENDPOINT"
         result = subprocess.run(
-            ["bash", "-c", block], env=names, capture_output=True, text=True, timeout=patience.seconds(60)
+            ["bash", "-c", block],
+            env=names,
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(60),
         )
     finally:
         taken.kill()
@@ -126,11 +164,18 @@ def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tm
     def lines() -> list[str]:
         return sorted(launch(cluster, "status", f"slurm/{job}").stdout.splitlines())
 
-    wait_for(lambda: len(lines()) == 3 and not re.search("PENDING|RUNNING|COMPLETING", "".join(lines())), 300)
+    wait_for(
+        lambda: len(lines()) == 3 and not re.search("PENDING|RUNNING|COMPLETING", "".join(lines())),
+        300,
+    )
     states = [
         re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", line) for line in lines()
     ]
-    assert [(state[1], state[2]) for state in states] == [("0", "COMPLETED"), ("1", "FAILED"), ("2", "COMPLETED")]
+    assert [(state[1], state[2]) for state in states] == [
+        ("0", "COMPLETED"),
+        ("1", "FAILED"),
+        ("2", "COMPLETED"),
+    ]
     assert [sorted(losses(folder / f"sweep-{task}")) for task in (0, 2)] == [[1, 2], [1, 2]]
     text = (folder / "sweep-2/config.resolved.toml").read_text()
     assert "lr = 0.0003" in text and "seed = 7" in text
@@ -154,7 +199,12 @@ def test_a_requeued_task_of_a_sweep_resumes_in_its_folder_and_stops_independentl
     )  # fmt: skip
     task_folder = folder / "sweep-1"
     wait_for(lambda: (task_folder / "metrics.jsonl").exists() and len(losses(task_folder)) > 1, 300)
-    subprocess.run(["scancel", "--signal=USR1", f"{job}_1"], env=cluster, check=True, timeout=patience.seconds(60))
+    subprocess.run(
+        ["scancel", "--signal=USR1", f"{job}_1"],
+        env=cluster,
+        check=True,
+        timeout=patience.seconds(60),
+    )
     wait_for(lambda: shown(cluster, f"{job}_1").get("Restarts") == "1", 120)
     saved = newest(task_folder)
     wait_for(lambda: max(losses(task_folder)) > saved, 300)
@@ -177,7 +227,12 @@ def test_a_saved_run_that_cannot_be_requeued_is_reported(cluster, tmp_path):
     ).stdout  # fmt: skip
     command = ["sbatch", "--parsable", f"--chdir={tmp_path}", "--no-requeue"]
     job = subprocess.run(
-        command, input=script, env=cluster, capture_output=True, text=True, timeout=patience.seconds(60)
+        command,
+        input=script,
+        env=cluster,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
     ).stdout.strip()
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1, 300)
     subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60))

@@ -18,14 +18,21 @@ LIMIT_SECONDS = 10
 
 def queued(names: dict[str, str]) -> set[str]:
     result = subprocess.run(
-        ["squeue", "-h", "-o", "%j"], env=names, capture_output=True, text=True, timeout=patience.seconds(30)
+        ["squeue", "-h", "-o", "%j"],
+        env=names,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(30),
     )
     assert result.returncode == 0
     return set(result.stdout.split())
 
 
 REFUSED = {
-    "a partition that is not there": (["--launch.slurm.partition=nowhere"], ["launch.slurm.partition", "sinfo"]),
+    "a partition that is not there": (
+        ["--launch.slurm.partition=nowhere"],
+        ["launch.slurm.partition", "sinfo"],
+    ),
     "a time above the partition's": (
         ["--launch.slurm.partition=small", "--launch.slurm.time_limit_minutes=5"],
         ["PartitionTimeLimit", "launch.slurm.time_limit_minutes"],
@@ -34,10 +41,22 @@ REFUSED = {
         ["--launch.slurm.partition=small", "--launch.nodes=2"],
         ["PartitionNodeLimit", "launch.nodes"],
     ),
-    "more nodes than there are": (["--launch.nodes=5"], ["PartitionConfig", "does not have such nodes"]),
-    "GPUs that no node has": (["--launch.devices_per_node=8"], ["generic resource", "launch.devices_per_node"]),
-    "more memory than a node has": (["--launch.memory_gib_per_node=64"], ["Memory", "launch.memory_gib_per_node"]),
-    "more cores than a node has": (["--launch.cpus_per_node=96"], ["PartitionConfig", "does not have such nodes"]),
+    "more nodes than there are": (
+        ["--launch.nodes=5"],
+        ["PartitionConfig", "does not have such nodes"],
+    ),
+    "GPUs that no node has": (
+        ["--launch.devices_per_node=8"],
+        ["generic resource", "launch.devices_per_node"],
+    ),
+    "more memory than a node has": (
+        ["--launch.memory_gib_per_node=64"],
+        ["Memory", "launch.memory_gib_per_node"],
+    ),
+    "more cores than a node has": (
+        ["--launch.cpus_per_node=96"],
+        ["PartitionConfig", "does not have such nodes"],
+    ),
     "a partition of another account": (
         ["--launch.slurm.partition=theirs", "--launch.slurm.account=mine"],
         ["account", "launch.slurm.account"],
@@ -163,6 +182,7 @@ def test_messages_name_existing_options():
     from shardtrain.launch.platforms.slurm_queue import REASONS, REFUSALS
 
     named = re.findall(
-        r"launch\.[a-z_.]+", " ".join([*REFUSALS.values(), *(explanation for explanation, _ in REASONS.values())])
+        r"launch\.[a-z_.]+",
+        " ".join([*REFUSALS.values(), *(explanation for explanation, _ in REASONS.values())]),
     )
     assert named and set(named) <= set(options())

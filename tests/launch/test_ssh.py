@@ -62,7 +62,12 @@ def environment(state: Path) -> dict[str, str]:
 
 def run(arguments: list[str], state: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        arguments, env=environment(state), cwd=ROOT, capture_output=True, text=True, timeout=patience.seconds(120)
+        arguments,
+        env=environment(state),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
 
 
@@ -134,7 +139,14 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh
 
 def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via):
     launcher = start(
-        command(ssh_config, tmp_path / "run", "--training.steps=100000", "--training.on_data_end=repeat", via), tmp_path
+        command(
+            ssh_config,
+            tmp_path / "run",
+            "--training.steps=100000",
+            "--training.on_data_end=repeat",
+            via,
+        ),
+        tmp_path,
     )
     wait_for(lambda: len(marked(tmp_path / "run")) >= 2)
     launcher.send_signal(signal.SIGKILL)
@@ -193,7 +205,9 @@ def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_start
 def test_hosts_that_refuse_the_key_are_named_in_one_line(tmp_path, ssh_config, via):
     other = tmp_path / "other"
     subprocess.run(
-        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=patience.seconds(20)
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)],
+        check=True,
+        timeout=patience.seconds(20),
     )
     config = tmp_path / "config"
     lines = [

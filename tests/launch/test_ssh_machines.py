@@ -57,8 +57,20 @@ def command(network: machines.Machines, folder: Path, *more: str, config: str = 
         "metrics.log_freq": 1,
     }  # fmt: skip
     replaced = {option.partition("=")[0] for option in more}
-    arguments = [sys.executable, "-m", "shardtrain", "launch", "ssh", *([config] if config else []), "--hosts", hosts]
-    arguments += ["--nproc=1", *(f"--{name}={value}" for name, value in options.items() if f"--{name}" not in replaced)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "launch",
+        "ssh",
+        *([config] if config else []),
+        "--hosts",
+        hosts,
+    ]
+    arguments += [
+        "--nproc=1",
+        *(f"--{name}={value}" for name, value in options.items() if f"--{name}" not in replaced),
+    ]
     return network.switch.command("env", "--chdir", str(ROOT), *arguments, *more)
 
 
@@ -150,7 +162,10 @@ def test_a_disconnected_host_is_reported_and_ends_its_processes(network, tmp_pat
 @pytest.mark.slow
 def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp_path, moment):
     folder = tmp_path / "run"
-    launcher = start(command(network, folder, "--training.steps=100000", "--training.on_data_end=repeat"), tmp_path)
+    launcher = start(
+        command(network, folder, "--training.steps=100000", "--training.on_data_end=repeat"),
+        tmp_path,
+    )
     try:
         if moment == "middle":
             wait_for_steps(launcher, folder)
@@ -175,8 +190,14 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
             "host-a,nowhere.invalid",
             ['host="nowhere.invalid" cannot be reached', "Could not resolve", "check the name"],
         ),
-        (f"host-a,{machines.HOLE}", [f'host="{machines.HOLE}" cannot be reached', "timed out", "is it up"]),
-        ("host-a,host-b:1", ['host="host-b:1" cannot be reached', "refused", "check that its sshd is up"]),
+        (
+            f"host-a,{machines.HOLE}",
+            [f'host="{machines.HOLE}" cannot be reached', "timed out", "is it up"],
+        ),
+        (
+            "host-a,host-b:1",
+            ['host="host-b:1" cannot be reached', "refused", "check that its sshd is up"],
+        ),
     ],
 )
 def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_path, hosts, expected):
@@ -218,7 +239,11 @@ def test_a_changed_host_key_is_reported_with_the_command_that_removes_it(network
     lines = [f"  UserKnownHostsFile {tmp_path}/known" if "KnownHosts" in line else line for line in text.splitlines()]
     (tmp_path / "config").write_text("\n".join(lines) + "\n")
     arguments = command(network, tmp_path / "run", f"--launch.ssh.config_file={tmp_path}/config", hosts="host-b")
-    expected = ['host="host-b" cannot be reached', "Host key verification failed", "ssh-keygen -R host-b"]
+    expected = [
+        'host="host-b" cannot be reached',
+        "Host key verification failed",
+        "ssh-keygen -R host-b",
+    ]
     _is_refused(run(arguments, tmp_path), tmp_path / "run", expected)
 
 
@@ -235,7 +260,11 @@ def copy(tmp_path):
 def test_a_host_with_another_version_is_reported_with_both(network, tmp_path, copy):
     with network.hosts["host-b"].shows(ROOT / "shardtrain", copy):
         result = run(command(network, tmp_path / "run"), tmp_path)
-    expected = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install the same version"]
+    expected = [
+        'host="host-b" has shardtrain 9.8.7',
+        f"this machine has {__version__}",
+        "install the same version",
+    ]
     _is_refused(result, tmp_path / "run", expected)
 
 
@@ -260,7 +289,12 @@ def work(tmp_path):
     ],
 )
 def test_a_host_without_package_interpreter_or_folder_is_reported(network, tmp_path, work, hidden, expected):
-    arguments = command(network, tmp_path / "run", f"--launch.python={tmp_path}/bin/python", f"--launch.workdir={work}")
+    arguments = command(
+        network,
+        tmp_path / "run",
+        f"--launch.python={tmp_path}/bin/python",
+        f"--launch.workdir={work}",
+    )
     before = time.monotonic()
     with network.hosts["host-b"].shows(tmp_path / hidden, tmp_path / "nothing"):
         result = run(arguments, tmp_path)

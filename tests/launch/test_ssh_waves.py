@@ -66,7 +66,11 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
     options = dataclasses.replace(options, connect_timeout_seconds=1)
     received = tmp_path / "received"
     plans = [
-        host("good", f"echo {remote_agent.READY} {__version__} -", f"read job && echo $job >> {received}"),
+        host(
+            "good",
+            f"echo {remote_agent.READY} {__version__} -",
+            f"read job && echo $job >> {received}",
+        ),
         host("closed", "echo connect: Connection refused", "exit 255"),
         host("bare-1", "echo no python here", "exit 3"),
         host("old", f"echo {remote_agent.READY} 9.8.7 -", "read job"),

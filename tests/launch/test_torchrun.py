@@ -44,14 +44,26 @@ def arguments(folder: Path, steps: int) -> list[str]:
 
 
 def start(*command: str) -> subprocess.Popen:
-    names = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    names = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise the agent of a joining node waits until its timeout
     log = subprocess.DEVNULL
     return subprocess.Popen([sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True)
 
 
 def torchrun(port: int, *options: str) -> list[str]:
-    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    endpoint = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     return ["-m", "torch.distributed.run", *endpoint, "--monitor-interval", "0.2", *options]
 
 
@@ -71,7 +83,8 @@ def num_steps(folder: Path) -> int:
 def test_each_kill_costs_one_restart(tmp_path):
     kills = max(2, KILLS)
     agent = start(
-        *torchrun(free_port(), "--nproc-per-node", "2", "--max-restarts", str(kills)), *arguments(tmp_path, 10**6)
+        *torchrun(free_port(), "--nproc-per-node", "2", "--max-restarts", str(kills)),
+        *arguments(tmp_path, 10**6),
     )
     try:
         for number in range(kills):
@@ -103,7 +116,16 @@ main(sys.argv[2:])
 def elastic(port: int, folder: Path, steps: int, is_host: bool, begins: Path | None = None) -> subprocess.Popen:
     """Start one node of an elastic run of one or two. With ``begins``, wait until that file exists."""
     patience = f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host:d}"
-    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "law", "--max-restarts", "3"]
+    options = [
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-id",
+        "law",
+        "--max-restarts",
+        "3",
+    ]
     command = [*torchrun(port, *options, "--rdzv-conf", patience), *arguments(folder, steps)]
     return start(*command) if begins is None else start("-c", WAITING, str(begins), *command[2:])
 

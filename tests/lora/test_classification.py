@@ -48,7 +48,12 @@ def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> 
         training={"steps": 4, "local_batch_size": 4},
         optimizer={"lr": 3e-2, "eps": 1e-3, "weight_decay": 0.0},
         lora={"enable": True, "rank": 4, "alpha": 8.0, **lora},
-        checkpoint={"enable": True, "interval": 2, "initial_load_path": str(base), "initial_load_in_hf": True},
+        checkpoint={
+            "enable": True,
+            "interval": 2,
+            "initial_load_path": str(base),
+            "initial_load_in_hf": True,
+        },
     )
 
 
@@ -88,7 +93,13 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(family: str, lora: di
     head = {"hf.score.weight"} if foreign else {"head.weight"}
     assert {name for name in saved_names if not is_adapter(name)} == head
     batch, expected = run_ranks(1, scores, run_config)[0]
-    arguments = ["export", str(tmp_path / "run" / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
+    arguments = [
+        "export",
+        str(tmp_path / "run" / "checkpoint" / "step-4"),
+        "--to",
+        str(tmp_path / "peft"),
+        "--adapter",
+    ]
     assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert fields["task_type"] == "SEQ_CLS" and fields["modules_to_save"] == ["score"]

@@ -17,7 +17,10 @@ from shardtrain.tools.generate.trained_model import open_model
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft", reason="PEFT is the reference of adapters")
-BOTH = {"target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": ["o_proj"]}
+BOTH = {
+    "target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"],
+    "target_modules": ["o_proj"],
+}
 
 
 @torch.no_grad()
@@ -29,7 +32,10 @@ def reference_logits(model: Any) -> torch.Tensor:
     ("family", "lora"),
     cases(
         [("qwen3_moe", BOTH), ("deepseek_v3", BOTH)],
-        nightly=[("mixtral", BOTH), ("mixtral", {"target_parameters": ["experts.down_proj"], "rank": 3})],
+        nightly=[
+            ("mixtral", BOTH),
+            ("mixtral", {"target_parameters": ["experts.down_proj"], "rank": 3}),
+        ],
     ),
 )
 def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: dict[str, Any], tmp_path) -> None:
@@ -66,7 +72,10 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: di
 
 def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_path, capsys) -> None:
     base = save(build("llama4"), tmp_path / "base")
-    ended = train(1, adapter_config(base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}))[0]
+    ended = train(
+        1,
+        adapter_config(base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}),
+    )[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
@@ -94,7 +103,10 @@ def test_adapters_of_experts_are_equal_on_every_mesh(mesh: str, tmp_path) -> Non
     rows = {"global_batch_size": 8, "local_batch_size": 8}
     single = train(1, adapter_config(base, tmp_path / "one", lora=BOTH, training=rows))[0]
     rows = {"global_batch_size": 8, "local_batch_size": 8 if mesh in ("tp2", "pp2") else 8 // ranks}
-    split = train(ranks, adapter_config(base, tmp_path / "split", lora=BOTH, training=rows, parallelism=degrees))
+    split = train(
+        ranks,
+        adapter_config(base, tmp_path / "split", lora=BOTH, training=rows, parallelism=degrees),
+    )
     for ended in split:
         assert ended.error is None
         assert ended.losses == pytest.approx(single.losses, abs=1e-5)

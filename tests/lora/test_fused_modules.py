@@ -34,9 +34,15 @@ FOREIGN = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("neox", {"target_modules": ["query_key_value"]}),
     "neox, DoRA": ("neox", {"target_modules": ["query_key_value", "dense"], "use_dora": True}),
-    "neox, rank-stabilized": ("neox-sequential", {"target_modules": ["query_key_value"], "use_rslora": True}),
+    "neox, rank-stabilized": (
+        "neox-sequential",
+        {"target_modules": ["query_key_value"], "use_rslora": True},
+    ),
     "gpt_oss": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": STACKS}),
-    "gpt_oss, one stack": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": STACKS[:1]}),
+    "gpt_oss, one stack": (
+        "gpt_oss",
+        {"target_modules": ["q_proj"], "target_parameters": STACKS[:1]},
+    ),
     "phi3": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     "glm4": ("glm4", {"target_modules": ["q_proj", "gate_up_proj"]}),
 }
@@ -63,7 +69,8 @@ def saved(family: str, folder: Path, **options: Any) -> tuple[Path, Path, Tensor
 
 
 @pytest.mark.parametrize(
-    "case", cases(["neox", "gpt_oss"], nightly=[name for name in CASES if name not in ("neox", "gpt_oss")])
+    "case",
+    cases(["neox", "gpt_oss"], nightly=[name for name in CASES if name not in ("neox", "gpt_oss")]),
 )
 def test_generate_merge_and_train_match_peft_s_merged_model(case: str, tmp_path: Path) -> None:
     family, options = CASES[case]

@@ -125,7 +125,10 @@ def dropping(rank, root, parallelism) -> dict[str, Ended]:
         )
 
     train_whole(rank, config("stopped"), stop_after=2)
-    return {"straight": train_whole(rank, config("straight")), "stopped": train_whole(rank, config("stopped"))}
+    return {
+        "straight": train_whole(rank, config("straight")),
+        "stopped": train_whole(rank, config("stopped")),
+    }
 
 
 @pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}], ids=["fsdp", "pp"])
@@ -149,7 +152,13 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     base: Any = nn.Linear(24, 16) if kind == "Linear" else transformers.pytorch_utils.Conv1D(16, 24)
-    options = {"r": 4, "lora_alpha": 8, "target_modules": ["0"], "use_dora": True, "lora_dropout": dropout}
+    options = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["0"],
+        "use_dora": True,
+        "lora_dropout": dropout,
+    }
     options["fan_in_fan_out"] = kind == "Conv1D"
     adapted = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
     reference = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
@@ -169,7 +178,10 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
         out.square().sum().backward()
         outputs.append((out.detach(), x.grad))
     pairs = [*zip(*outputs, strict=True), (adapted.lora_a.grad, their["lora_A"].grad)]
-    pairs += [(adapted.lora_b.grad, their["lora_B"].grad), (adapted.lora_magnitude.grad, magnitude.grad)]
+    pairs += [
+        (adapted.lora_b.grad, their["lora_B"].grad),
+        (adapted.lora_magnitude.grad, magnitude.grad),
+    ]
     for actual, other in pairs:
         torch.testing.assert_close(actual, other, atol=1e-5 * float(other.abs().max()), rtol=1e-5)
     assert adapted.weight.grad is None and adapted.bias.grad is None
@@ -179,13 +191,25 @@ def held_by_a_rank(rank: int, config: Any) -> Any:
     run = make_run(rank, config)
     trained = [local_tensor(p) for p in run.runner.parameters().values() if p.requires_grad]
     parameters = [local_tensor(p) for p in run.runner.parameters().values()]
-    return sum(t.nbytes for t in trained), sum(t.nbytes for t in parameters), run.num_params, run.flops_per_token
+    return (
+        sum(t.nbytes for t in trained),
+        sum(t.nbytes for t in parameters),
+        run.num_params,
+        run.flops_per_token,
+    )
 
 
 @pytest.mark.parametrize(
     ("lora", "flavor"),
     [
-        ({"use_dora": True, "target_modules": ["all-linear"], "modules_to_save": ["embed_tokens"]}, "llama3"),
+        (
+            {
+                "use_dora": True,
+                "target_modules": ["all-linear"],
+                "modules_to_save": ["embed_tokens"],
+            },
+            "llama3",
+        ),
         ({"target_parameters": ["experts.*"], "target_modules": ["o_proj"]}, "mixtral"),
     ],
 )
@@ -193,7 +217,14 @@ def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], fla
     # One micro-batch: several would accumulate unreduced gradients, which are larger.
     config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"}, training={"global_batch_size": 4})
     if flavor == "mixtral":
-        sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+        sizes = {
+            "vocab_size": 512,
+            "dim": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+        }
         sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}
         config = replace(config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes))
     trained_bytes, parameter_bytes, params, flops = run_ranks(2, held_by_a_rank, config)[0]
@@ -206,7 +237,14 @@ def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], fla
 
 def test_inactive_experts_with_adapters_cost_no_flops() -> None:
     """2 of 4 experts are active: half of the adapters at 6 FLOPs per weight, half of the frozen weights at 4."""
-    sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    sizes = {
+        "vocab_size": 512,
+        "dim": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    }
     shape = shape_of(mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm")
     model = build(mixtral, shape)
     _, before = count_model(model, mixtral.LAYOUT, shape)

@@ -20,7 +20,11 @@ from shardtrain.lora.linear import is_adapter
 STEPS = 10
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fsdp2": (2, {}, {}),
-    "replicas with split states": (2, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}, {}),
+    "replicas with split states": (
+        2,
+        {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True},
+        {},
+    ),
     "tp2": (2, {"tensor_parallel_degree": 2}, {}),
     "cp2": (2, {"context_parallel_degree": 2}, {}),
     "pp2": (
@@ -47,7 +51,14 @@ def config(parallelism: dict[str, Any], training: dict[str, Any], mode: str = "n
         parallelism=parallelism,
         training=training,
         activation_checkpoint={"mode": mode},
-        lora={"enable": True, "rank": 4, "alpha": 8.0, "random_base": True, "target_modules": targets, **lora},
+        lora={
+            "enable": True,
+            "rank": 4,
+            "alpha": 8.0,
+            "random_base": True,
+            "target_modules": targets,
+            **lora,
+        },
         optimizer={"lr": 3e-2, "eps": 1e-3},
     )
 

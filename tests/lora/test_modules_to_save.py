@@ -86,7 +86,10 @@ def test_new_rows_are_initialized_like_in_transformers(tmp_path: Path) -> None:
     reference = build("llama3")
     reference.resize_token_embeddings(ROWS)
     state = reference.state_dict()
-    for ours, name in (("embed.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+    for ours, name in (
+        ("embed.weight", "model.embed_tokens.weight"),
+        ("head.weight", "lm_head.weight"),
+    ):
         assert torch.equal(ended.weights[ours][:260], state[name][:260])
         torch.testing.assert_close(ended.weights[ours][260:], state[name][260:], atol=1e-4, rtol=0)
 

@@ -58,7 +58,12 @@ def test_adapters_on_the_head_have_the_logits_of_peft(tied: bool, options: dict[
 
 def test_a_run_starts_from_adapters_on_the_head(tmp_path: Path) -> None:
     base, adapters, expected = saved(["q_proj", "lm_head"], tmp_path)
-    lora = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "lm_head"], "initial_load_path": str(adapters)}
+    lora = {
+        "rank": 2,
+        "alpha": 4.0,
+        "target_modules": ["q_proj", "lm_head"],
+        "initial_load_path": str(adapters),
+    }
     config = adapter_config(base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1})
     assert train(1, config)[0].error is None
     torch.testing.assert_close(logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0)
@@ -83,7 +88,8 @@ def test_adapters_for_other_weights_are_rejected(tmp_path: Path, capsys: Any) ->
 def test_adapters_on_an_embedding_are_rejected_with_a_fix(tmp_path: Path) -> None:
     base, adapters, _ = saved(["q_proj", "embed_tokens"], tmp_path)
     with pytest.raises(
-        ConfigError, match=r"an adapter for model\.embed_tokens, of class Embedding, but only nn\.Linear and experts"
+        ConfigError,
+        match=r"an adapter for model\.embed_tokens, of class Embedding, but only nn\.Linear and experts",
     ) as caught:
         open_model(base, tokenizer_path="bytes", adapter=adapters)
     assert "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save" in str(caught.value)

@@ -93,7 +93,13 @@ def test_adapters_on_quantized_weights_merge_with_their_dequantized_values(base,
 
 
 def test_initialized_weights_include_router_buffers():
-    sizes = {"num_layers": 1, "num_experts": 4, "dim": 32, "num_heads": 4, "load_balance_coeff": 1e-3}
+    sizes = {
+        "num_layers": 1,
+        "num_experts": 4,
+        "dim": 32,
+        "num_heads": 4,
+        "load_balance_coeff": 1e-3,
+    }
     module = models.find("mixtral")
     shape = models.shape_of(module, "debugmodel", sizes, "rmsnorm")
     config = tiny_config(lora={"enable": True, "random_base": True, "base_dtype": "nf4"})

@@ -29,7 +29,10 @@ ON = {"enable": True, "random_base": True}
         ({"lora": {**ON, "rank": 0}}, ["lora.rank=0", "at least 1"]),
         ({"lora": {**ON, "rank": 65}}, ["lora.rank=65", "width of 64"]),
         (
-            {"lora": {**ON, "target_modules": ["wq", "lm_head"]}, "model": {"overrides": {"tied_embeddings": True}}},
+            {
+                "lora": {**ON, "target_modules": ["wq", "lm_head"]},
+                "model": {"overrides": {"tied_embeddings": True}},
+            },
             ["lora.target_modules", "names lm_head, whose weight is the embedding's"],
         ),
         (
@@ -43,7 +46,10 @@ ON = {"enable": True, "random_base": True}
         ({"lora": {**ON, "dropout": 1.0}}, ["lora.dropout=1", "below 1"]),
         ({"lora": {**ON, "dropout": -0.1}}, ["lora.dropout=-0.1", "at least 0"]),
         ({"lora": {**ON, "alpha": 0.0}}, ["lora.alpha=0", "above 0"]),
-        ({"lora": {"enable": True}}, ["lora.enable", "checkpoint.initial_load_path", "lora.random_base"]),
+        (
+            {"lora": {"enable": True}},
+            ["lora.enable", "checkpoint.initial_load_path", "lora.random_base"],
+        ),
         (
             {"lora": ON, "checkpoint": {"enable": True, "initial_load_path": "x"}},
             ["lora.random_base", "remove one of them"],
@@ -52,7 +58,10 @@ ON = {"enable": True, "random_base": True}
             {"lora": {**ON, "dropout": 0.1}, "parallelism": {"tensor_parallel_degree": 2}},
             ["lora.dropout=0.1", "tensor_parallel_degree"],
         ),
-        ({"lora": {**ON, "initial_load_path": "x"}}, ["lora.initial_load_path", "checkpoint.enable = true"]),
+        (
+            {"lora": {**ON, "initial_load_path": "x"}},
+            ["lora.initial_load_path", "checkpoint.enable = true"],
+        ),
         (
             {"lora": {**ON, "target_parameters": ["experts.down_proj"], "dropout": 0.1}},
             ["lora.dropout=0.1", "lora.target_parameters"],
@@ -98,8 +107,18 @@ def test_an_unknown_target_is_named_with_the_nearest(targets, message):
 
 
 def test_experts_and_routers_are_not_targets():
-    moe = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    for target, message in (("experts", "are a stack of all experts"), ("moe.router.gate", "a router")):
+    moe = {
+        "vocab_size": 512,
+        "dim": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+    }
+    for target, message in (
+        ("experts", "are a stack of all experts"),
+        ("moe.router.gate", "a router"),
+    ):
         config = tiny_config(lora={**ON, "rank": 4, "target_modules": [target]})
         model = dataclasses.replace(
             config.model,
@@ -117,7 +136,13 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     base = save(build("llama3"), root / "base")
     assert train(1, adapter_config(base, root / "run", training={"steps": 2}))[0].error is None
-    arguments = ["export", str(root / "run" / "checkpoint" / "step-2"), "--to", str(root / "peft"), "--adapter"]
+    arguments = [
+        "export",
+        str(root / "run" / "checkpoint" / "step-2"),
+        "--to",
+        str(root / "peft"),
+        "--adapter",
+    ]
     assert cli.main(arguments) == 0
     return root
 

@@ -115,7 +115,13 @@ def test_tensor_parallel_ranks_compute_the_same_adapters(run):
 
 def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
     folder = run[0]
-    arguments = ["export", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "peft"), "--adapter"]
+    arguments = [
+        "export",
+        str(folder / "checkpoint" / "step-4"),
+        "--to",
+        str(tmp_path / "peft"),
+        "--adapter",
+    ]
     assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     assert fields["peft_type"] == "LORA" and fields["task_type"] == "CAUSAL_LM" and fields["bias"] == "none"
@@ -143,9 +149,19 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         expected = model.eval()(tokens(260)).logits
     model.save_pretrained(tmp_path / "peft")
-    arguments = ["merge", str(tmp_path / "peft"), "--to", str(tmp_path / "merged"), "--base", str(base)]
+    arguments = [
+        "merge",
+        str(tmp_path / "peft"),
+        "--to",
+        str(tmp_path / "merged"),
+        "--base",
+        str(base),
+    ]
     assert cli.main(arguments) == 0
-    lora = {"target_modules": ["q_proj", "v_proj", "w2"], "initial_load_path": str(tmp_path / "peft")}
+    lora = {
+        "target_modules": ["q_proj", "v_proj", "w2"],
+        "initial_load_path": str(tmp_path / "peft"),
+    }
     config = adapter_config(
         base,
         tmp_path / "run",
@@ -167,7 +183,11 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
 @pytest.mark.parametrize("base_dtype", cases(["training"], nightly=["int8"]))
 def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
     """Also on 8-bit weights. PEFT has another 8-bit format, so there only the merge is compared."""
-    lora = {"use_dora": True, "target_modules": ["q_proj", "o_proj", "w2"], "base_dtype": base_dtype}
+    lora = {
+        "use_dora": True,
+        "target_modules": ["q_proj", "o_proj", "w2"],
+        "base_dtype": base_dtype,
+    }
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
@@ -185,7 +205,8 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]
+    "family",
+    ["mistral", "qwen2", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"],
 )
 def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
     folder = save(build(family), tmp_path / "base")

@@ -90,7 +90,14 @@ def test_peft_opens_what_was_trained_and_merges_equally(name: str, lora: dict[st
     torch.testing.assert_close(
         logits(open_model(tmp_path / "merged", resolved).model), unmerged, atol=TOLERANCE, rtol=0
     )
-    arguments = ["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--config", str(resolved)]
+    arguments = [
+        "export",
+        str(tmp_path / "merged"),
+        "--to",
+        str(tmp_path / "hf"),
+        "--config",
+        str(resolved),
+    ]
     assert cli.main([*arguments, "--check", "weights"]) == 0
     ours = {
         name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
@@ -111,8 +118,17 @@ EVERY = ["q_proj", "o_proj", "up_proj", "down_proj", "lm_head"]
 SPLIT = [
     ("qwen3", "tp2", {"use_dora": True, "target_modules": EVERY}),
     ("gpt2", "fsdp2", {"use_dora": True}),
-    ("gpt_oss", "fsdp2", {"target_parameters": ["experts.*_proj"], "target_modules": ["all-linear"]}),
-    pytest.param("qwen3", "fsdp2 tp2", {"target_modules": EVERY}, marks=pytest.mark.nightly("both at once", by=HERE)),
+    (
+        "gpt_oss",
+        "fsdp2",
+        {"target_parameters": ["experts.*_proj"], "target_modules": ["all-linear"]},
+    ),
+    pytest.param(
+        "qwen3",
+        "fsdp2 tp2",
+        {"target_modules": EVERY},
+        marks=pytest.mark.nightly("both at once", by=HERE),
+    ),
     pytest.param("phi", "tp2", {"use_dora": True}, marks=pytest.mark.nightly("biases", by=HERE)),
 ]
 
@@ -150,17 +166,29 @@ def test_a_run_resumes_on_another_mesh_and_starts_from_a_peft_folder(tmp_path: P
     lora = {"use_dora": True, "target_modules": ["q_proj", "down_proj"]}
     straight = train(1, config_of("qwen3", tmp_path / "straight", lora=lora))
     train(1, config_of("qwen3", tmp_path / "cut", lora=lora), stop_after=2)
-    ended = train(2, config_of("qwen3", tmp_path / "cut", lora=lora, parallelism={"tensor_parallel_degree": 2}))
+    ended = train(
+        2,
+        config_of("qwen3", tmp_path / "cut", lora=lora, parallelism={"tensor_parallel_degree": 2}),
+    )
     assert ended.losses == pytest.approx(straight.losses[2:], abs=1e-5)
     adapters = exported(tmp_path / "straight", tmp_path / "peft")
     start = {**lora, "initial_load_path": str(adapters)}
-    train(1, config_of("qwen3", tmp_path / "again", lora=start, optimizer={"lr": 0.0}, training={"steps": 1}))
+    train(
+        1,
+        config_of("qwen3", tmp_path / "again", lora=start, optimizer={"lr": 0.0}, training={"steps": 1}),
+    )
     expected = logits(open_model(tmp_path / "straight").model)
     torch.testing.assert_close(logits(open_model(tmp_path / "again").model), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
-    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "use_dora": True, "task_type": "CAUSAL_LM"}
+    options = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "use_dora": True,
+        "task_type": "CAUSAL_LM",
+    }
     model = peft.get_peft_model(plain("gpt2"), peft.LoraConfig(**options, modules_to_save=["wpe"]))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -168,8 +196,15 @@ def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
             if parameter.requires_grad:
                 parameter += torch.randn(parameter.shape, generator=generator) * 0.05
     model.save_pretrained(tmp_path / "theirs")
-    lora = {"use_dora": True, "modules_to_save": ["wpe"], "initial_load_path": str(tmp_path / "theirs")}
-    train(1, config_of("gpt2", tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}))
+    lora = {
+        "use_dora": True,
+        "modules_to_save": ["wpe"],
+        "initial_load_path": str(tmp_path / "theirs"),
+    }
+    train(
+        1,
+        config_of("gpt2", tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}),
+    )
     torch.testing.assert_close(logits(open_model(tmp_path / "run").model), logits(model), atol=TOLERANCE, rtol=0)
     exported(tmp_path / "run", tmp_path / "ours", step=1)
     expected, actual = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours"))

@@ -85,7 +85,12 @@ def kit():
         clock = clock or Clock()
         run_facts = facts(start_step=start_step, **changes)
         metrics = Metrics(
-            config(**(options or {})), folder, run_facts, OneRank(), tokens_seen=100 * start_step, clock=clock
+            config(**(options or {})),
+            folder,
+            run_facts,
+            OneRank(),
+            tokens_seen=100 * start_step,
+            clock=clock,
         )
         with metrics:
             for step in range(start_step + 1, steps + 1):

@@ -47,7 +47,12 @@ def test_torn_line_is_dropped_and_the_next_record_is_complete(tmp_path, torn):
         file.write(torn)
     write(path, [30], start_step=20)
     complete = [20] if torn == '{"step": 20}' else []
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 10, *complete, 30]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [
+        1,
+        10,
+        *complete,
+        30,
+    ]
 
 
 def test_steps_written_twice_keep_the_later_history(tmp_path):

@@ -73,7 +73,13 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
         metrics = Metrics(kit.config(log_freq=3), tmp_path, facts, ranks.of(rank))
         logged[rank] = [
             metrics.update(
-                step + 1, torch.tensor(sums[rank][step]), tokens[rank][step], (2, 30, 15)[step], 1.0, 1e-3, 0.0
+                step + 1,
+                torch.tensor(sums[rank][step]),
+                tokens[rank][step],
+                (2, 30, 15)[step],
+                1.0,
+                1e-3,
+                0.0,
             )
             for step in range(3)
         ]
@@ -135,7 +141,10 @@ def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
 
 
 def test_steps_without_targets_are_named_and_counted(tmp_path, kit, caplog):
-    with caplog.at_level("INFO"), Metrics(kit.config(log_freq=1), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+    with (
+        caplog.at_level("INFO"),
+        Metrics(kit.config(log_freq=1), tmp_path, kit.facts(), kit.OneRank()) as metrics,
+    ):
         for step, tokens in enumerate((0, 100, 0, 100), start=1):
             metrics.update(step, torch.tensor(float(tokens)), tokens, tokens, 0.25, 1e-3, 0.125)
     assert [line["loss"] for line in records(tmp_path)] == [None, 1.0, None, 1.0]
@@ -157,7 +166,16 @@ def test_paused_time_is_not_step_time(tmp_path, kit):
 
 def test_numbers_that_are_not_finite_are_null_in_valid_json(tmp_path, kit):
     with Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank()) as metrics:
-        metrics.update(1, torch.tensor(float("nan")), 1, 1, float("inf"), 1.0, 0.0, {"own": float("-inf"), "n": 3})
+        metrics.update(
+            1,
+            torch.tensor(float("nan")),
+            1,
+            1,
+            float("inf"),
+            1.0,
+            0.0,
+            {"own": float("-inf"), "n": 3},
+        )
     text = (tmp_path / "metrics.jsonl").read_text()
 
     def refuse(word):
@@ -247,7 +265,12 @@ def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):
 def test_resumed_run_continues_the_token_count(tmp_path, kit):
     kit.run(tmp_path, 10)
     kit.run(tmp_path, 12, start_step=10)
-    assert [(r["step"], r["tokens_seen"]) for r in records(tmp_path)] == [(1, 100), (5, 500), (10, 1000), (12, 1200)]
+    assert [(r["step"], r["tokens_seen"]) for r in records(tmp_path)] == [
+        (1, 100),
+        (5, 500),
+        (10, 1000),
+        (12, 1200),
+    ]
 
 
 def test_a_resumed_run_counts_from_the_tokens_of_its_checkpoint(tmp_path, kit):

@@ -45,14 +45,24 @@ def test_custom_sink_receives_all_records(tmp_path, kit, caplog):
     assert "mine in " in caplog.text
     with Metrics(kit.config(**options), tmp_path, kit.facts(start_step=5), kit.OneRank()) as metrics:
         metrics.validation(6, {"loss": 2.5})
-    assert json.loads((tmp_path / "mine-0.json").read_text()) == [["open", [1, 5]], ["validation", 6, 2.5]]
+    assert json.loads((tmp_path / "mine-0.json").read_text()) == [
+        ["open", [1, 5]],
+        ["validation", 6, 2.5],
+    ]
 
 
 def test_other_ranks_open_it_with_save_for_all_ranks(tmp_path, kit):
     options = {"sinks": [written(tmp_path, SINK)]}
     kit.run(tmp_path, 1, options=options, rank=1, is_writer=False, world_size=2)
     assert not (tmp_path / "mine-1.json").exists()
-    kit.run(tmp_path, 1, options=options | {"save_for_all_ranks": True}, rank=1, is_writer=False, world_size=2)
+    kit.run(
+        tmp_path,
+        1,
+        options=options | {"save_for_all_ranks": True},
+        rank=1,
+        is_writer=False,
+        world_size=2,
+    )
     assert (tmp_path / "mine-1.json").exists()
 
 
@@ -75,7 +85,10 @@ def test_failing_sink_is_one_warning_and_the_others_continue(tmp_path, kit, capl
         (None, "is not a file; give the path of an existing file"),
         ("x = (", "cannot be read as Python"),
         ("x = 1", "has no Sink; define a class Sink"),
-        ("class Sink:\n    def write(self, record): ...\n", "has a class Sink without validation, close"),
+        (
+            "class Sink:\n    def write(self, record): ...\n",
+            "has a class Sink without validation, close",
+        ),
         (f"import a_package_that_is_not_there\n{SINK}", "fails (line 1): No module named"),
     ],
 )

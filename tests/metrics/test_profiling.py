@@ -56,7 +56,10 @@ def test_profiling_without_effect_is_an_error(tmp_path):
         "profiling.profile_freq=3 must be at least profiler_warmup + profiler_active, which is 4; set it to at least 4",
         "profiling.enable_memory_snapshot=true requires the CUDA allocator, but this run uses cpu; set it to false",
     ]
-    with pytest.raises(ConfigError, match="profile_freq"), profiling.profiler(bad, tmp_path, 0, "cpu"):
+    with (
+        pytest.raises(ConfigError, match="profile_freq"),
+        profiling.profiler(bad, tmp_path, 0, "cpu"),
+    ):
         pass
     assert [
         p.option for p in profiling.profiling_problems(config(enable_profiling=True, profiler_active=0), "cpu")

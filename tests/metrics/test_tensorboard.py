@@ -110,7 +110,14 @@ def test_resumed_run_has_the_full_curve_in_its_own_folder(tmp_path, kit, monkeyp
 
 def test_every_rank_can_write_to_its_own_folder(tmp_path, kit):
     for rank in (0, 1):
-        kit.run(tmp_path, 1, options=ON | {"save_for_all_ranks": True}, rank=rank, is_writer=rank == 0, world_size=2)
+        kit.run(
+            tmp_path,
+            1,
+            options=ON | {"save_for_all_ranks": True},
+            rank=rank,
+            is_writer=rank == 0,
+            world_size=2,
+        )
     folders = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("events.*"))
     assert folders == ["tb/20260131-1200/rank_0", "tb/20260131-1200/rank_1"]
 

@@ -28,7 +28,10 @@ def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
-    for name in ("TRACKIO_DIR", "MLFLOW_ALLOW_FILE_STORE"):  # the sinks set these, and monkeypatch restores them
+    for name in (
+        "TRACKIO_DIR",
+        "MLFLOW_ALLOW_FILE_STORE",
+    ):  # the sinks set these, and monkeypatch restores them
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
 
@@ -94,7 +97,11 @@ def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit
         metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0)
         metrics.validation(1, {"loss": 2.5})
         values = scraped(port)
-        assert (values["shardtrain_loss"], values["shardtrain_grad_norm"], values["shardtrain_step"]) == (1.5, 0.5, 1)
+        assert (
+            values["shardtrain_loss"],
+            values["shardtrain_grad_norm"],
+            values["shardtrain_step"],
+        ) == (1.5, 0.5, 1)
         assert values["shardtrain_validation_loss"] == 2.5
         assert not [name for name in values if "python" in name]
     with pytest.raises(urllib.error.URLError):

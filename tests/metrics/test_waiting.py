@@ -55,7 +55,12 @@ def test_silence_never_exceeds_the_interval(
     phase = "compile"
     waiting = Waiting(5000, 40, lambda: phase, seconds=5, clock=clock)
     times = [0.0]
-    for step, now, seconds in [(40, "compile", 30.0), (41, "step", 3.0), (42, "data", 12.0), (43, "validation", 12.0)]:
+    for step, now, seconds in [
+        (40, "compile", 30.0),
+        (41, "step", 3.0),
+        (42, "data", 12.0),
+        (43, "validation", 12.0),
+    ]:
         phase = now
         if step > 40:
             waiting.step(step)
@@ -78,7 +83,8 @@ def test_silence_never_exceeds_the_interval(
 
 
 @pytest.mark.parametrize(
-    ("compiles", "line"), [(True, "first step (1/10), compiling: 5s"), (False, "first step (1/10): 5s")]
+    ("compiles", "line"),
+    [(True, "first step (1/10), compiling: 5s"), (False, "first step (1/10): 5s")],
 )
 def test_line_of_the_first_step_mentions_compilation(clock: Clock, compiles: bool, line: str) -> None:
     waiting = Waiting(10, 0, lambda: "compile", seconds=5, clock=clock, compiles=compiles)

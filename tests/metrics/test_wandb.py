@@ -128,7 +128,14 @@ def test_hanging_client_does_not_block_steps_or_the_end(tmp_path, client, caplog
 def test_only_the_writer_logs_without_save_for_all_ranks(tmp_path, kit, client):
     kit.run(tmp_path, 1, options=ON, rank=1, is_writer=False, world_size=2)
     assert not client.inits
-    kit.run(tmp_path, 1, options=ON | {"save_for_all_ranks": True}, rank=1, is_writer=False, world_size=2)
+    kit.run(
+        tmp_path,
+        1,
+        options=ON | {"save_for_all_ranks": True},
+        rank=1,
+        is_writer=False,
+        world_size=2,
+    )
     assert client.inits[0]["name"] == "rank1"
 
 

@@ -58,5 +58,8 @@ def test_logits_match_hugging_face(variant: str, tmp_path: Path) -> None:
     expected_BTV = reference(tokens_BT).logits
     assert expected_BTV.std() > 0.1
     torch.testing.assert_close(
-        model(tokens_BT, torch.arange(24).expand(2, -1)), expected_BTV, atol=1e-5 * float(expected_BTV.std()), rtol=1e-5
+        model(tokens_BT, torch.arange(24).expand(2, -1)),
+        expected_BTV,
+        atol=1e-5 * float(expected_BTV.std()),
+        rtol=1e-5,
     )

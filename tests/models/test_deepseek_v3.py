@@ -14,7 +14,12 @@ from shardtrain.models.layers import RotaryAngles, rotate, rotate_pairs
 from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 # 671B: the published weights without the MTP head and the routing biases (58 layers of 256)
-SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880, "671B": 671_026_404_352}
+SIZES = {
+    "debugmodel": 33_014_016,
+    "16B": 15_706_484_224,
+    "236B": 235_741_434_880,
+    "671B": 671_026_404_352,
+}
 TINY = {
     "vocab_size": 64,
     "dim": 32,
@@ -43,7 +48,8 @@ def test_every_flavor_has_its_published_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("q_lora_rank", "factor", "norm_eps"), [(16, 40.0, 1e-6), (0, 40.0, 1e-6), (16, 1.0, 1e-6), (16, 40.0, 0.3)]
+    ("q_lora_rank", "factor", "norm_eps"),
+    [(16, 40.0, 1e-6), (0, 40.0, 1e-6), (16, 1.0, 1e-6), (16, 40.0, 0.3)],
 )
 def test_logits_match_hugging_face(q_lora_rank: int, factor: float, norm_eps: float) -> None:
     transformers = pytest.importorskip("transformers")

@@ -61,7 +61,10 @@ def test_llama_matches_hugging_face(family: str) -> None:
     [
         ({}, {"rotary_pct": 0.5}),
         ({"use_parallel_residual": False}, {"rotary_pct": 0.5, "use_parallel_residual": False}),
-        ({"rotary_pct": 0.25, "hidden_act": "gelu_fast"}, {"rotary_pct": 0.25, "hidden_act": "gelu_tanh"}),
+        (
+            {"rotary_pct": 0.25, "hidden_act": "gelu_fast"},
+            {"rotary_pct": 0.25, "hidden_act": "gelu_tanh"},
+        ),
         ({"rotary_pct": 1.0}, {"rotary_pct": 1.0}),
     ],
 )
@@ -75,7 +78,13 @@ def test_neox_matches_hugging_face(changes: dict[str, Any], fields: dict[str, An
 def test_biases_exist_where_they_should_and_start_at_zero() -> None:
     expected = {
         "qwen2": {f"attn.w{letter}" for letter in "qkv"},
-        "neox": {"attn_norm", "ffn_norm", "ffn.w1", "ffn.w2", *(f"attn.w{letter}" for letter in "qkvo")},
+        "neox": {
+            "attn_norm",
+            "ffn_norm",
+            "ffn.w1",
+            "ffn.w2",
+            *(f"attn.w{letter}" for letter in "qkvo"),
+        },
         "mistral": set(),
     }
     for family, modules in expected.items():
@@ -99,7 +108,12 @@ def test_published_models_have_their_windows_angles_and_tied_embeddings() -> Non
     module = find("qwen2")
     shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
     assert all(shape.rope_theta == 1e6 and shape.qkv_bias and not shape.sliding_window for shape in shapes.values())
-    assert {flavor for flavor, shape in shapes.items() if shape.tied_embeddings} == {"debugmodel", "0.5B", "1.5B", "3B"}
+    assert {flavor for flavor, shape in shapes.items() if shape.tied_embeddings} == {
+        "debugmodel",
+        "0.5B",
+        "1.5B",
+        "3B",
+    }
     module = find("neox")
     shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
     assert all(shape.num_heads * shape.head_dim == shape.dim == shape.ffn_dim / 4 for shape in shapes.values())

@@ -26,7 +26,11 @@ EDGES: dict[str, tuple[str, dict[str, Any]]] = {
     "equal numbers of key and query heads": ("qwen3", {"num_kv_heads": 4}),
     "tied ends": ("qwen3", {"tied_embeddings": True}),
 }
-MESHES: dict[str, dict[str, Any]] = {"tp": TP, "ep": EP, "cp": {**CP, "context_parallel_method": "ulysses"}}
+MESHES: dict[str, dict[str, Any]] = {
+    "tp": TP,
+    "ep": EP,
+    "cp": {**CP, "context_parallel_method": "ulysses"},
+}
 NIGHTLY = {"fsdp": {}, "pp": piped("1F1B")}
 
 

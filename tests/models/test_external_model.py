@@ -179,15 +179,33 @@ def test_missing_part_is_named(part: str, tmp_path: Path) -> None:
     ("change", "parts"),
     [
         (('        "out_norm": "sequence",\n', ""), ["parameter out_norm.weight matches 0 rules"]),
-        (('"blocks.*.mlp.up": "colwise"', '"blocks.*.mlp.up": "columnwise"'), ["'columnwise' is not a known style"]),
-        (('"blocks.*.mlp.up"', '"blocks.*.ffn.up"'), ["'blocks.*.ffn.up'", "names no module"]),
-        (('layers="blocks"', 'layers="layers"'), ["LAYOUT.layers names 'layers', which is not a module"]),
-        (('        "tokens.weight": Draw("normal"),\n', ""), ["initial() has no rule for parameter tokens.weight"]),
         (
-            ("nn.ModuleDict({str(i): Block(c) for i in range(c.num_layers)})", "nn.ModuleList([Block(c)])"),
+            ('"blocks.*.mlp.up": "colwise"', '"blocks.*.mlp.up": "columnwise"'),
+            ["'columnwise' is not a known style"],
+        ),
+        (('"blocks.*.mlp.up"', '"blocks.*.ffn.up"'), ["'blocks.*.ffn.up'", "names no module"]),
+        (
+            ('layers="blocks"', 'layers="layers"'),
+            ["LAYOUT.layers names 'layers', which is not a module"],
+        ),
+        (
+            ('        "tokens.weight": Draw("normal"),\n', ""),
+            ["initial() has no rule for parameter tokens.weight"],
+        ),
+        (
+            (
+                "nn.ModuleDict({str(i): Block(c) for i in range(c.num_layers)})",
+                "nn.ModuleList([Block(c)])",
+            ),
             ["ModuleDict"],
         ),
-        (("self.rope =", "self.register_buffer('mask', __import__('torch').ones(3)); self.rope ="), ["buffer mask"]),
+        (
+            (
+                "self.rope =",
+                "self.register_buffer('mask', __import__('torch').ones(3)); self.rope =",
+            ),
+            ["buffer mask"],
+        ),
         (('first=("tokens",)', 'first=("blocks.0",)'), ["blocks.0 must be a direct child"]),
     ],
 )
@@ -199,7 +217,9 @@ def test_violated_requirement_is_a_config_error_with_its_name(change, parts: lis
     assert "my_model" in str(error.value)
 
 
-def test_parameters_missing_in_all_layers_are_one_line_with_a_hint_about_stars(tmp_path: Path) -> None:
+def test_parameters_missing_in_all_layers_are_one_line_with_a_hint_about_stars(
+    tmp_path: Path,
+) -> None:
     module = find(write(tmp_path, ('"blocks.*.norm?.weight"', '"blocks*.weight"')))
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())

@@ -229,7 +229,10 @@ def test_head_counts_follow_from_weight_shapes(family: str) -> None:
     for path, submodule in model.named_modules():
         if not isinstance(submodule, nn.Linear | HeadNumbers):
             continue
-        style = next((w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)), "")
+        style = next(
+            (w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)),
+            "",
+        )
         if style in ("colwise", "rowwise", "per_head"):
             dim = 1 if style == "rowwise" else 0
             submodule.weight = nn.Parameter(submodule.weight.chunk(2, dim)[0])
@@ -252,7 +255,10 @@ def test_models_accept_any_token_count_and_batch_size(family: str) -> None:
     _, model = tiny(family)
     for batch, tokens in ((1, 1), (3, 5)):
         positions = torch.arange(tokens).expand(batch, -1)
-        assert model(torch.zeros(batch, tokens, dtype=torch.int64), positions).shape[:2] == (batch, tokens)
+        assert model(torch.zeros(batch, tokens, dtype=torch.int64), positions).shape[:2] == (
+            batch,
+            tokens,
+        )
 
 
 @pytest.mark.parametrize(
@@ -267,15 +273,28 @@ def test_models_accept_any_token_count_and_batch_size(family: str) -> None:
 def test_flavors_have_their_rotary_angles(family: str, flavor: str, theta: float, scaling: str, factor) -> None:
     module = find(family)
     rope = build(module, shape_of(module, flavor, {}, "rmsnorm")).rope
-    assert (rope.theta, rope.scaling, rope.head_dim) == (theta, scaling, module.FLAVORS[flavor]["head_dim"])
+    assert (rope.theta, rope.scaling, rope.head_dim) == (
+        theta,
+        scaling,
+        module.FLAVORS[flavor]["head_dim"],
+    )
     if factor is not None:
         assert rope.factor == factor
-        assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_seq_len) == (1.0, 4.0, 8192)
+        assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_seq_len) == (
+            1.0,
+            4.0,
+            8192,
+        )
 
 
 def test_rotary_options_reach_the_model() -> None:
     module = find("llama3")
-    numbers = {"factor": 3.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0, "original_seq_len": 100}
+    numbers = {
+        "factor": 3.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 5.0,
+        "original_seq_len": 100,
+    }
     overrides = {f"rope_{'scaling_' if key == 'factor' else ''}{key}": value for key, value in numbers.items()}
     shape = shape_of(module, "debugmodel", {**overrides, "rope_scaling": "linear", "rope_theta": 7.0}, "rmsnorm")
     rope = build(module, shape).rope
@@ -293,7 +312,13 @@ def test_model_files_know_no_parallelism_configuration_or_environment(path: Path
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    refused = ("torch.distributed", "shardtrain.config", "shardtrain.distributed", "shardtrain.train", "os")
+    refused = (
+        "torch.distributed",
+        "shardtrain.config",
+        "shardtrain.distributed",
+        "shardtrain.train",
+        "os",
+    )
     for name in imported:
         assert not any(name == package or name.startswith(f"{package}.") for package in refused), name
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

@@ -40,7 +40,12 @@ def native_model(folder: Path) -> nn.Module:
     module = find(description.name)
     model: nn.Module = module.Model(description.config)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    importing.fill({f"model.{name}": tensor for name, tensor in tensors.items()}, folder, module, description.config)
+    importing.fill(
+        {f"model.{name}": tensor for name, tensor in tensors.items()},
+        folder,
+        module,
+        description.config,
+    )
     return model.eval()
 
 
@@ -95,9 +100,18 @@ def test_gradients_of_sinks_and_biases_match_hugging_face(tmp_path: Path) -> Non
         layer = ours.get_submodule(f"layers.{index}")
         pairs = {
             "sinks": (layer.attn.sinks.weight.grad, reference_layer.self_attn.sinks.grad),
-            "gate": (layer.moe.experts.w1_bias.grad, reference_layer.mlp.experts.gate_up_proj_bias.grad[:, ::2]),
-            "down": (layer.moe.experts.w2_bias.grad, reference_layer.mlp.experts.down_proj_bias.grad),
-            "up": (layer.moe.experts.w3.grad, reference_layer.mlp.experts.gate_up_proj.grad[..., 1::2].transpose(1, 2)),
+            "gate": (
+                layer.moe.experts.w1_bias.grad,
+                reference_layer.mlp.experts.gate_up_proj_bias.grad[:, ::2],
+            ),
+            "down": (
+                layer.moe.experts.w2_bias.grad,
+                reference_layer.mlp.experts.down_proj_bias.grad,
+            ),
+            "up": (
+                layer.moe.experts.w3.grad,
+                reference_layer.mlp.experts.gate_up_proj.grad[..., 1::2].transpose(1, 2),
+            ),
             "router": (layer.moe.router.gate.bias.grad, reference_layer.mlp.router.bias.grad),
         }
         for name, (gradient, expected) in pairs.items():
@@ -127,7 +141,10 @@ def packed_folder(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
         expected[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model_config = json.loads((folder / "config.json").read_text())
-    model_config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    model_config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["lm_head"],
+    }
     (folder / "config.json").write_text(json.dumps(model_config))
     return folder, expected
 
@@ -162,7 +179,10 @@ def test_mxfp4_weights_are_exported_dequantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t.pop(next(name for name in t if name.endswith("_scales"))), "requires .*_scales"),
+        (
+            lambda t: t.pop(next(name for name in t if name.endswith("_scales"))),
+            "requires .*_scales",
+        ),
         (
             lambda t: t.update({n: x[..., :8].contiguous() for n, x in t.items() if n.endswith("_blocks")}),
             "are not blocks",

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardtrain.models.layers import Attention, AttentionCore, FeedForward, RotaryAngles, build_norm, rotate
+from shardtrain.models.layers import (
+    Attention,
+    AttentionCore,
+    FeedForward,
+    RotaryAngles,
+    build_norm,
+    rotate,
+)
 from shardtrain.utils.errors import ConfigError
 
 LLAMA31 = {
@@ -75,7 +82,12 @@ def test_rotary_angles_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     config = transformers.LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,

@@ -42,7 +42,12 @@ def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     module = find(description.name)
     model: nn.Module = module.Model(description.config).to(dtype)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    importing.fill({f"model.{name}": tensor for name, tensor in tensors.items()}, folder, module, description.config)
+    importing.fill(
+        {f"model.{name}": tensor for name, tensor in tensors.items()},
+        folder,
+        module,
+        description.config,
+    )
     return model.eval()
 
 
@@ -182,14 +187,25 @@ PUBLISHED: dict[str, Any] = {
     },
 }  # fmt: skip
 """Configuration of Scout. Maverick's has the same keys, with four different values."""
-MAVERICK = {"num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False, "rope_scaling": None}
+MAVERICK = {
+    "num_local_experts": 128,
+    "interleave_moe_layer_step": 2,
+    "use_qk_norm": False,
+    "rope_scaling": None,
+}
 
 
 @pytest.mark.parametrize(
     ("flavor", "changed"),
     [
         ("17bx16e", {}),
-        ("17bx16e", {"attn_temperature_tuning": 4, "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(48)]}),
+        (
+            "17bx16e",
+            {
+                "attn_temperature_tuning": 4,
+                "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(48)],
+            },
+        ),
         ("17bx16e", {"moe_layers": list(range(48))}),
         ("17bx128e", MAVERICK),
         ("17bx128e", {**MAVERICK, "moe_layers": list(range(1, 48, 2))}),
@@ -199,7 +215,11 @@ def test_published_configurations_match_the_flavors(flavor: str, changed: dict[s
     published_config = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **changed}}
     (tmp_path / "config.json").write_text(json.dumps(published_config))
     description = describe(tmp_path)
-    assert (description.name, description.flavor, dict(description.overrides)) == ("llama4", flavor, {})
+    assert (description.name, description.flavor, dict(description.overrides)) == (
+        "llama4",
+        flavor,
+        {},
+    )
     assert len(description.notices) == 1 and "vision_config" in description.notices[0]
 
 

@@ -8,7 +8,14 @@ from hf_models import assert_same_logits
 from shardtrain.models import build, find, shape_of
 
 SIZES = {"debugmodel": 16_399_616, "8x7B": 46_702_792_704, "8x22B": 140_620_634_112}
-TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+TINY = {
+    "vocab_size": 64,
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 
 
 def test_every_flavor_has_its_published_size() -> None:

@@ -107,12 +107,21 @@ def choice_of(counts: list[int], top_k: int) -> Tensor:
 
 
 def mixed(
-    dtype: torch.dtype, expert_SK: Tensor, mix: Callable[..., Tensor], sizes: tuple[int, int] = (DIM, FFN)
+    dtype: torch.dtype,
+    expert_SK: Tensor,
+    mix: Callable[..., Tensor],
+    sizes: tuple[int, int] = (DIM, FFN),
 ) -> list[Tensor]:
     """Return outputs of experts with random weights, and gradients of inputs and weights."""
     generator = torch.Generator().manual_seed(5)
     dim, ffn = sizes
-    shapes = ((len(expert_SK), dim), expert_SK.shape, (EXPERTS, ffn, dim), (EXPERTS, dim, ffn), (EXPERTS, ffn, dim))
+    shapes = (
+        (len(expert_SK), dim),
+        expert_SK.shape,
+        (EXPERTS, ffn, dim),
+        (EXPERTS, dim, ffn),
+        (EXPERTS, ffn, dim),
+    )
     # Numbers that are exact in 16 bits, so all dtypes start with equal ones
     base = [(torch.randn(shape, generator=generator) * 0.4).bfloat16() for shape in shapes]
     leaves = [tensor.to(dtype).requires_grad_() for tensor in base]
@@ -240,7 +249,9 @@ def test_frozen_weight_has_no_gradient_and_others_are_unchanged(by_size: bool) -
             assert number == frozen or torch.equal(gradient, all_gradients[number])
 
 
-def test_cases_that_the_fused_function_does_not_support_run_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_that_the_fused_function_does_not_support_run_step_by_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Few rows, biases, a different gate or product, score_before_experts, and dispatch to other ranks."""
     calls: list[int] = []
     mix = expert_mix.mix
@@ -377,7 +388,9 @@ def test_balance_losses_add_their_weighted_gradients(score_func: str, coefficien
     loss = expected_balance_loss(moe, x)
     total_loss = (plain(moe, x) ** 2).sum() + 0.25 * loss
     for gradient, expected in zip(
-        gradients, torch.autograd.grad(total_loss, [x, moe.router.gate.weight, moe.experts.w1]), strict=True
+        gradients,
+        torch.autograd.grad(total_loss, [x, moe.router.gate.weight, moe.experts.w1]),
+        strict=True,
     ):
         torch.testing.assert_close(gradient, expected)
     torch.testing.assert_close(moe.balance.loss_sum, loss.detach())

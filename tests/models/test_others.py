@@ -27,7 +27,10 @@ STEPS, BATCH = 2, 4
 TP, CP, PP, EP = (
     {f"{axis}_degree": 2} for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 )
-RING, ULYSSES = {"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}
+RING, ULYSSES = (
+    {"context_parallel_rotate_method": "alltoall"},
+    {"context_parallel_method": "ulysses"},
+)
 IN_ORDER = {"context_parallel_load_balancer": "none"}
 PIPED = {
     **PP,
@@ -199,7 +202,8 @@ def run_compiled(rank: int) -> dict[str, Result]:
     for name in COMPILED:
         file_config = config(name, TP, 2, num_ranks=2)
         file_config = replace(
-            file_config, compile=replace(file_config.compile, enable=True, backend="aot_eager", components=["model"])
+            file_config,
+            compile=replace(file_config.compile, enable=True, backend="aot_eager", components=["model"]),
         )
         results[name] = train_steps(rank, file_config, STEPS)
     return results

@@ -21,7 +21,14 @@ SIZES = {
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
 }
-TINY = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+TINY = {
+    "vocab_size": 64,
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 HF_TINY = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -114,7 +114,13 @@ def test_logits_and_gradients_equal_those_of_transformers(dtype: torch.dtype, to
     [
         ({}, 4),
         ({"full_attention_interval": 2}, 2),
-        ({"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}, 2),
+        (
+            {
+                "num_hidden_layers": 3,
+                "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            },
+            2,
+        ),
         ({"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, 4),
         ({"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}, 1),
     ],
@@ -125,7 +131,8 @@ def test_the_interval_is_read_from_both_forms(fields: dict[str, Any], interval: 
 
 
 @pytest.mark.parametrize(
-    "listed", [["full_attention", "linear_attention"], ["linear_attention"], ["linear_attention", "mamba"]]
+    "listed",
+    [["full_attention", "linear_attention"], ["linear_attention"], ["linear_attention", "mamba"]],
 )
 def test_irregular_layer_types_have_no_native_model(listed: list[str]) -> None:
     with pytest.raises(ConfigError, match="layer_types"):

@@ -37,7 +37,14 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"tensor_parallel_degree": 2}),
     "fsdp tp": (4, {"tensor_parallel_degree": 2}),
 }
-CASES = [("llama", "one"), ("gpt2", "fsdp"), ("opt", "hsdp"), ("phi", "ddp"), ("qwen3", "tp"), ("gemma2", "fsdp tp")]
+CASES = [
+    ("llama", "one"),
+    ("gpt2", "fsdp"),
+    ("opt", "hsdp"),
+    ("phi", "ddp"),
+    ("qwen3", "tp"),
+    ("gemma2", "fsdp tp"),
+]
 
 
 def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, Tensor]]]:
@@ -52,7 +59,11 @@ def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dic
     def remember(batches: Any, weight: Tensor) -> Tensor:
         for batch in batches:
             rows.update(
-                zip(batch.sample_ids_B.tolist(), zip(batch.tokens_BT, batch.targets_BT, strict=True), strict=True)
+                zip(
+                    batch.sample_ids_B.tolist(),
+                    zip(batch.tokens_BT, batch.targets_BT, strict=True),
+                    strict=True,
+                )
             )
         return work(batches, weight)
 
@@ -205,10 +216,19 @@ def copy_with(name: str, path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}}, r"whose own code \(auto_map\) is never run"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoModel": "evil.Model"}},
+            r"whose own code \(auto_map\) is never run",
+        ),
         ({"model_type": "nobody_knows"}, "model_type 'nobody_knows', which transformers"),
-        ({"architectures": ["LlamaForTokenClassification"]}, "names LlamaForTokenClassification, which cannot be"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 'angles of type "dynamic"'),
+        (
+            {"architectures": ["LlamaForTokenClassification"]},
+            "names LlamaForTokenClassification, which cannot be",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            'angles of type "dynamic"',
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "contains weights quantized with gptq"),
         ({"hidden_size": "wide"}, "transformers refuses it|cannot be built as LlamaForCausalLM"),
     ],
@@ -264,7 +284,11 @@ def test_packed_documents_match_padded_ones(name: str, attention: str, tmp_path:
         training = {**training_options, "steps": 1}
         data = {"packing": packing}
         packing_config = config_for(
-            name, tmp_path / packing, overrides={"attention": attention}, training=training, data=data
+            name,
+            tmp_path / packing,
+            overrides={"attention": attention},
+            training=training,
+            data=data,
         )
         results[packing] = run_ranks(1, step_over_documents, packing_config)[0]
     (loss, gradients), (apart, of_apart) = results["first_fit"], results["padded"]

@@ -22,12 +22,18 @@ MODEL = "self.out = nn.Linear(c.dim, c.vocab_size, bias=False)"
 FORWARD = "self.down(F.gelu(self.up(x)))"
 UP = "blocks.*.mlp.up"
 PLACES = {"mlp": MLP, "model": MODEL}
-BUFFERS = ('context="blocks.*.attn.core"', 'context="blocks.*.attn.core", buffers=("blocks.*.mlp.b",)')
+BUFFERS = (
+    'context="blocks.*.attn.core"',
+    'context="blocks.*.attn.core", buffers=("blocks.*.mlp.b",)',
+)
 
 
 def with_line(place: str, line: str) -> list[tuple[str, str]]:
     old = PLACES[place]
-    return [(old, f"{old}\n        {line}"), ("from torch import nn\n", "import torch\nfrom torch import nn\n")]
+    return [
+        (old, f"{old}\n        {line}"),
+        ("from torch import nn\n", "import torch\nfrom torch import nn\n"),
+    ]
 
 
 SETS = f"__init__ sets values of parameter {UP}.weight (with {{}}), but initial() overwrites them"
@@ -39,15 +45,27 @@ ALIAS = "the model stores parameter tokens.weight as the plain attribute w"
 REJECTED = {
     # hooks
     "hook": ("mlp", "self.up.weight.register_hook(lambda g: 2 * g)", HOOK),
-    "hook after accumulation": ("mlp", "self.up.weight.register_post_accumulate_grad_hook(print)", HOOK),
-    "state dict hook": ("mlp", "self.up.register_state_dict_post_hook(lambda *_: None)", STATE_DICT),
+    "hook after accumulation": (
+        "mlp",
+        "self.up.weight.register_post_accumulate_grad_hook(print)",
+        HOOK,
+    ),
+    "state dict hook": (
+        "mlp",
+        "self.up.register_state_dict_post_hook(lambda *_: None)",
+        STATE_DICT,
+    ),
     "state dict pre-hook": ("mlp", "self.up.register_state_dict_pre_hook(print)", STATE_DICT),
     "load hook": ("mlp", "self.up.register_load_state_dict_post_hook(print)", STATE_DICT),
     "load pre-hook": ("mlp", "self.up.register_load_state_dict_pre_hook(print)", STATE_DICT),
     # values of parameters
     "data.fill_": ("mlp", "self.up.weight.data.fill_(3.0)", SETS.format("fill_")),
     "data": ("mlp", "self.up.weight.data = torch.zeros(4 * dim, dim)", SETS.format("data")),
-    "copy_": ("mlp", "self.up.weight.detach().copy_(torch.eye(4 * dim, dim))", SETS.format("copy_")),
+    "copy_": (
+        "mlp",
+        "self.up.weight.detach().copy_(torch.eye(4 * dim, dim))",
+        SETS.format("copy_"),
+    ),
     "mul_": ("mlp", "self.up.weight.data.mul_(2)", SETS.format("mul_")),
     "slice": ("mlp", "self.up.weight.data[0] = 0", SETS.format("an assignment to a slice")),
     "normal_": ("mlp", "nn.init.normal_(self.up.weight, std=3.0)", SETS.format("normal_")),
@@ -70,21 +88,37 @@ REJECTED = {
     "spectral norm": ("mlp", "nn.utils.parametrizations.spectral_norm(self.up)", COMPUTED),
     "spectral norm by hook": ("mlp", "nn.utils.spectral_norm(self.up)", COMPUTED),
     "orthogonal": ("mlp", "nn.utils.parametrizations.orthogonal(self.up)", COMPUTED),
-    "lazy": ("mlp", "self.up = nn.LazyLinear(4 * dim)", f"parameter {UP}.weight has no shape; set its sizes"),
+    "lazy": (
+        "mlp",
+        "self.up = nn.LazyLinear(4 * dim)",
+        f"parameter {UP}.weight has no shape; set its sizes",
+    ),
     # tensors under several names
     "alias": ("model", "object.__setattr__(self, 'w', self.tokens.weight)", ALIAS),
     "alias in a list": ("model", "self.w = [self.tokens.weight]", ALIAS),
-    "shared Parameter": ("model", "self.out.weight = nn.Parameter(self.tokens.weight.data)", SHARED),
+    "shared Parameter": (
+        "model",
+        "self.out.weight = nn.Parameter(self.tokens.weight.data)",
+        SHARED,
+    ),
     "shared slice": ("model", "self.out.weight = nn.Parameter(self.tokens.weight[1:])", SHARED),
     "shared data": ("model", "self.out.weight.data = self.tokens.weight.data", SHARED),
     # buffers and plain tensors
-    "buffer": ("mlp", "self.register_buffer('b', torch.ones(3))", "buffer blocks.*.mlp.b would lose its values"),
+    "buffer": (
+        "mlp",
+        "self.register_buffer('b', torch.ones(3))",
+        "buffer blocks.*.mlp.b would lose its values",
+    ),
     "buffer of ones that is saved": (
         "mlp",
         "self.register_buffer('b', torch.ones(3))",
         "buffer blocks.*.mlp.b in LAYOUT.buffers must start at zero, but __init__ sets it with ones",
     ),
-    "tensor": ("mlp", "self.b = torch.arange(3)", "blocks.*.mlp stores a tensor as b, which would lose its values"),
+    "tensor": (
+        "mlp",
+        "self.b = torch.arange(3)",
+        "blocks.*.mlp stores a tensor as b, which would lose its values",
+    ),
 }
 
 
@@ -108,7 +142,11 @@ class Double(torch.autograd.Function):
 class Mlp("""
 KEPT = {
     # the line, and the changes that express its effect without it
-    "forward pre-hook": ("mlp", "self.up.register_forward_pre_hook(lambda m, x: 2 * x[0])", [DOUBLED]),
+    "forward pre-hook": (
+        "mlp",
+        "self.up.register_forward_pre_hook(lambda m, x: 2 * x[0])",
+        [DOUBLED],
+    ),
     "forward pre-hook with keywords": (
         "mlp",
         "self.up.register_forward_pre_hook(lambda m, x, k: ((2 * x[0],), k), with_kwargs=True)",
@@ -134,7 +172,11 @@ KEPT = {
         "self.down.weight = nn.Parameter(w[4 * dim :].view(dim, 4 * dim))",
         [],
     ),
-    "a parameter of other numbers than torch.empty": ("mlp", "self.up.bias = nn.Parameter(torch.ones(4 * dim))", []),
+    "a parameter of other numbers than torch.empty": (
+        "mlp",
+        "self.up.bias = nn.Parameter(torch.ones(4 * dim))",
+        [],
+    ),
     "a layer of PyTorch reset": ("mlp", "self.up.reset_parameters()", []),
     "a buffer of zeros": ("mlp", "self.register_buffer('b', torch.zeros(3))", [BUFFERS]),
 }

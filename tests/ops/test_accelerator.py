@@ -54,7 +54,12 @@ def test_accelerator_found_by_pytorch_is_used(monkeypatch):
 
 @pytest.mark.parametrize(
     ("devices", "counted", "place"),
-    [(8, True, 3), (8, False, 3), (1, False, 0), (1, True, 3)],  # the last case is rejected before ranks start
+    [
+        (8, True, 3),
+        (8, False, 3),
+        (1, False, 0),
+        (1, True, 3),
+    ],  # the last case is rejected before ranks start
 )
 def test_rank_that_sees_a_single_device_uses_it(devices, counted, place, monkeypatch):
     """For example with ``srun --gpus-per-task=1``, which does not set the number of ranks per host."""
@@ -89,7 +94,11 @@ def test_kernels_depend_on_the_compute_capability(cuda, capability, flash, group
 
 @pytest.mark.parametrize(
     ("capability", "implementation", "first"),
-    [((8, 0), "FA2", "FLASH_ATTENTION"), ((9, 0), "FA2", "CUDNN_ATTENTION"), ((9, 0), "FA3", "FLASH_ATTENTION")],
+    [
+        ((8, 0), "FA2", "FLASH_ATTENTION"),
+        ((9, 0), "FA2", "CUDNN_ATTENTION"),
+        ((9, 0), "FA3", "FLASH_ATTENTION"),
+    ],
 )
 def test_attention_prefers_the_fastest_kernel_and_restores_the_order(
     cuda, monkeypatch, capability, implementation, first

@@ -25,7 +25,11 @@ class User(nn.Module):
     def __init__(self, by: float = 0.0, cap: float = 0.0, slopes: bool = False, sees: int = 0, **more: Any) -> None:
         super().__init__()
         self._scale, self._cap, self._slopes, self._window = by, cap, slopes, sees
-        self._causal, self._drop, self._sink = more.pop("causal", True), more.pop("drop", 0.0), more.pop("sink", False)
+        self._causal, self._drop, self._sink = (
+            more.pop("causal", True),
+            more.pop("drop", 0.0),
+            more.pop("sink", False),
+        )
         self._documents = more.pop("documents", True)
         for name, value in more.items():
             setattr(self, name, value)
@@ -93,8 +97,16 @@ BROKEN: dict[str, tuple[nn.Module, CoreCall, str]] = {
     "other scale": (User(0.2, scale=0.3), GIVEN, "scales q k by 0.2 instead of 0.3"),
     "soft cap": (User(cap=50.0), GIVEN, "limits its scores"),
     "slopes": (User(slopes=True), GIVEN, "alibi_slopes is not set"),
-    "too few slopes": (User(slopes=True, alibi_slopes=SLOPES[:2]), GIVEN, "has 2 alibi_slopes for 4 query heads"),
-    "short window": (User(sees=5), GIVEN, "lets a token attend to 5 tokens, but its attribute window is 0"),
+    "too few slopes": (
+        User(slopes=True, alibi_slopes=SLOPES[:2]),
+        GIVEN,
+        "has 2 alibi_slopes for 4 query heads",
+    ),
+    "short window": (
+        User(sees=5),
+        GIVEN,
+        "lets a token attend to 5 tokens, but its attribute window is 0",
+    ),
     "long window": (User(sees=40), GIVEN, "lets a token attend to 40 tokens"),
     "later tokens": (User(causal=False), GIVEN, "lets tokens attend to later tokens"),
     "dropout": (User(drop=0.1), GIVEN, "different values in each call, as with dropout"),
@@ -106,7 +118,11 @@ BROKEN: dict[str, tuple[nn.Module, CoreCall, str]] = {
     "heads first": (User(), HEADS_FIRST, "receives (B, N, T, H), with heads before tokens"),
     "a mask": (User(), CoreCall(GIVEN.shapes, 0, False, True), "such as a mask or a bias"),
     "more": (User(), CoreCall(GIVEN.shapes, 1, True, False), "such as a mask or a bias"),
-    "widths": (User(), CoreCall((*GIVEN.shapes[:2], (1, T, K, 6)), 0, True, False), "different widths [8, 8, 6]"),
+    "widths": (
+        User(),
+        CoreCall((*GIVEN.shapes[:2], (1, T, K, 6)), 0, True, False),
+        "different widths [8, 8, 6]",
+    ),
 }
 
 

@@ -219,7 +219,10 @@ def _check_split(rank: int, num_ranks: int) -> None:
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         # ranks with fewer columns process more tokens per chunk; exponentials are saved for backward, or recomputed
         for chunk_numel, kept_numel in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
-            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = chunk_numel, kept_numel
+            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = (
+                chunk_numel,
+                kept_numel,
+            )
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)

@@ -37,7 +37,11 @@ def numbers(cuts: list[set[int]], gap: int = 1) -> Tensor:
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
     """Reference: causal grouped-query attention within documents, in float64."""
-    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(N // K, 2),
+        v.double().repeat_interleave(N // K, 2),
+    )
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
     visible = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
     return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -math.inf).softmax(-1), v)
@@ -51,13 +55,20 @@ def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts:
     leaves = [x.clone().requires_grad_() for x in attention_inputs]
     out = function(*leaves, documents_BT)
     out.backward(gradient)
-    pairs = [(out, expected), *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True))]
+    pairs = [
+        (out, expected),
+        *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True)),
+    ]
     assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
     return [float((actual.detach().cpu().double() - target.detach()).abs().max()) for actual, target in pairs]
 
 
 @settings(max_examples=40, derandomize=True)
-@given(CUTS, st.integers(1, 3), st.sampled_from([document_mask.attention, document_mask.masked_attention]))
+@given(
+    CUTS,
+    st.integers(1, 3),
+    st.sampled_from([document_mask.attention, document_mask.masked_attention]),
+)
 def test_attention_within_documents_matches_the_reference(cuts, gap, function) -> None:
     # values and gradients are about 1; float32 has a precision of 1e-7
     assert max(largest_errors(function, numbers(cuts, gap), inputs())) < 2e-6

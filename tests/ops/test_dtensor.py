@@ -13,7 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardtrain.ops.dtensor import local_slices, local_tensor, sharded_dim, split_axes, squared_norm, to_full
+from shardtrain.ops.dtensor import (
+    local_slices,
+    local_tensor,
+    sharded_dim,
+    split_axes,
+    squared_norm,
+    to_full,
+)
 
 
 def test_plain_tensor_is_one_full_slice() -> None:
@@ -57,7 +64,11 @@ def _check_dtensors(rank: int) -> None:
         cases += [(flat, (Shard(0), Shard(dim))) for dim in dims]
         for mesh, placements in cases:
             tensor = distribute_tensor(full, mesh, placements)
-            assert torch.equal(full[local_slices(tensor)], local_tensor(tensor)), (shape, mesh, placements)
+            assert torch.equal(full[local_slices(tensor)], local_tensor(tensor)), (
+                shape,
+                mesh,
+                placements,
+            )
             assert torch.equal(to_full(tensor), full)
             expected_axes = tuple(
                 axis for axis, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(axis) > 1
@@ -67,14 +78,22 @@ def _check_dtensors(rank: int) -> None:
 
 
 def _check_fsdp_over_tp(grid) -> None:
-    for style, sizes in ((ColwiseParallel(), (7, 61)), (RowwiseParallel(), (61, 7)), (ColwiseParallel(), (4, 8))):
+    for style, sizes in (
+        (ColwiseParallel(), (7, 61)),
+        (RowwiseParallel(), (61, 7)),
+        (ColwiseParallel(), (4, 8)),
+    ):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(*sizes, bias=False))
         full = model[0].weight.detach().clone()
         parallelize_module(model, grid["tp"], {"0": style})
         fully_shard(model, mesh=grid["dp"])
         weight = model[0].weight
-        assert torch.equal(full[local_slices(weight)], local_tensor(weight)), (style, sizes, weight.placements)
+        assert torch.equal(full[local_slices(weight)], local_tensor(weight)), (
+            style,
+            sizes,
+            weight.placements,
+        )
         assert split_axes(weight) == (0, 1)
         if sizes == (4, 8):  # PyTorch can gather even shards
             assert torch.equal(to_full(weight).detach(), full)

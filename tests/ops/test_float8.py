@@ -57,7 +57,11 @@ def numbers(seed: int, *shape: int) -> Tensor:
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
 def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
     """Only float32 sums differ, by 1e-6 of the sum of magnitudes. bfloat16 results are rounded once more."""
-    x, w, g = numbers(0, 48, 64).to(dtype), numbers(1, 32, 64).to(dtype), numbers(2, 48, 32).to(dtype)
+    x, w, g = (
+        numbers(0, 48, 64).to(dtype),
+        numbers(1, 32, 64).to(dtype),
+        numbers(2, 48, 32).to(dtype),
+    )
     layer = torch.nn.Linear(64, 32, bias=False).to(dtype)
     layer.weight.data.copy_(w)
     float8.convert(layer, recipe, emulate=True)
@@ -65,7 +69,11 @@ def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
     out = layer(x[None])[0]
     out.backward(g)
     exact, magnitudes = expected(recipe, x.detach(), w, g), (x.detach().abs(), w.abs(), g.abs())
-    sizes = magnitudes[0] @ magnitudes[1].T, magnitudes[2] @ magnitudes[1], magnitudes[2].T @ magnitudes[0]
+    sizes = (
+        magnitudes[0] @ magnitudes[1].T,
+        magnitudes[2] @ magnitudes[1],
+        magnitudes[2].T @ magnitudes[0],
+    )
     for actual, expected_value, size in zip((out, x.grad, layer.weight.grad), exact, sizes, strict=True):
         bound = 1e-6 * 2 * size.double() + (expected_value.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
         assert ((actual.double() - expected_value).abs() <= bound).all()
@@ -104,7 +112,10 @@ def test_rounding_again_changes_nothing():
 
 def test_other_numbers_of_a_tensor_affect_only_small_numbers():
     x = numbers(0, 64, 64)
-    alone, together = float8.rounded(x, None, "e4m3"), float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64]
+    alone, together = (
+        float8.rounded(x, None, "e4m3"),
+        float8.rounded(torch.cat([x, 5.3 * x]), None, "e4m3")[:64],
+    )
     large = x.abs() > x.abs().max() * 5.3 * 2.0**-14
     assert torch.equal(alone[large], together[large]) and not torch.equal(alone, together)
 
@@ -112,7 +123,11 @@ def test_other_numbers_of_a_tensor_affect_only_small_numbers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_experts_match_their_rounding_model(dtype):
     counts = [5, 0, 17, 10]
-    x, g, w = numbers(0, 32, 16).to(dtype), numbers(1, 32, 24).to(dtype), numbers(2, 4, 24, 16).to(dtype)
+    x, g, w = (
+        numbers(0, 32, 16).to(dtype),
+        numbers(1, 32, 24).to(dtype),
+        numbers(2, 4, 24, 16).to(dtype),
+    )
     x.requires_grad_(), w.requires_grad_()
     out = float8.grouped_product(x, torch.tensor(counts), w, moe.product, emulate=True)
     out.backward(g)
@@ -122,19 +137,29 @@ def test_experts_match_their_rounding_model(dtype):
     pairs = (
         (out, torch.cat([out for out, _, _ in exact])),
         (x.grad, torch.cat([dx for _, dx, _ in exact])),
-        (w.grad[[e for e, count in enumerate(counts) if count]], torch.stack([dw for _, _, dw in exact])),
+        (
+            w.grad[[e for e, count in enumerate(counts) if count]],
+            torch.stack([dw for _, _, dw in exact]),
+        ),
     )
     rounding = 2.0**-8 if dtype is torch.bfloat16 else 1e-5
     for actual, expected_value in pairs:
         assert torch.allclose(
-            actual.double(), expected_value, rtol=rounding, atol=1e-6 * float(expected_value.abs().max())
+            actual.double(),
+            expected_value,
+            rtol=rounding,
+            atol=1e-6 * float(expected_value.abs().max()),
         )
 
 
 @pytest.mark.parametrize("recipe", list(float8.RECIPES))
 def test_products_of_a_device_match_emulated_ones(recipe):
     """On a CPU, which supports the scaled matmul of devices too, but sums in a different order."""
-    x, w, g = numbers(0, 40, 64).bfloat16(), numbers(1, 32, 64).bfloat16(), numbers(2, 40, 32).bfloat16()
+    x, w, g = (
+        numbers(0, 40, 64).bfloat16(),
+        numbers(1, 32, 64).bfloat16(),
+        numbers(2, 40, 32).bfloat16(),
+    )
     results = []
     for emulate in (False, True):
         x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -171,7 +196,11 @@ def test_experts_on_a_device_get_valid_operands(monkeypatch):
     original = torch._scaled_grouped_mm
     monkeypatch.setattr(torch, "_scaled_grouped_mm", grouped_mm)
     count_E, results = torch.tensor([5, 0, 17, 10]), []
-    x, g, w = numbers(0, 32, 16).bfloat16(), numbers(1, 32, 48).bfloat16(), numbers(2, 4, 48, 16).bfloat16()
+    x, g, w = (
+        numbers(0, 32, 16).bfloat16(),
+        numbers(1, 32, 48).bfloat16(),
+        numbers(2, 4, 48, 16).bfloat16(),
+    )
     for emulate in (False, True):
         x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
         out = float8.grouped_product(x_, count_E, w_, moe.product, emulate)

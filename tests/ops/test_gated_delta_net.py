@@ -8,7 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardtrain.ops import gated_delta_net
-from shardtrain.ops.gated_delta_net import DeltaChunk, convolve, document_starts, step_by_step, unit_length
+from shardtrain.ops.gated_delta_net import (
+    DeltaChunk,
+    convolve,
+    document_starts,
+    step_by_step,
+    unit_length,
+)
 
 ROWS, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM = 2, 2, 6, 5, 3
 DOCUMENTS = {
@@ -56,7 +62,10 @@ def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
     results = function(*leaves)
     generator = torch.Generator().manual_seed(7)
     loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results)
-    return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves, materialize_grads=True)]
+    return [
+        *(x.detach() for x in results),
+        *torch.autograd.grad(loss, leaves, materialize_grads=True),
+    ]
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
@@ -70,7 +79,11 @@ def test_chunks_equal_the_step_by_step_form(tokens: int, block: int, documents: 
     def by_steps(q, k, v, decay, beta, state):
         return step_by_step(q, k, v, decay, beta, state, starts)
 
-    pairs = zip(with_gradients(chunked, inputs(tokens)), with_gradients(by_steps, inputs(tokens)), strict=True)
+    pairs = zip(
+        with_gradients(chunked, inputs(tokens)),
+        with_gradients(by_steps, inputs(tokens)),
+        strict=True,
+    )
     for actual, expected in pairs:
         assert (actual - expected).norm() <= 1e-12 * expected.norm() + 1e-14
 

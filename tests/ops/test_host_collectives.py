@@ -114,7 +114,12 @@ def reduced_and_gathered(rank: int) -> tuple[list[float], int, int, list[int]]:
     transposed = torch.ones(2, 3).t()
     host_collectives.all_reduce(transposed)
     assert torch.equal(transposed, torch.full((3, 2), float(dist.get_world_size())))
-    return total.tolist(), int(largest), int(smallest), host_collectives.all_gather(torch.tensor(rank)).tolist()
+    return (
+        total.tolist(),
+        int(largest),
+        int(smallest),
+        host_collectives.all_gather(torch.tensor(rank)).tolist(),
+    )
 
 
 @pytest.mark.parametrize("size", cases([3, 11], nightly=[16]))
@@ -140,7 +145,11 @@ def collectives_of_a_run(rank: int, folder: Path, steps: int) -> int:
             patch.setattr(dist, name, counting(getattr(dist, name)))
         train_whole(
             rank,
-            tiny_config(job={"dump_folder": str(folder)}, training={"steps": steps}, metrics={"log_freq": 100}),
+            tiny_config(
+                job={"dump_folder": str(folder)},
+                training={"steps": steps},
+                metrics={"log_freq": 100},
+            ),
         )
     return count
 

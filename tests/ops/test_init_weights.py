@@ -159,9 +159,17 @@ def test_weights_are_bitwise_equal_on_every_mesh_also_with_uneven_sizes(monkeypa
 
 
 def test_first_matching_rule_is_used() -> None:
-    rules = {"layers.*.w": Draw("normal", std=1.0), "layers.*.*": Draw("zeros"), "embed": Draw("ones")}
+    rules = {
+        "layers.*.w": Draw("normal", std=1.0),
+        "layers.*.*": Draw("zeros"),
+        "embed": Draw("ones"),
+    }
     plan = init_weights.plan(["layers.0.w", "layers.0.b", "embed"], rules, LAYOUT, 2)
-    assert [plan[name].distribution for name in ("layers.0.w", "layers.0.b", "embed")] == ["normal", "zeros", "ones"]
+    assert [plan[name].distribution for name in ("layers.0.w", "layers.0.b", "embed")] == [
+        "normal",
+        "zeros",
+        "ones",
+    ]
 
 
 def test_parameter_without_a_rule_is_an_error() -> None:

@@ -58,7 +58,10 @@ def test_loss_and_gradient_match_pytorch(terms: LossTerms, chunk_numel: int, mon
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 def test_the_head_computes_the_same_loss(terms: LossTerms) -> None:
     generator = torch.Generator().manual_seed(1)
-    hidden_BTD, weight_VD = torch.randn(2, 9, 8, generator=generator), torch.randn(17, 8, generator=generator)
+    hidden_BTD, weight_VD = (
+        torch.randn(2, 9, 8, generator=generator),
+        torch.randn(17, 8, generator=generator),
+    )
     _, targets_BT = example()
     expected, _ = of_pytorch(hidden_BTD @ weight_VD.t(), targets_BT, terms)
     loss = linear_cross_entropy_sum(hidden_BTD, weight_VD, targets_BT, torch.tensor(WEIGHT), terms.chunk_loss)
@@ -85,7 +88,10 @@ def _check_split(rank: int, num_ranks: int) -> None:
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         for chunk_numel, kept_numel in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
-            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = chunk_numel, kept_numel
+            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = (
+                chunk_numel,
+                kept_numel,
+            )
             for terms in TERMS:
                 logits_BTV, targets_BT = example(vocab)
                 expected, expected_gradient_BTV = of_pytorch(logits_BTV, targets_BT, terms)

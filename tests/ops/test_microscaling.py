@@ -92,7 +92,13 @@ def edges() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rounding_matches_the_specification_exactly(dtype, rule):
     """Scales and numbers match exactly, except for bfloat16 subnormals and 2^128."""
-    for x in (numbers(0, 64, 256), numbers(1, 64, 128) * 1e-30, numbers(2, 3, 100), numbers(3, 5, 7), edges()):
+    for x in (
+        numbers(0, 64, 256),
+        numbers(1, 64, 128) * 1e-30,
+        numbers(2, 3, 100),
+        numbers(3, 5, 7),
+        edges(),
+    ):
         x = x.to(dtype)
         x = torch.where(x.isfinite(), x, 1.0)  # the largest float32 number is infinite in bfloat16
         bits, scale = microscaling.to_mx(x, rule)
@@ -134,7 +140,10 @@ def test_zeros_keep_their_signs_and_have_the_smallest_scale():
 @pytest.mark.parametrize("emulate", [True, False])
 def test_empty_tensors_are_supported(shape, emulate):
     rows, inputs, outputs = shape
-    x, w = torch.ones(rows, inputs, requires_grad=True), torch.ones(outputs, inputs, requires_grad=True)
+    x, w = (
+        torch.ones(rows, inputs, requires_grad=True),
+        torch.ones(outputs, inputs, requires_grad=True),
+    )
     out = microscaling.linear(x, w, "floor", emulate)
     out.sum().backward()
     assert out.shape == (rows, outputs) and x.grad.shape == x.shape and w.grad.shape == w.shape
@@ -184,7 +193,11 @@ def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
     out = microscaling.linear(x_[None], w_, rule, emulate=True)[0]
     out.backward(g.to(dtype))
     magnitudes = x.abs().double(), w.abs().double(), g.abs().double()
-    bounds = magnitudes[0] @ magnitudes[1].T, magnitudes[2] @ magnitudes[1], magnitudes[2].T @ magnitudes[0]
+    bounds = (
+        magnitudes[0] @ magnitudes[1].T,
+        magnitudes[2] @ magnitudes[1],
+        magnitudes[2].T @ magnitudes[0],
+    )
     for actual, expected, size in zip((out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True):
         bound = (1e-15 if dtype is torch.float64 else 2e-6) * 2 * size
         bound = bound + (expected.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
@@ -253,7 +266,10 @@ def test_recipes_match_those_of_torchao():
     x = numbers(0, 8, 64)
     microscaling.convert(layer, "mxfp8_emulated")
     assert torch.equal(layer(x), microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias)
-    assert "mxfp8_emulated" in repr(layer) and set(dict(layer.named_parameters())) == {"weight", "bias"}
+    assert "mxfp8_emulated" in repr(layer) and set(dict(layer.named_parameters())) == {
+        "weight",
+        "bias",
+    }
     assert microscaling.RECIPES["mxfp8_cublas"] == ("floor", False)
     assert microscaling.RECIPES["mxfp8_cublas_rceil"] == ("rceil", False)
 

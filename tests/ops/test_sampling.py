@@ -33,7 +33,10 @@ def test_tokens_are_drawn_with_their_probabilities():
     [
         (Sampling(temperature=1.0, top_k=2), [1, 3]),
         (Sampling(temperature=1.0, top_k=99), [0, 1, 2, 3]),
-        (Sampling(temperature=1.0, top_p=0.5), [1]),  # the first token reaches the probability by itself
+        (
+            Sampling(temperature=1.0, top_p=0.5),
+            [1],
+        ),  # the first token reaches the probability by itself
         (Sampling(temperature=1.0, top_p=0.51), [1, 3]),
         (Sampling(temperature=1.0, top_p=0.9), [1, 3, 2]),
         (Sampling(temperature=1.0, top_k=3, top_p=0.6), [1, 3]),

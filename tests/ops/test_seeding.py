@@ -79,7 +79,10 @@ def test_deterministic_option_configures_pytorch(warn_only: bool, monkeypatch) -
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = (
+            benchmark,
+            deterministic,
+        )
 
 
 def test_workspace_setting_of_the_user_is_kept(monkeypatch) -> None:

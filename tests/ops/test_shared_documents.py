@@ -12,7 +12,10 @@ DOCUMENTS_BT = torch.tensor([[0] * 4 + [1] * 6 + [2] * 14, [0] * 6 + [1] * 18])
 
 def test_shared_documents_are_those_in_both_ranges() -> None:
     shared = shared_documents.shared(DOCUMENTS_BT[:, 8:], DOCUMENTS_BT[:, :8])
-    assert shared == [(slice(0, 1), slice(0, 2), slice(4, 8)), (slice(1, 2), slice(0, 16), slice(6, 8))]
+    assert shared == [
+        (slice(0, 1), slice(0, 2), slice(4, 8)),
+        (slice(1, 2), slice(0, 16), slice(6, 8)),
+    ]
     assert shared_documents.shared(DOCUMENTS_BT[:, 12:], DOCUMENTS_BT[:, :4]) == []
 
 

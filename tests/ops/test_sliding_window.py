@@ -42,7 +42,11 @@ def visible(tokens: int, size: int) -> Tensor:
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | None = None) -> Tensor:
     """Reference: causal grouped-query attention within a window, in float64."""
-    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(N // K, 2),
+        v.double().repeat_interleave(N // K, 2),
+    )
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
     mask_BTT = visible(q.size(1), size).expand(B, -1, -1)
     if documents_BT is not None:
@@ -60,7 +64,10 @@ def largest_error(
     leaves = [x.clone().requires_grad_() for x in attention_inputs]
     out = function(*leaves, documents_BT, size)
     out.backward(gradient)
-    pairs = [(out, expected), *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True))]
+    pairs = [
+        (out, expected),
+        *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True)),
+    ]
     assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
     errors = [float((actual.detach().cpu().double() - target.detach()).abs().max()) for actual, target in pairs]
     assert not any(map(math.isnan, errors))
@@ -111,7 +118,11 @@ def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
 
 @settings(max_examples=200, derandomize=True)
 @given(
-    st.integers(1, 20), st.integers(1, 20), st.integers(0, 30), st.integers(1, 30), st.sampled_from([1, 3, sys.maxsize])
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(0, 30),
+    st.integers(1, 30),
+    st.sampled_from([1, 3, sys.maxsize]),
 )
 def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_once) -> None:
     visits = torch.zeros(q, s, dtype=torch.int64)
@@ -127,7 +138,8 @@ def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_on
 def test_no_mask_grows_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     mask_sizes, mask = [], sliding_window.mask
     monkeypatch.setattr(
-        "shardtrain.ops.flash_attention.mask", lambda q, s, *rest: mask_sizes.append(q * s) or mask(q, s, *rest)
+        "shardtrain.ops.flash_attention.mask",
+        lambda q, s, *rest: mask_sizes.append(q * s) or mask(q, s, *rest),
     )
     *parts, _ = inputs(tokens=2000)
     document_mask.attention(*parts, None, 50)

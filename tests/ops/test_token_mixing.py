@@ -83,7 +83,16 @@ def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> No
     assert broken is not None and "in layers.0.delta.core" in broken.rule
 
 
-FAMILIES = ["qwen3_next", "llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]
+FAMILIES = [
+    "qwen3_next",
+    "llama3",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "neox",
+    "llama4",
+    "gpt_oss",
+]
 
 
 @pytest.mark.parametrize(

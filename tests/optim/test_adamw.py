@@ -133,7 +133,10 @@ def test_early_state_has_the_dtypes_of_a_first_update(implementation):
 def two_meshes():
     """Two device meshes of only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",)), DeviceMesh("cpu", [[0]], mesh_dim_names=("fsdp", "tp"))
+    yield (
+        DeviceMesh("cpu", [0], mesh_dim_names=("fsdp",)),
+        DeviceMesh("cpu", [[0]], mesh_dim_names=("fsdp", "tp")),
+    )
     dist.destroy_process_group()
 
 

@@ -50,7 +50,12 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
 
 @pytest.mark.parametrize(
     ("mesh_shape", "placements"),
-    [((4,), [Shard(0)]), ((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(1), Shard(1)])],
+    [
+        ((4,), [Shard(0)]),
+        ((4,), [Shard(1)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Shard(1), Shard(1)]),
+    ],
 )
 def test_ranks_divide_the_work_in_two_collectives_per_axis(mesh_shape, placements):
     results = run_ranks(4, _map, mesh_shape, placements, matrices(8), 2**26)
@@ -77,7 +82,12 @@ def test_memory_limit_splits_the_work_into_rounds_with_equal_results():
 def test_stack_split_between_matrices_needs_no_collective():
     stacks = [torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1))]
     results = run_ranks(4, _map, (4,), [Shard(0)], stacks, 2**26)
-    assert [(calls, collectives) for calls, collectives, _ in results] == [(2, 0), (2, 0), (1, 0), (0, 0)]
+    assert [(calls, collectives) for calls, collectives, _ in results] == [
+        (2, 0),
+        (2, 0),
+        (1, 0),
+        (0, 0),
+    ]
     results = run_ranks(4, _map, (2, 2), [Shard(0), Shard(2)], stacks, 2**26)
     assert sum(calls for calls, _, _ in results) == 5 and {c for _, c, _ in results} == {2}
 

@@ -70,7 +70,13 @@ def test_interval_below_one_is_rejected():
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"scale": 2.0}, {"scale": math.nan, "finite_steps": 0}, {"scale": 2.0, "finite_steps": -1}]
+    "state",
+    [
+        {},
+        {"scale": 2.0},
+        {"scale": math.nan, "finite_steps": 0},
+        {"scale": 2.0, "finite_steps": -1},
+    ],
 )
 def test_invalid_state_is_rejected(state):
     with pytest.raises(CheckpointError, match="loss scaler"):

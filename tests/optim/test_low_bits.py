@@ -174,7 +174,10 @@ def test_compiled_update_matches_eager(name, monkeypatch):
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
             optimizer.step()
         results.append(
-            [*(weight.detach() for weight in weights), *(optimizer.state[one]["exp_avg"] for one in weights)]
+            [
+                *(weight.detach() for weight in weights),
+                *(optimizer.state[one]["exp_avg"] for one in weights),
+            ]
         )
     for eager, compiled in zip(*results, strict=True):
         differ = ~torch.isclose(compiled.double(), eager.double(), rtol=1e-5, atol=1e-8)
@@ -194,7 +197,11 @@ def test_update_that_cannot_be_compiled_is_unchanged_and_logged_once(monkeypatch
         monkeypatch.setattr(torch, "compile", refuses)
         generator = torch.Generator().manual_seed(0)
         weights = [Parameter(torch.randn(40, 512, generator=generator).bfloat16()) for _ in range(2)]
-        optimizer = build([(str(index), weight) for index, weight in enumerate(weights)], CONFIGS["bfloat16"], seed=3)
+        optimizer = build(
+            [(str(index), weight) for index, weight in enumerate(weights)],
+            CONFIGS["bfloat16"],
+            seed=3,
+        )
         for _ in range(2):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
@@ -256,7 +263,10 @@ def test_block_split_over_two_ranks_is_rejected():
 
 @pytest.mark.parametrize(
     "optimizer",
-    cases([{"name": "AdamW8bit"}], nightly=[{"state_dtype": "bfloat16", "bf16_stochastic_round": True}]),
+    cases(
+        [{"name": "AdamW8bit"}],
+        nightly=[{"state_dtype": "bfloat16", "bf16_stochastic_round": True}],
+    ),
     ids=str,
 )
 def test_run_on_ranks_matches_one_process(optimizer):

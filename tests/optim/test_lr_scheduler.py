@@ -79,7 +79,13 @@ def test_logarithmic_deepspeed_warmup_matches_published_values():
 
 @pytest.mark.parametrize(("warmup", "least", "most"), [(50, 1e-6, 5e-5), (50, 1e-6, 1e-5), (2000, 0.0, 1.5e-4)])
 def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, most):
-    got = rates(warmup + 20, lr=most, name="deepspeed_warmup", warmup_steps=warmup, min_lr_factor=least / most)
+    got = rates(
+        warmup + 20,
+        lr=most,
+        name="deepspeed_warmup",
+        warmup_steps=warmup,
+        min_lr_factor=least / most,
+    )
     logs = [least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)]
     # both sides have a few roundings
     assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)

@@ -113,7 +113,10 @@ def test_update_matches_torch_muon_on_one_process():
     train(parameters_here, build(parameters_here.items(), muon(muon_dtype="bfloat16")), range(4))
     flat = [name for name in HIDDEN if parameters_of_torch[name].ndim == 2]
     torch_muon = torch.optim.Muon(
-        [parameters_of_torch[name] for name in flat], lr=1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw"
+        [parameters_of_torch[name] for name in flat],
+        lr=1e-2,
+        weight_decay=0.3,
+        adjust_lr_fn="match_rms_adamw",
     )
     train(parameters_of_torch, torch_muon, range(4))
     start = parameters()
@@ -199,7 +202,12 @@ def test_patterns_select_the_optimizer_and_weight_decay():
 
 
 def test_filters_of_a_convolution_are_not_matrices():
-    shapes = {"experts.w1": (3, 5, 6), "filters.weight": (8, 1, 4), "pointwise.weight": (8, 6, 1), "w1.weight": (9, 6)}
+    shapes = {
+        "experts.w1": (3, 5, 6),
+        "filters.weight": (8, 1, 4),
+        "pointwise.weight": (8, 6, 1),
+        "w1.weight": (9, 6),
+    }
     named = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
     names = {parameter: name for name, parameter in named}
     algorithms = {names[p]: group["algorithm"] for group in build(named, muon()).param_groups for p in group["params"]}
@@ -285,7 +293,11 @@ MESHES = {
     "zero-1 2 x fsdp 2": (4, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}),
     "zero-1 2 x tp 2": (
         4,
-        {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True, "tensor_parallel_degree": 2},
+        {
+            "data_parallel_replicate_degree": 2,
+            "shard_optimizer_states": True,
+            "tensor_parallel_degree": 2,
+        },
     ),
 }
 TINY = {"name": "Muon", "lr": 1e-2, "eps": 1e-3}
@@ -314,7 +326,9 @@ def test_meshes_change_no_number_of_muon(name):
 
 def test_pipeline_stages_update_their_own_matrices_alike():
     results = run_tiny(
-        2, tiny_config(optimizer=TINY, training=CLIPPED, parallelism={"pipeline_parallel_degree": 2}), steps=3
+        2,
+        tiny_config(optimizer=TINY, training=CLIPPED, parallelism={"pipeline_parallel_degree": 2}),
+        steps=3,
     )
     stages = [set(result.final) for result in results]
     assert stages[0] | stages[1] == set(one_process().final) and not stages[0] & stages[1]
@@ -332,7 +346,10 @@ def test_offloaded_parameters_train_alike():
 
 
 def test_momentum_is_sharded_with_one_tensor_per_matrix():
-    one_rank, two_ranks = one_process().facts, run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts
+    one_rank, two_ranks = (
+        one_process().facts,
+        run_tiny(2, tiny_config(optimizer=TINY), steps=1)[0].facts,
+    )
     assert two_ranks["optimizer_bytes"] == pytest.approx(one_rank["optimizer_bytes"] / 2, rel=0.01)
     # Muon stores 4 bytes per number and AdamW 8; embedding and head have 64 K numbers
     numbers, ends = one_rank["num_params"], 2 * 512 * 64

@@ -96,8 +96,16 @@ def test_run_with_an_optimizer_from_a_file_resumes_on_any_mesh(tmp_path: Path, m
             'self.state[p]["again"] = p.clone()',
             r"has different state after a step .*\(again\)",
         ),
-        ("1 - self.betas[1]", "self.__dict__.setdefault('t', [1.0]) and self.t.append(1) or 1 / len(self.t)", "resume"),
-        ("return Lion(param_groups, options)", "return Lion(param_groups[:1], options)", "has 2 of the 3 parameters"),
+        (
+            "1 - self.betas[1]",
+            "self.__dict__.setdefault('t', [1.0]) and self.t.append(1) or 1 / len(self.t)",
+            "resume",
+        ),
+        (
+            "return Lion(param_groups, options)",
+            "return Lion(param_groups[:1], options)",
+            "has 2 of the 3 parameters",
+        ),
         ("return Lion(param_groups, options)", "return 7", "builds a int"),
     ],
 )

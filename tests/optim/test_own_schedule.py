@@ -58,7 +58,8 @@ def built_in_and_own(rank: int, root: Path, path: str, mesh: str) -> tuple[Ended
 
 
 @pytest.mark.parametrize(
-    ("accepted", "message"), [([], "another lr_scheduler.name"), (["lr_scheduler.name"], None), (["all"], None)]
+    ("accepted", "message"),
+    [([], "another lr_scheduler.name"), (["lr_scheduler.name"], None), (["all"], None)],
 )
 def test_schedule_file_changed_since_the_last_save_is_an_error(
     tmp_path: Path, accepted: list[str], message: str | None
@@ -104,15 +105,24 @@ def test_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_path:
         ("def factor(step): ...", "takes fewer than two arguments"),
         ("def factor(*given): ...", "the parameter given, which is not an option"),
         ("def factor(step, *, total_steps): ...", "takes fewer than two arguments"),
-        ("def factor(step, total_steps, **given): ...", "the parameter given, which is not an option"),
+        (
+            "def factor(step, total_steps, **given): ...",
+            "the parameter given, which is not an option",
+        ),
         (
             "x = {}\ndef factor(step, total_steps):\n    x[step] = 0.9 * x.get(step - 1, 1.0)\n    return x[step]",
             "a resumed run would differ",
         ),
         ("def factor(step, total_steps):\n    return step / 0", "fails (line 2): division by zero"),
-        ("def factor(step, total_steps):\n    return step", "returns 2 at step 2 of 200; return the share of the peak"),
+        (
+            "def factor(step, total_steps):\n    return step",
+            "returns 2 at step 2 of 200; return the share of the peak",
+        ),
         ("def factor(step, total_steps):\n    return float('nan')", "returns nan at step 0"),
-        ("def factor(step, total_steps):\n    raise TimeoutError('of my own')", "fails (line 2): of my own"),
+        (
+            "def factor(step, total_steps):\n    raise TimeoutError('of my own')",
+            "fails (line 2): of my own",
+        ),
         ("def factor(step, total_steps):\n    pass", "returns None at step 0"),
         ("def factor(step, total_steps):\n    return True", "returns True at step 0"),
         ("def factor(step, total_steps):\n    return '0.5'", "returns '0.5' at step 0"),
@@ -159,7 +169,13 @@ def test_every_real_number_type_is_accepted(number: Any) -> None:
 
 
 def test_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, capsys) -> None:
-    arguments = ["config", "check", "debug", f"--lr_scheduler.name={written(tmp_path)}", "--training.device=cpu"]
+    arguments = [
+        "config",
+        "check",
+        "debug",
+        f"--lr_scheduler.name={written(tmp_path)}",
+        "--training.device=cpu",
+    ]
     assert main(arguments) == 0
     assert main([*arguments, "--lr_scheduler.warmup_proportion=0.5"]) == 2
     assert "lr_scheduler.warmup_proportion=0.5 has no effect with lr_scheduler.name" in "".join(capsys.readouterr())

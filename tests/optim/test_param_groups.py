@@ -14,7 +14,13 @@ from shardtrain.utils.log import kept_warnings
 @pytest.fixture
 def model():
     layer = nn.ModuleDict({"attn": nn.Linear(2, 2), "attn_norm": nn.LayerNorm(2)})
-    return nn.ModuleDict({"embed": nn.Embedding(3, 2), "layers": nn.ModuleDict({"0": layer}), "norm": nn.LayerNorm(2)})
+    return nn.ModuleDict(
+        {
+            "embed": nn.Embedding(3, 2),
+            "layers": nn.ModuleDict({"0": layer}),
+            "norm": nn.LayerNorm(2),
+        }
+    )
 
 
 def decay_by_name(model, groups):
@@ -27,7 +33,10 @@ def decay_by_name(model, groups):
 def test_patterns_match_across_dots_and_split_the_parameters(model):
     groups = parameter_groups(model.named_parameters(), ["*norm*", "*.bias"], 0.1)
     decays = decay_by_name(model, groups)
-    assert {name for name, decay in decays.items() if decay == 0.1} == {"embed.weight", "layers.0.attn.weight"}
+    assert {name for name, decay in decays.items() if decay == 0.1} == {
+        "embed.weight",
+        "layers.0.attn.weight",
+    }
     assert len(groups) == 2
 
 

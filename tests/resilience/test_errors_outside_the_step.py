@@ -58,12 +58,31 @@ def config_of(folder: Path) -> Config:
     source = {"dataset": "text", "dataset_path": str(data)}
     return shallow_config(
         job={"dump_folder": str(folder)},
-        model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
-        training={"seq_len": 16, "local_batch_size": 1, "global_batch_size": 2, "steps": STEPS, **source},
+        model={
+            "overrides": {
+                "num_layers": 1,
+                "dim": 32,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "ffn_dim": 32,
+            }
+        },
+        training={
+            "seq_len": 16,
+            "local_batch_size": 1,
+            "global_batch_size": 2,
+            "steps": STEPS,
+            **source,
+        },
         data={"mode": "stream"},
         validation={"enable": True, **source, "freq": 2, "steps": 1},
         metrics={"log_freq": 1, "enable_tensorboard": True, "sample_prompt": "a", "sample_freq": 2},
-        profiling={"enable_profiling": True, "profile_freq": 3, "profiler_active": 1, "profiler_warmup": 1},
+        profiling={
+            "enable_profiling": True,
+            "profile_freq": 3,
+            "profiler_active": 1,
+            "profiler_warmup": 1,
+        },
         checkpoint={"enable": True, "interval": 2},
         comm={"straggler_window_steps": 1},
     )

@@ -45,7 +45,11 @@ class Nodes:
             runtime.mkdir(exist_ok=True)
             monkeypatch.setattr(socket, "gethostname", lambda node=rank // 3: f"node{node}")
             exchange_of_rank.meet(
-                {"LOCAL_RANK": str(rank % 3), "LOCAL_WORLD_SIZE": "3", "XDG_RUNTIME_DIR": str(runtime)}
+                {
+                    "LOCAL_RANK": str(rank % 3),
+                    "LOCAL_WORLD_SIZE": "3",
+                    "XDG_RUNTIME_DIR": str(runtime),
+                }
             )
         self.calls.clear()
 

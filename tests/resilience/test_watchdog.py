@@ -27,7 +27,13 @@ from shardtrain.distributed.cpu import shared_barrier, shared_memory
 from shardtrain.resilience.watchdog import rank_heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, from_json, to_json
 from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
-from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd, median_without
+from shardtrain.resilience.watchdog.stragglers import (
+    WINDOWS,
+    Stragglers,
+    common,
+    find_odd,
+    median_without,
+)
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
 from shardtrain.utils import activity
 from shardtrain.utils.activity import Mark
@@ -97,7 +103,14 @@ def test_rank_that_never_sends_a_heartbeat_is_blamed():
 
 
 def test_ranks_furthest_behind_are_blamed():
-    signs = lambda beat: {0: say(beat), 1: say(beat, entered=38), 2: say(beat, entered=38), 3: say(beat)}  # noqa: E731
+    def signs(beat):
+        return {
+            0: say(beat),
+            1: say(beat, entered=38),
+            2: say(beat, entered=38),
+            3: say(beat),
+        }
+
     verdict, _ = judge(signs, size=4)
     assert verdict.rank == 1 and verdict.message.endswith("; nor have ranks 2")
 
@@ -121,7 +134,15 @@ def test_rank_that_exits_early_is_blamed():
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(0, has_left=True)})
     assert verdict.rank == 1
     assert verdict.message == "has left in phase step of step 12, but other ranks wait for it"
-    assert judge(lambda beat: {0: say(0, has_left=True, phase="end"), 1: say(0, has_left=True, phase="end")}) is None
+    assert (
+        judge(
+            lambda beat: {
+                0: say(0, has_left=True, phase="end"),
+                1: say(0, has_left=True, phase="end"),
+            }
+        )
+        is None
+    )
 
 
 def test_before_the_end_of_the_first_step_only_a_wait_is_a_hang():
@@ -199,7 +220,15 @@ def test_suspended_watchdog_blames_nobody():
 def test_verdicts_and_heartbeats_round_trip_through_json_and_other_text_is_ignored():
     verdict, _ = judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat)})
     assert from_json(to_json(verdict)) == verdict
-    for text in ("", "null", "[]", '"x"', '{"beat": true}', '{"beat": 1, "host": 3}', '{"beat":1,"host":"a","x":1}'):
+    for text in (
+        "",
+        "null",
+        "[]",
+        '"x"',
+        '{"beat": true}',
+        '{"beat": 1, "host": 3}',
+        '{"beat":1,"host":"a","x":1}',
+    ):
         assert rank_heartbeat.read(text) is None
     assert rank_heartbeat.read(rank_heartbeat.write(say(3))) == say(3)
 
@@ -237,11 +266,23 @@ def test_window_with_few_samples_is_extended():
     for window in range(8):
         marks = {0: mark(window, samples=8, work=4), 1: mark(window, samples=8, work=7)}
         results.append(stragglers.add(marks, signs))
-    assert [result is None for result in results] == [True, True, True, False, True, True, False, True]
+    assert [result is None for result in results] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_latest_common_marks_are_compared():
-    signs = {0: say(1, marks={1: mark(7), 16: mark(4)}), 1: say(1, marks={1: mark(8), 16: mark(4, "lost")})}
+    signs = {
+        0: say(1, marks={1: mark(7), 16: mark(4)}),
+        1: say(1, marks={1: mark(8), 16: mark(4, "lost")}),
+    }
     assert common(signs, 2, after=4) is None and common(signs, 3, after=0) is None
     assert find_odd({0: mark(4), 1: mark(4)}, signs) is None
     odd = find_odd(common(signs, 2, after=0), signs)
@@ -335,7 +376,10 @@ def agree(rank: int, changes: dict[int, dict], environment: dict[int, dict] | No
     config = shallow_config(**changes.get(rank, {}))
     comm = dataclasses.replace(config.comm, init_timeout_seconds=ARRIVAL_SECONDS)
     facts = config_consistency.facts_of
-    config_consistency.facts_of = lambda *arguments: {**facts(*arguments), **(environment or {}).get(rank, {})}
+    config_consistency.facts_of = lambda *arguments: {
+        **facts(*arguments),
+        **(environment or {}).get(rank, {}),
+    }
     try:
         config_consistency.check(dataclasses.replace(config, comm=comm), store, rank, 3)
     except (ConfigError, PeerError) as error:

@@ -66,7 +66,10 @@ def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
     file = tmp_path / "x.toml"
     file.write_text(FILES[name])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(file)], capture_output=True, text=True, timeout=patience.seconds(120)
+        [sys.executable, "-c", PROGRAM, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
     status, seconds, peak_bytes = json.loads(done.stderr.splitlines()[-1])
     assert status == 2 and seconds < 5.0 and peak_bytes < 300 * 2**20

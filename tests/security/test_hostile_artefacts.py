@@ -20,7 +20,9 @@ MAX_GROWTH_BYTES = 600 * 2**20
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], subprocess.CompletedProcess[str]]:
+def opened(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, Any], subprocess.CompletedProcess[str]]:
     pytest.importorskip("datasets")
     pytest.importorskip("sentencepiece")
     pytest.importorskip("tiktoken")
@@ -30,7 +32,11 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 def open_all(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}",
+        "HF_HUB_OFFLINE": "1",
+    }
     # -B: writing the bytecode of a module would be a forbidden event
     command = [sys.executable, "-B", "-W", "ignore", str(TESTS / "hostile_child.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(390))

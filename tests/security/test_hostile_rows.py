@@ -15,8 +15,14 @@ from tiers import cases
 NAN, INFINITY = float("nan"), float("inf")
 COLUMNS = {
     "a text": ({"text": [NAN, NAN, 1.0]}, {}),
-    "a label": ({"text": ["a", "b", "c"], "label": [NAN, 0.0, 1.0]}, {"task.name": "classification"}),
-    "an infinite label": ({"text": ["a", "b", "c"], "label": [-INFINITY, 1.0, 0.0]}, {"task.name": "classification"}),
+    "a label": (
+        {"text": ["a", "b", "c"], "label": [NAN, 0.0, 1.0]},
+        {"task.name": "classification"},
+    ),
+    "an infinite label": (
+        {"text": ["a", "b", "c"], "label": [-INFINITY, 1.0, 0.0]},
+        {"task.name": "classification"},
+    ),
 }
 VARIABLES = {
     "NGPU": {},
@@ -41,7 +47,14 @@ def train(folder: Path, environment: dict[str, str] | None = None, **options: ob
         *(f"--{name}={value}" for name, value in all_options.items()),
     ]
     names = {**os.environ, **(environment or {})}
-    return forked.run(command, env=names, cwd=folder, capture_output=True, text=True, timeout=patience.seconds(120))
+    return forked.run(
+        command,
+        env=names,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
+    )
 
 
 @pytest.mark.parametrize("kind", cases(list(COLUMNS)[:2], nightly=list(COLUMNS)[2:]))

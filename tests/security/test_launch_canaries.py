@@ -68,7 +68,11 @@ def config_file(tmp_path: Path) -> Path:
 
 def run(folder: Path, *arguments: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
     (folder / "tmp").mkdir(exist_ok=True)
-    folders = {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
+    folders = {
+        "XDG_STATE_HOME": str(folder / "state"),
+        "TMPDIR": str(folder / "tmp"),
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "shardtrain", *map(str, arguments)]
     done = subprocess.run(
         command,
@@ -99,7 +103,17 @@ def test_dry_runs_and_batch_scripts_contain_no_secret(tmp_path: Path, config_fil
 
 @pytest.mark.parametrize("name", CANARIES)
 @pytest.mark.parametrize(
-    "option", ["env.A", "workdir", "image", "mounts", "slurm.sweep", "slurm.setup", "kubernetes.node_selector", "name"]
+    "option",
+    [
+        "env.A",
+        "workdir",
+        "image",
+        "mounts",
+        "slurm.sweep",
+        "slurm.setup",
+        "kubernetes.node_selector",
+        "name",
+    ],
 )
 def test_launch_option_with_a_secret_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, option: str
@@ -123,7 +137,8 @@ def test_launch_option_with_a_secret_is_refused(
 
 
 @pytest.mark.nightly(
-    "on one machine", by="tests/security/test_secret_canaries.py::test_run_with_all_sinks_writes_no_secret"
+    "on one machine",
+    by="tests/security/test_secret_canaries.py::test_run_with_all_sinks_writes_no_secret",
 )
 @pytest.mark.slow
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "sshd")
@@ -131,7 +146,10 @@ def test_ssh_run_that_fails_with_every_secret_masks_them(tmp_path: Path, config_
     dataset = tmp_path / "mine.py"
     dataset.write_text(CRASHES.format(names=tuple(CANARIES)))
     train_options = options(tmp_path, **{"training.dataset": dataset})
-    with command_lines() as lines, sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1"}) as ssh_config:
+    with (
+        command_lines() as lines,
+        sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1"}) as ssh_config,
+    ):
         arguments = [f"--launch.ssh.config_file={ssh_config}", f"--launch.python={sys.executable}"]
         arguments += [f"--launch.workdir={ROOT}", "--nproc", "2"]
         done = run(tmp_path, "launch", "ssh", config_file, *arguments, *train_options)

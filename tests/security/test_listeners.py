@@ -74,11 +74,20 @@ def train_options(folder: Path, **more: object) -> list[str]:
 
 
 @pytest.mark.nightly(
-    "without workers", by="tests/launch/test_local.py::test_nothing_listens_beyond_the_loopback_address"
+    "without workers",
+    by="tests/launch/test_local.py::test_nothing_listens_beyond_the_loopback_address",
 )
 def test_ranks_with_workers_only_listen_on_loopback(tmp_path: Path) -> None:
     more = {"training.dataloader.num_workers": 1}
-    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *train_options(tmp_path, **more)]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "--nproc",
+        "2",
+        *train_options(tmp_path, **more),
+    ]
     seen = watch(command, tmp_path, attack=True)
     with private_network.create_network_namespace() as names:
         assert bool(seen) is not bool(names), "gloo's listeners are visible exactly if there is no private network"
@@ -87,7 +96,16 @@ def test_ranks_with_workers_only_listen_on_loopback(tmp_path: Path) -> None:
 
 def test_preparing_data_listens_nowhere(tmp_path: Path) -> None:
     source = ["--training.dataset", "text", "--training.dataset_path", text_file()]
-    command = [sys.executable, "-m", "shardtrain", "data", "prepare", "--output", str(tmp_path / "x"), *source]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "data",
+        "prepare",
+        "--output",
+        str(tmp_path / "x"),
+        *source,
+    ]
     assert not watch([*command, "--processes", "2"], tmp_path)
 
 

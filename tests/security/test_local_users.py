@@ -116,7 +116,10 @@ def test_another_user_cannot_access_the_rendezvous_folder(attack: Callable[[Path
             parent.chmod(parent.stat().st_mode | 0o055)
     folder = tmp_path / "rendezvous"
     folder.mkdir(mode=0o700)
-    store, signs = private_store.group_store(folder), private_store.FolderStore(folder / "heartbeat")
+    store, signs = (
+        private_store.group_store(folder),
+        private_store.FolderStore(folder / "heartbeat"),
+    )
     store.set("key", "value")
     num_keys = store.num_keys()
     signs.set("sign-0", "well")
@@ -150,7 +153,10 @@ def test_folder_store_counts_and_sets_values_atomically(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert store.add("n", 0) == 80
-    assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (b"first", b"first")
+    assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (
+        b"first",
+        b"first",
+    )
 
 
 def test_process_forked_during_a_change_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -182,7 +188,12 @@ def test_terminal_control_sequences_are_escaped() -> None:
 
 
 def test_variable_with_newlines_and_escapes_is_reported_in_one_line(tmp_path: Path) -> None:
-    environment = {**os.environ, "RANK": "0\nerror[0]: all is well\x1b[2J", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    environment = {
+        **os.environ,
+        "RANK": "0\nerror[0]: all is well\x1b[2J",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+    }
     command = [sys.executable, "-m", "shardtrain", "train", "--job.dump_folder", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]

@@ -12,9 +12,23 @@ import shardtrain
 
 ROOT = Path(shardtrain.__file__).parents[1]
 PACKAGE = sorted((ROOT / "shardtrain").rglob("*.py"))
-OTHER_FILES = [*sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "tests").rglob("*.py"))]
+OTHER_FILES = [
+    *sorted((ROOT / "benchmarks").rglob("*.py")),
+    *sorted((ROOT / "tests").rglob("*.py")),
+]
 
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle", "code"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+    "code",
+}
 CALLS = {
     "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "yaml.load", "yaml.unsafe_load",
     "yaml.full_load", "torch.load", "torch.jit.load", "torch.hub.load", "np.load", "numpy.load", "runpy.run_path",
@@ -27,16 +41,34 @@ METHODS = {
 }  # fmt: skip
 
 ALLOWED = {
-    ("shardtrain/utils/own_file.py", "exec_module"): "runs files that the user's configuration names",
+    (
+        "shardtrain/utils/own_file.py",
+        "exec_module",
+    ): "runs files that the user's configuration names",
     ("shardtrain/utils/python_child.py", "exec_module"): "loads this package in a new process",
-    ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP on files that it just wrote",
-    ("tests/checkpoint/test_folder.py", "torch.load"): "reads its own files, like users of exported weights",
+    (
+        "benchmarks/checkpoint_safety.py",
+        "dcp.load",
+    ): "measures plain DCP on files that it just wrote",
+    (
+        "tests/checkpoint/test_folder.py",
+        "torch.load",
+    ): "reads its own files, like users of exported weights",
     ("tests/compat/test_layer_files.py", "torch.load"): "reads exported files, like FMEngine",
-    ("tests/compat/migrate/test_torchtitan_runs.py", "torch.load"): "reads output of dcp_to_torch, like its users",
+    (
+        "tests/compat/migrate/test_torchtitan_runs.py",
+        "torch.load",
+    ): "reads output of dcp_to_torch, like its users",
     ("tests/ops/test_init_weights.py", "all_gather_object"): "compares values of its own ranks",
     ("tests/hostile_files.py", "pickle"): "writes the attacks",
-    ("tests/dcp_folders.py", "dcp.load"): "uses PyTorch's load as a reference, on files of the tests",
-    ("benchmarks/peers/timed.py", "runpy.run_path"): "runs the peer program that the command line names",
+    (
+        "tests/dcp_folders.py",
+        "dcp.load",
+    ): "uses PyTorch's load as a reference, on files of the tests",
+    (
+        "benchmarks/peers/timed.py",
+        "runpy.run_path",
+    ): "runs the peer program that the command line names",
     ("tests/forked.py", "runpy.run_path"): "runs programs of the tests, like an interpreter",
 }
 """All uses, with their reasons."""
@@ -109,6 +141,9 @@ def test_only_explicit_requests_use_the_reader_of_bin_weights() -> None:
         "from torch.distributed.checkpoint.planner import WriteItem, WriteItemType",
     ]
     attributes = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Attribute)]
-    assert {name for name in attributes if re.fullmatch(r"dcp\.\w+", name)} == {"dcp.save", "dcp.api"}
+    assert {name for name in attributes if re.fullmatch(r"dcp\.\w+", name)} == {
+        "dcp.save",
+        "dcp.api",
+    }
     others = [name for name, text in texts.items() if "import torch.distributed.checkpoint" in text]
     assert others == ["shardtrain/tools/dcp/writing.py"]

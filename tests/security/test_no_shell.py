@@ -99,7 +99,12 @@ def test_only_the_page_of_runs_writes_html() -> None:
 
 
 def test_commands_that_are_text_are_detected() -> None:
-    wrong = ['os.system("ls")', "subprocess.run(f'ls {x}')", "subprocess.Popen('ls ' + x)", "run(x, shell=False)"]
+    wrong = [
+        'os.system("ls")',
+        "subprocess.run(f'ls {x}')",
+        "subprocess.Popen('ls ' + x)",
+        "run(x, shell=False)",
+    ]
     right = ['subprocess.run(["ls", x])', "subprocess.Popen(words)", "run(x)"]
     for text in wrong + right:
         node = ast.parse(text, mode="eval").body

@@ -50,11 +50,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 2}),
     "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 2}),
     "llama4_text": ("Llama4ForCausalLM", {"num_local_experts": 2, "num_key_value_heads": 2}),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}),
-    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", {"n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", {}),
-    "gpt_oss": ("GptOssForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2},
+    ),
 }
 
 
@@ -137,7 +149,12 @@ def test_generation_config(tmp_path: Path) -> None:
 
 def test_tokenizer_config(tmp_path: Path) -> None:
     added = {"3": {"content": "<s>", "special": True, "count": 1}}
-    valid = {"model_max_length": 10**30, "bos_token_id": 3, "added_tokens_decoder": added, "bos_token": "<s>"}
+    valid = {
+        "model_max_length": 10**30,
+        "bos_token_id": 3,
+        "added_tokens_decoder": added,
+        "bos_token": "<s>",
+    }
 
     def read(text: str) -> None:
         (tmp_path / "tokenizer_config.json").write_text(text)
@@ -210,7 +227,19 @@ def test_configurations_of_other_programs(name: str, tmp_path: Path) -> None:
     assert not wrong(json.loads(foreign_configs.FILES[name]), read)
 
 
-TOML = ["nan", "inf", "-inf", "1e999", "-0.0", "1e30", str(10**30), str(2**63), "true", '"123"', "9" * 5000]
+TOML = [
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "-0.0",
+    "1e30",
+    str(10**30),
+    str(2**63),
+    "true",
+    '"123"',
+    "9" * 5000,
+]
 NUMBERS = [name for name, option in options().items() if "int" in str(option.kind) or "float" in str(option.kind)]
 
 

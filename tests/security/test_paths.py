@@ -135,10 +135,29 @@ def test_run_writes_nothing_world_writable_and_nothing_outside_its_folder(tmp_pa
         "lr_scheduler.warmup_steps": 1,
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options_given.items()]
-    command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "1", *arguments, "--checkpoint.enable"]
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(config.__file__).parents[2])}
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "--nproc",
+        "1",
+        *arguments,
+        "--checkpoint.enable",
+    ]
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": str(Path(config.__file__).parents[2]),
+    }
     done = forked.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120), umask=0
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
+        umask=0,
     )
     assert done.returncode == 0, done.stderr
     written = [path for path in outputs.rglob("*") if not path.is_symlink()]

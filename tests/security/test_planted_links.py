@@ -30,7 +30,15 @@ from shardtrain.utils.errors import Problem, StorageError
 PACKAGE = Path(shardtrain.__file__).parent
 STEPS = 3
 WRITE_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
-WRITERS = {"write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile", "save_file", "SummaryWriter"}
+WRITERS = {
+    "write_text",
+    "write_bytes",
+    "touch",
+    "mkstemp",
+    "NamedTemporaryFile",
+    "save_file",
+    "SummaryWriter",
+}
 
 NOT_OF_A_RUN = {
     "cli.py": "/dev/null",
@@ -93,11 +101,24 @@ def config_of(folder: Path) -> Config:
     """Return a configuration that writes every kind of file that a run on CPUs can write."""
     config = shallow_config(
         job={"dump_folder": str(folder), "save_config_file": "config.toml"},
-        model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+        model={
+            "overrides": {
+                "num_layers": 1,
+                "dim": 32,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "ffn_dim": 32,
+            }
+        },
         training={"seq_len": 16, "local_batch_size": 1, "global_batch_size": 2, "steps": STEPS},
         checkpoint={"enable": True, "interval": 1, "keep_latest_k": 2, "async_mode": "async"},
         metrics={"enable_tensorboard": True, "log_freq": 1},
-        profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1, "profiler_active": 1},
+        profiling={
+            "enable_profiling": True,
+            "profile_freq": 2,
+            "profiler_warmup": 1,
+            "profiler_active": 1,
+        },
         validation={"enable": True, "dataset": "text", "dataset_path": None, "freq": 2, "steps": 1},
     )
     return replace(config, validation=replace(config.validation, dataset_path=config.training.dataset_path))
@@ -131,7 +152,14 @@ def test_run_opens_its_files_relative_to_a_folder_descriptor(tmp_path: Path) -> 
     opened = (tmp_path / "report").read_text().splitlines()
     assert [line for line in opened if line.startswith("path")] == []
     names = {line.removeprefix("name ") for line in opened}
-    assert {"metrics.jsonl", "goodput.jsonl", "rank-1.log", "rank-1.out", "manifest.json", "rank-00001.bin"} <= names
+    assert {
+        "metrics.jsonl",
+        "goodput.jsonl",
+        "rank-1.log",
+        "rank-1.out",
+        "manifest.json",
+        "rank-00001.bin",
+    } <= names
     assert any(name.startswith("events.out.tfevents") for name in names)
     assert any(name.startswith(".exit.json.") for name in names)
 
@@ -162,7 +190,10 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
     assert code == 0, output
     names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
     names = [name for name in names if not name.parts[1:2] or not name.parts[1].startswith("step-")]
-    assert {str(name) for name in names if len(name.parts) == 1} == {*FILES_OF_A_RUN, "config.toml"} - {"samples.jsonl"}
+    assert {str(name) for name in names if len(name.parts) == 1} == {
+        *FILES_OF_A_RUN,
+        "config.toml",
+    } - {"samples.jsonl"}
     assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {str(name) for name in names}
     (tmp_path / "precious").mkdir()
     for number, name in enumerate([*names, Path(".exit.json.reserved")]):
@@ -239,7 +270,10 @@ def test_file_with_the_name_of_a_folder_is_refused_at_start(folder: str, tmp_pat
         assert not problems(replace(config, **{section: replace(getattr(config, section), **{option: False})}))
         config = replace(config, **{section: replace(getattr(config, section), **{option: True})})
     (found,) = problems(config)
-    assert (found.option, found.rule) == (FOLDERS[folder], f"leads through {path}, which is not a folder")
+    assert (found.option, found.rule) == (
+        FOLDERS[folder],
+        f"leads through {path}, which is not a folder",
+    )
 
 
 def test_folder_with_the_name_of_a_file_is_refused_at_start(tmp_path: Path) -> None:

@@ -22,7 +22,17 @@ from shardtrain.utils import python_child
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "yaml", "rich", "huggingface_hub", "wandb", "transformers"}
+LIBRARIES = {
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "yaml",
+    "rich",
+    "huggingface_hub",
+    "wandb",
+    "transformers",
+}
 # Python's own `-m` imports these from the current directory, before it looks for the package
 OF_PYTHON = "import runpy, sys; print(*{name.partition('.')[0] for name in sys.modules})"
 TRAIN = "--training.steps 1 --training.seq_len 32 --job.dump_folder out"
@@ -51,7 +61,13 @@ STARTS = {
     "main.py": [sys.executable, str(ROOT / "main.py"), "--help"],
     "train.py": [sys.executable, str(ROOT / "train.py"), *f"debug {TRAIN} --nproc 1".split()],
     "torchrun": [*TORCHRUN, *f"shardtrain.train debug {TRAIN}".split()],
-    "torchrun of FMEngine": [sys.executable, "-m", "shardtrain.compat.fmengine", "torchrun", "--help"],
+    "torchrun of FMEngine": [
+        sys.executable,
+        "-m",
+        "shardtrain.compat.fmengine",
+        "torchrun",
+        "--help",
+    ],
     "agent of several nodes": [
         *MODULE,
         *f"train debug {TRAIN} --nproc 1 --nnodes 1 --node_rank 0 --rdzv_endpoint 127.0.0.1:29597".split(),
@@ -113,7 +129,8 @@ def test_no_verb_imports_a_module_of_the_current_directory(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "words", cases(["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"])
+    "words",
+    cases(["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"]),
 )
 def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_path: Path) -> None:
     plant(tmp_path)
@@ -132,7 +149,11 @@ def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_p
 def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
     """The script creates an environment. Then pip fails, because there is no index."""
     plant(tmp_path)
-    variables = {"SHARDTRAIN_VENV": str(tmp_path / "venv"), "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
+    variables = {
+        "SHARDTRAIN_VENV": str(tmp_path / "venv"),
+        "PYTHON": sys.executable,
+        "PIP_NO_INDEX": "1",
+    }
     environment = {name: os.environ[name] for name in os.environ if name not in ("VIRTUAL_ENV", "PYTHONSAFEPATH")}
     done = subprocess.run(
         [str(ROOT / "run_train.sh")],

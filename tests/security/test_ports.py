@@ -58,7 +58,12 @@ def train(*arguments: str) -> list[str]:
 
 def nodes(count: str) -> Callable[[int], Sequence[list[str]]]:
     return lambda port: [
-        train(f"--nnodes={count}", f"--node_rank={number}", "--nproc=1", f"--rdzv_endpoint={RENDEZVOUS}:{port}")
+        train(
+            f"--nnodes={count}",
+            f"--node_rank={number}",
+            "--nproc=1",
+            f"--rdzv_endpoint={RENDEZVOUS}:{port}",
+        )
         for number in (0, 1)
     ]
 
@@ -139,7 +144,13 @@ def seen(mode: Mode, folder: Path) -> set[tuple[str, str, str]]:
     def add_listeners(process: str, pids: set[int]) -> None:
         for digits, listening_port in listeners(pids) - inherited:
             address = address_of(digits)
-            result.add((process, terms.get(address, address), mode.port if listening_port == port else "random"))
+            result.add(
+                (
+                    process,
+                    terms.get(address, address),
+                    mode.port if listening_port == port else "random",
+                )
+            )
 
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
     with contextlib.ExitStack() as stack:
@@ -203,7 +214,12 @@ def test_each_row_of_the_table_has_a_mode_that_runs():
 def test_listeners_of_every_kind_are_detected():
     """IPv4, IPv6 and wildcard addresses."""
     inherited = listeners({os.getpid()})
-    families = {"127.0.0.9": socket.AF_INET, "0.0.0.0": socket.AF_INET, "::1": socket.AF_INET6, "::": socket.AF_INET6}
+    families = {
+        "127.0.0.9": socket.AF_INET,
+        "0.0.0.0": socket.AF_INET,
+        "::1": socket.AF_INET6,
+        "::": socket.AF_INET6,
+    }
     with contextlib.ExitStack() as stack:
         for address, family in families.items():
             stack.enter_context(socket.create_server((address, 0), family=family))

@@ -30,7 +30,12 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, set[bytes]]:
     temporary = folder / "tmp"
     temporary.mkdir(exist_ok=True)
     (folder / "wandb.py").write_text(WANDB)
-    environment = {**os.environ, **CANARIES, "TMPDIR": str(temporary), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    environment = {
+        **os.environ,
+        **CANARIES,
+        "TMPDIR": str(temporary),
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+    }
     command = [sys.executable, "-m", "shardtrain", *arguments]
     lines: set[bytes] = set()
     with (folder / "printed").open("wb") as printed:
@@ -55,7 +60,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_run_with_all_sinks_writes_no_secret(tmp_path: Path) -> None:
-    flags = ["--job.print_config", "--metrics.enable_tensorboard", "--metrics.enable_wandb", "--checkpoint.enable"]
+    flags = [
+        "--job.print_config",
+        "--metrics.enable_tensorboard",
+        "--metrics.enable_wandb",
+        "--checkpoint.enable",
+    ]
     status, printed, lines = run(tmp_path, "train", "--nproc", "2", *options(tmp_path), *flags)
     assert status == 0, printed
     assert (tmp_path / "outputs/wandb-stub.json").exists()
@@ -70,7 +80,14 @@ def test_error_with_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
     if verb == "train":
         arguments = ["train", "--nproc", "2", *options(tmp_path, **{"training.dataset": dataset})]
     else:
-        arguments = ["data", "prepare", "--output", str(tmp_path / "x"), "--training.dataset", str(dataset)]
+        arguments = [
+            "data",
+            "prepare",
+            "--output",
+            str(tmp_path / "x"),
+            "--training.dataset",
+            str(dataset),
+        ]
     status, printed, lines = run(tmp_path, *arguments)
     assert status != 0 and "refused: ***" in printed, printed
     assert_silent(tmp_path, lines)
@@ -96,7 +113,12 @@ def test_a_commit_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_known_forms_are_masked_without_the_environment() -> None:
-    for text in ("ghp_" + "a1B2" * 9, "hf_" + "a1B2" * 8, "AKIA" + "ABCD" * 4, "https://me:word@host/x"):
+    for text in (
+        "ghp_" + "a1B2" * 9,
+        "hf_" + "a1B2" * 8,
+        "AKIA" + "ABCD" * 4,
+        "https://me:word@host/x",
+    ):
         assert redact(f"say {text}") != f"say {text}"
     assert redact("wandb_api_key=" + "c0ffee" * 6 + "beef") == "wandb_api_key=***"
     assert redact_all({"a": ["ghp_" + "a1B2" * 9]}) == {"a": ["***"]}

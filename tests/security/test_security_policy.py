@@ -43,7 +43,12 @@ def test_policy_names_every_file_of_security_tests() -> None:
 
 
 def test_policy_has_the_information_for_a_reporter() -> None:
-    for phrase in ("private vulnerability reporting", "90 days", "What is a vulnerability", "opening an artefact"):
+    for phrase in (
+        "private vulnerability reporting",
+        "90 days",
+        "What is a vulnerability",
+        "opening an artefact",
+    ):
         assert phrase in TEXT
     for attacker in ("A1", "A2", "A3", "A4", "A5"):
         assert f"**{attacker}**" in TEXT

@@ -173,7 +173,9 @@ def test_error_in_the_private_network_propagates_unchanged(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
-def test_user_who_connects_during_setup_is_named_and_the_run_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_who_connects_during_setup_is_named_and_the_run_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(STORE, "a folder of this machine")
 
     def make() -> socket.socket:

@@ -61,7 +61,10 @@ READERS: list[tuple[str, Callable[[Path], object]]] = [
     ("hosts", lambda folder: hostfile.read_hostfile(folder / "hosts")),
     ("model.py", lambda folder: own_file.parse(folder / "model.py")),
     ("device.toml", lambda folder: hardware._read(folder / "device.toml", "--device")),
-    ("report.json", lambda folder: calibrate.learn_report(folder / "report.json", hardware.find("h100"))),
+    (
+        "report.json",
+        lambda folder: calibrate.learn_report(folder / "report.json", hardware.find("h100")),
+    ),
 ]
 SAMPLED = {initial_weights.of_folder, listing_of}
 """Readers that read only parts of a file."""
@@ -96,7 +99,12 @@ def test_special_or_huge_file_is_refused(
 
 def schedule_problems(path: Path) -> str:
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(path))
-    return "; ".join(map(str, schedule_file.check_schedule_file(config.Loaded(Config(parallelism=parallelism)), 2, 2)))
+    return "; ".join(
+        map(
+            str,
+            schedule_file.check_schedule_file(config.Loaded(Config(parallelism=parallelism)), 2, 2),
+        )
+    )
 
 
 @pytest.mark.parametrize("reader", [

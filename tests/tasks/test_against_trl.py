@@ -72,7 +72,14 @@ def of_simpo() -> Both:
     data = in_order(rows, ended, ("prompt", "chosen", "rejected"))
 
     def make(model: Any, tokenizer: Any) -> Any:
-        args = options(CPOConfig, loss_type="simpo", cpo_alpha=0.0, beta=2.0, simpo_gamma=0.4, max_length=2 * SEQ_LEN)
+        args = options(
+            CPOConfig,
+            loss_type="simpo",
+            cpo_alpha=0.0,
+            beta=2.0,
+            simpo_gamma=0.4,
+            max_length=2 * SEQ_LEN,
+        )
         return CPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
     return ended, theirs(make)
@@ -197,7 +204,13 @@ def teacher() -> Path:
 def of_distillation() -> Both:
     """Cross-entropy mixed with the divergence of trl's GKD. The factor T^2 is added here."""
     rows, place = pairs(), teacher()
-    task = {"teacher_path": str(place), "kd_ratio": 0.7, "temperature": 2.0, "divergence": "jsd", "jsd_beta": 0.3}
+    task = {
+        "teacher_path": str(place),
+        "kd_ratio": 0.7,
+        "temperature": 2.0,
+        "divergence": "jsd",
+        "jsd_beta": 0.3,
+    }
     packing = {"format": "prompt_completion", "packing": "padded"}
     ended = ours(rows, task={"name": "distillation", **task}, data=packing)
     data = in_order(rows, ended, ("prompt", "completion"))
@@ -220,7 +233,12 @@ def of_distillation() -> Both:
                 divergence = GKDTrainer.generalized_jsd_loss(student, teacher_logits, labels, beta=0.3, temperature=2.0)
                 return 0.3 * loss + 0.7 * 2.0**2 * divergence
 
-        args = options(trl.SFTConfig, max_length=None, per_device_train_batch_size=BATCH, completion_only_loss=True)
+        args = options(
+            trl.SFTConfig,
+            max_length=None,
+            per_device_train_batch_size=BATCH,
+            completion_only_loss=True,
+        )
         return Distilled(model, args=args, train_dataset=data, processing_class=tokenizer)
 
     return ended, theirs(make)

@@ -42,7 +42,12 @@ MIXTURE = {
     "num_experts": 4, "balance_loss_coeff": 0.1,
 }  # fmt: skip
 CASES = [(task, mesh) for task in TASKS for mesh in MESHES]
-FIRST = [("kto", "accumulation 2"), ("kto", "dp_shard 2"), ("orpo", "tp 2"), ("reward_model", "tp 2")]
+FIRST = [
+    ("kto", "accumulation 2"),
+    ("kto", "dp_shard 2"),
+    ("orpo", "tp 2"),
+    ("reward_model", "tp 2"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +116,13 @@ def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_p
     """Each row counts once, in groups of which the last is smaller."""
     results = []
     for ranks in (1, 2):
-        validation = {"enable": True, "dataset": "jsonl", "dataset_path": str(file), "seq_len": 40, "freq": 1}
+        validation = {
+            "enable": True,
+            "dataset": "jsonl",
+            "dataset_path": str(file),
+            "seq_len": 40,
+            "freq": 1,
+        }
         folder = tmp_path / str(ranks)
         run_config = config(
             file, task, job={"dump_folder": str(folder)}, validation={**validation, "local_batch_size": 2},
@@ -167,7 +178,10 @@ def test_data_show_prints_both_answers_with_learned_parts(tmp_path: Path, capsys
     ]
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
     assert show.main(arguments_for(path, "kto")) == 0
-    assert capsys.readouterr().out.splitlines()[2:] == ["-- bad: 4 tokens, 2 in the loss", "<bos>a«b<eos>»"]
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "-- bad: 4 tokens, 2 in the loss",
+        "<bos>a«b<eos>»",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +213,10 @@ def test_invalid_options_are_rejected(options: dict[str, Any], message: str, fil
             {"prompt": "a", "completion": "b", "label": "good"},
             "label 'good' in column 'label' is neither true",
         ),
-        ({"prompt": "a", "completion": 3, "label": True}, "column 'completion' holds a number, not a text"),
+        (
+            {"prompt": "a", "completion": 3, "label": True},
+            "column 'completion' holds a number, not a text",
+        ),
     ],
 )
 def test_row_without_a_valid_label_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -210,7 +227,8 @@ def test_row_without_a_valid_label_is_named(row: dict[str, Any], message: str, t
 
 
 @pytest.mark.parametrize(
-    ("label", "is_good"), [(True, True), (1, True), (1.0, True), (0.0, False), ("false", False), (0.5, None)]
+    ("label", "is_good"),
+    [(True, True), (1, True), (1.0, True), (0.0, False), ("false", False), (0.5, None)],
 )
 def test_kto_label_may_be_a_number(tmp_path: Path, label: Any, is_good: bool | None) -> None:
     path = tmp_path / "rows.jsonl"
@@ -244,7 +262,12 @@ def test_transformers_models_learn_from_answers(
     task: str, overrides: dict[str, Any], file: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    training = {"dataset": "jsonl", "dataset_path": str(file), "on_data_end": "repeat", "seq_len": 48}
+    training = {
+        "dataset": "jsonl",
+        "dataset_path": str(file),
+        "on_data_end": "repeat",
+        "seq_len": 48,
+    }
     run_config = dataclasses.replace(
         foreign("gpt2", tmp_path, overrides=overrides, training=training), task=Task(name=task)
     )
@@ -253,7 +276,12 @@ def test_transformers_models_learn_from_answers(
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
 
 
-MARGINS = {"absent": (None, 0.0), "null": ("null", 0.0), "a number": ("0.5", 0.5), "negative": ("-2", -2.0)}
+MARGINS = {
+    "absent": (None, 0.0),
+    "null": ("null", 0.0),
+    "a number": ("0.5", 0.5),
+    "negative": ("-2", -2.0),
+}
 
 
 @pytest.mark.parametrize(("value", "margin"), MARGINS.values(), ids=MARGINS.keys())

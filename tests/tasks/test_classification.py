@@ -24,12 +24,19 @@ from shardtrain.tasks.classification import Classification, Example
 from shardtrain.train import validation
 from shardtrain.utils.errors import DataError
 
-DECODER = {"name": "llama3", "overrides": {key: value for key, value in SHAPE.items() if key != "dropout"}}
+DECODER = {
+    "name": "llama3",
+    "overrides": {key: value for key, value in SHAPE.items() if key != "dropout"},
+}
 MESHES = {
     "dp_shard 2": (2, {}, {}),
     "dp_shard 2, accumulation": (2, {}, {"local_batch_size": 1}),
     "dp_replicate 2 x dp_shard 2": (4, {"data_parallel_replicate_degree": 2}, {}),
-    "tp 2": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {"local_batch_size": 4}),
+    "tp 2": (
+        2,
+        {"tensor_parallel_degree": 2, "disable_loss_parallel": True},
+        {"local_batch_size": 4},
+    ),
 }
 
 
@@ -40,7 +47,8 @@ def reference(model: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("model", "mesh"), [*(("encoder", mesh) for mesh in MESHES), ("decoder", "dp_shard 2, accumulation")]
+    ("model", "mesh"),
+    [*(("encoder", mesh) for mesh in MESHES), ("decoder", "dp_shard 2, accumulation")],
 )
 def test_meshes_change_no_number_despite_different_padding(model: str, mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
@@ -53,12 +61,18 @@ def test_meshes_change_no_number_despite_different_padding(model: str, mesh: str
 
 @pytest.mark.parametrize(
     ("model", "labels", "ranks"),
-    cases([("decoder", 3, 2)], nightly=[("encoder", 3, 2), ("encoder", 5, 4), ("decoder", 3, 4), ("decoder", 5, 4)]),
+    cases(
+        [("decoder", 3, 2)],
+        nightly=[("encoder", 3, 2), ("encoder", 5, 4), ("decoder", 3, 4), ("decoder", 5, 4)],
+    ),
 )
 def test_tensor_parallelism_supports_any_number_of_labels(model: str, labels: int, ranks: int) -> None:
     body = {**(DECODER["overrides"] if model == "decoder" else SHAPE), "num_kv_heads": 4}  # type: ignore[dict-item]
     task = {"label_field": "1", "num_labels": labels}
-    sections: dict[str, Any] = {"model": {**(DECODER if model == "decoder" else {}), "overrides": body}, "task": task}
+    sections: dict[str, Any] = {
+        "model": {**(DECODER if model == "decoder" else {}), "overrides": body},
+        "task": task,
+    }
     one_process = run_tiny(1, config(training={"local_batch_size": 8}, **sections), 4)[0]
     mesh = {"tensor_parallel_degree": ranks, "disable_loss_parallel": True}
     for result in run_tiny(ranks, config(training={"local_batch_size": 8}, parallelism=mesh, **sections), 4):
@@ -93,7 +107,13 @@ def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
         run_config = config(dev=size)
         result = validation.evaluate(run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh)
         assert result is not None
-        results.append((result.rows, dict(result.metrics), {k: v.tolist() for k, v in result.predictions.items()}))
+        results.append(
+            (
+                result.rows,
+                dict(result.metrics),
+                {k: v.tolist() for k, v in result.predictions.items()},
+            )
+        )
         assert run.runner.parts[0].training
     return results
 
@@ -118,12 +138,18 @@ def test_macro_f1_is_the_mean_over_labels() -> None:
     task = Classification(config(task={"labels": ["a", "b", "c"]}))
     rows = {"prediction": torch.tensor([0, 0, 1, 1]), "label": torch.tensor([0, 1, 1, 1])}
     metrics = task.metrics(rows)
-    assert metrics == {"accuracy": 0.75, "macro_f1": pytest.approx((2 / 3 + 4 / 5) / 2)}  # label c never occurs
+    assert metrics == {
+        "accuracy": 0.75,
+        "macro_f1": pytest.approx((2 / 3 + 4 / 5) / 2),
+    }  # label c never occurs
 
 
 def test_long_row_is_truncated_and_keeps_eos() -> None:
     task = Classification(config(training={"seq_len": 6}))
-    short, long = task.read_rows("train")[0], max(task.read_rows("train"), key=lambda row: len(row.tokens))
+    short, long = (
+        task.read_rows("train")[0],
+        max(task.read_rows("train"), key=lambda row: len(row.tokens)),
+    )
     assert len(long.tokens) == 6 and long.tokens[0] == 256 and long.tokens[-1] == 257
     assert list(short.tokens).count(257) == 1
 
@@ -164,7 +190,8 @@ def test_invalid_row_is_reported_with_file_and_line(tmp_path: Path, line: str, m
 
 
 @pytest.mark.parametrize(
-    ("label", "number"), [(1, 1), (1.0, 1), (0.0, 0), ("1", 1), (0.5, None), (True, None), (None, None), ("1.0", None)]
+    ("label", "number"),
+    [(1, 1), (1.0, 1), (0.0, 0), ("1", 1), (0.5, None), (True, None), (None, None), ("1.0", None)],
 )
 def test_integer_is_a_label_in_any_type(tmp_path: Path, label: Any, number: int | None) -> None:
     """Integer columns with nulls are read as floats."""
@@ -186,7 +213,9 @@ def test_missing_column_is_reported_with_the_existing_ones(tmp_path: Path) -> No
     path = tmp_path / "train.tsv"
     path.write_text("sentence\tscore\ngood\t1\n")
     run_config = config(
-        data={"text_field": "sentence"}, task={"label_field": "label"}, training={"dataset_path": str(path)}
+        data={"text_field": "sentence"},
+        task={"label_field": "label"},
+        training={"dataset_path": str(path)},
     )
     with pytest.raises(DataError, match=r"train.tsv:2: has no column 'label'; its columns are sentence, score"):
         Classification(run_config).read_rows("train")
@@ -202,15 +231,32 @@ def test_three_epochs_learn_labels_decided_by_one_word_and_keep_the_best(tmp_pat
         training={"epochs": 6, "local_batch_size": 8, "global_batch_size": -1},
         validation={"per_epoch": 1},
         optimizer={"lr": 3e-3, "eps": 1e-8},
-        checkpoint={"enable": True, "interval": 1000, "keep_best": "validation.accuracy", "keep_latest_k": 2},
+        checkpoint={
+            "enable": True,
+            "interval": 1000,
+            "keep_best": "validation.accuracy",
+            "keep_latest_k": 2,
+        },
     )
     run_ranks(2, train_whole, run_config)
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [13, 25, 38, 50, 63, 75]  # 200 rows in steps of 16: 12.5 steps per epoch
+    assert [line["step"] for line in lines] == [
+        13,
+        25,
+        38,
+        50,
+        63,
+        75,
+    ]  # 200 rows in steps of 16: 12.5 steps per epoch
     best = max(lines, key=lambda line: line["accuracy"])
     assert best["accuracy"] > 0.9
     pointer = json.loads((tmp_path / "checkpoint" / "best.json").read_text())
-    assert pointer == {"step": best["step"], "metric": "validation.accuracy", "mode": "max", "value": best["accuracy"]}
+    assert pointer == {
+        "step": best["step"],
+        "metric": "validation.accuracy",
+        "mode": "max",
+        "value": best["accuracy"],
+    }
     assert (tmp_path / "checkpoint" / f"step-{best['step']}").is_dir()
 
 

@@ -74,7 +74,10 @@ def test_single_method_of_a_task_can_be_replaced(tmp_path: Path) -> None:
     [
         ("x = 1\n", "has no Task"),
         ("def Task(config):\n    return None\n", "has no Task"),
-        ("from shardtrain.tasks import RowTask\nclass Task(RowTask):\n    pass\n", "has a Task without read_rows"),
+        (
+            "from shardtrain.tasks import RowTask\nclass Task(RowTask):\n    pass\n",
+            "has a Task without read_rows",
+        ),
     ],
 )
 def test_invalid_task_file_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:

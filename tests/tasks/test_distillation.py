@@ -39,7 +39,12 @@ def config(folder: Path | None = None, task: dict[str, Any] | None = None, **sec
         model={"overrides": {"num_layers": 2}},
         **sections,
     )
-    task_options = {"name": "distillation", "teacher_path": str(teacher()), "temperature": 2.0, **(task or {})}
+    task_options = {
+        "name": "distillation",
+        "teacher_path": str(teacher()),
+        "temperature": 2.0,
+        **(task or {}),
+    }
     return dataclasses.replace(run_config, task=Task(**task_options))
 
 
@@ -48,7 +53,11 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp_shard 2": (2, {"data_parallel_shard_degree": 2}, {}),
     "cp 2": (2, {"context_parallel_degree": 2}, {}),
     "tp 2, unsharded logits": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, {}),
-    "dp_replicate 2, split states": (2, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}, {}),
+    "dp_replicate 2, split states": (
+        2,
+        {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True},
+        {},
+    ),
     "dp_shard 2 x tp 2": (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, {}),
 }
 
@@ -74,7 +83,11 @@ SMALL = {"vocab_size": 512, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_
     ("model", "folder", "parallelism"),
     [
         ({"name": "qwen3_moe", "flavor": "debugmodel_moe"}, "qwen3", {"expert_parallel_degree": 2}),
-        ({"name": "qwen3_moe", "flavor": "debugmodel_moe"}, "mixtral", {"expert_parallel_degree": 2}),
+        (
+            {"name": "qwen3_moe", "flavor": "debugmodel_moe"},
+            "mixtral",
+            {"expert_parallel_degree": 2},
+        ),
         ({}, "deepseek_v3", {"tensor_parallel_degree": 2}),
     ],
 )
@@ -110,7 +123,10 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
     assert resumed.losses == uninterrupted.losses[2:]
     assert_bitwise(resumed.weights, uninterrupted.weights)
     other_teacher = config(
-        tmp_path / "parted", {"teacher_path": str(teacher(seed=1))}, checkpoint=checkpoint, training={"steps": 6}
+        tmp_path / "parted",
+        {"teacher_path": str(teacher(seed=1))},
+        checkpoint=checkpoint,
+        training={"steps": 6},
     )
     refused = train(other_teacher)
     assert isinstance(refused.error, ConfigError) and "teacher differ" in str(refused.error)
@@ -275,8 +291,21 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
     broken = config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, data=data, training=training)
     assert train(broken).error is None  # GPT-2 supports restarting positions
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 64,
+        "vocab_size": 512,
+    }
     config_of = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=128)
     transformers.OPTForCausalLM(config_of).save_pretrained(tmp_path / "opt")
-    ended = train(config(tmp_path / "other", {"teacher_path": str(tmp_path / "opt")}, data=data, training=training))
+    ended = train(
+        config(
+            tmp_path / "other",
+            {"teacher_path": str(tmp_path / "opt")},
+            data=data,
+            training=training,
+        )
+    )
     assert isinstance(ended.error, ConfigError) and "is ignored by OPTForCausalLM" in str(ended.error)

@@ -21,7 +21,13 @@ from shardtrain.utils.errors import ConfigError
 
 
 def stream(
-    rows: int, batch: int, epochs: int | None, last: str, rank: int = 0, ranks: int = 1, accumulation: int = 1
+    rows: int,
+    batch: int,
+    epochs: int | None,
+    last: str,
+    rank: int = 0,
+    ranks: int = 1,
+    accumulation: int = 1,
 ) -> RowDataLoader:
     feed = RowFeed(list(range(rows)), 1, epochs)
     share = RankSlice(batch, rank, ranks, accumulation)
@@ -118,7 +124,8 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rows"), cases([("1 rank", 20), ("2 ranks, accumulation", 20), ("4 ranks", 7)], nightly=[("4 ranks", 20)])
+    ("mesh", "rows"),
+    cases([("1 rank", 20), ("2 ranks, accumulation", 20), ("4 ranks", 7)], nightly=[("4 ranks", 20)]),
 )
 def test_smaller_last_step_is_equal_on_every_mesh(mesh: str, rows: int) -> None:
     ranks, training = MESHES[mesh]

@@ -47,7 +47,14 @@ def expected_loss(loss_type: str, smoothing: float, rewards: list[float], length
     return -(1 - smoothing) * log_sigmoid(difference) - smoothing * log_sigmoid(-difference)
 
 
-LOSSES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.2), ("sigmoid_norm", 0.0)]
+LOSSES = [
+    ("sigmoid", 0.0),
+    ("sigmoid", 0.2),
+    ("hinge", 0.0),
+    ("ipo", 0.0),
+    ("robust", 0.2),
+    ("sigmoid_norm", 0.0),
+]
 
 
 @pytest.mark.parametrize(("loss_type", "smoothing"), LOSSES)
@@ -94,7 +101,11 @@ def test_ten_losses_match_cpo_of_trl(loss_type: str) -> None:
     data = in_order(rows, ended, ("prompt", "chosen", "rejected"))
 
     def make(model: Any, tokenizer: Any) -> Any:
-        sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_length": 96}
+        sizes = {
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 4,
+            "max_length": 96,
+        }
         args = options(CPOConfig, loss_type=loss_type, cpo_alpha=0.7, beta=BETA, simpo_gamma=0.4, **sizes)
         return CPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
@@ -147,22 +158,37 @@ def test_resume_with_another_reference_is_refused(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "too much smoothing": ({"label_smoothing": 0.5}, "task.label_smoothing=0.5 must be at least 0 and below 0.5"),
+    "too much smoothing": (
+        {"label_smoothing": 0.5},
+        "task.label_smoothing=0.5 must be at least 0 and below 0.5",
+    ),
     "negative smoothing": ({"label_smoothing": -0.1}, "must be at least 0 and below 0.5"),
     "not a number": ({"label_smoothing": math.nan}, "must be at least 0 and below 0.5"),
     "smoothing of a hinge": (
         {"label_smoothing": 0.1, "loss_type": "hinge"},
         'has no effect with task.loss_type = "hinge"',
     ),
-    "robust without smoothing": ({"loss_type": "robust"}, 'must be above 0 with task.loss_type = "robust"'),
+    "robust without smoothing": (
+        {"loss_type": "robust"},
+        'must be above 0 with task.loss_type = "robust"',
+    ),
     "negative weight": ({"nll_weight": -1.0}, "task.nll_weight=-1.0 must be 0 or above"),
     "no reference and a reference": (
         {"reference_free": True, "reference_path": "folder"},
         "has no effect with task.reference_free = true",
     ),
-    "a folder without a model": ({"reference_path": "folder"}, 'task.reference_path="folder" has no config.json'),
-    "an option of another task": ({"name": "orpo", "loss_type": "ipo"}, 'is only read by task.name = "preference"'),
-    "a reference of simpo": ({"name": "simpo", "reference_path": "folder"}, "is only read by task.name ="),
+    "a folder without a model": (
+        {"reference_path": "folder"},
+        'task.reference_path="folder" has no config.json',
+    ),
+    "an option of another task": (
+        {"name": "orpo", "loss_type": "ipo"},
+        'is only read by task.name = "preference"',
+    ),
+    "a reference of simpo": (
+        {"name": "simpo", "reference_path": "folder"},
+        "is only read by task.name =",
+    ),
 }
 
 

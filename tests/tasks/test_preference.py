@@ -136,7 +136,11 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
     start = tmp_path / "start"
     seed = config(file, start, checkpoint={"enable": True, "interval": 1}, training={"steps": 2})
     train(seed)
-    checkpoint = {"enable": True, "interval": 2, "initial_load_path": str(start / "checkpoint/step-2")}
+    checkpoint = {
+        "enable": True,
+        "interval": 2,
+        "initial_load_path": str(start / "checkpoint/step-2"),
+    }
     uninterrupted = train(config(file, tmp_path / "uninterrupted", checkpoint=checkpoint))
     assert uninterrupted.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
         "the reference must be the initial weights"
@@ -166,7 +170,13 @@ def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> 
 
 
 def test_preferences_are_learned_and_rewards_measured(file: Path, tmp_path: Path) -> None:
-    validation = {"enable": True, "freq": 10, "dataset": "jsonl", "dataset_path": str(file), "seq_len": SEQ_LEN}
+    validation = {
+        "enable": True,
+        "freq": 10,
+        "dataset": "jsonl",
+        "dataset_path": str(file),
+        "seq_len": SEQ_LEN,
+    }
     run_config = config(file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3})
     assert train(run_config, ranks=2).error is None
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
@@ -180,7 +190,10 @@ def test_conversations_are_supported(tmp_path: Path) -> None:
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     say = [{"role": "user", "content": "hi"}]
-    row = {"prompt": say, **{key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")}}
+    row = {
+        "prompt": say,
+        **{key: [{"role": "assistant", "content": key}] for key in ("chosen", "rejected")},
+    }
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
     run_config = config(path, data={"chat_template": str(template)})
@@ -209,10 +222,22 @@ def test_row_that_is_not_a_pair_is_named(row: dict[str, str], message: str, tmp_
 def test_invalid_preference_options_are_rejected(file: Path) -> None:
     run_config = config(file)
     cases = [
-        (dataclasses.replace(run_config, parallelism=Parallelism(pipeline_parallel_degree=2)), "splits the model"),
-        (dataclasses.replace(run_config, parallelism=Parallelism(context_parallel_degree=2)), "splits each sequence"),
-        (dataclasses.replace(run_config, task=Task(name="preference", beta=0.0)), "task.beta=0.0 must be above 0"),
-        (dataclasses.replace(run_config, task=Task(name="preference", rejected_field="chosen")), "name three columns"),
+        (
+            dataclasses.replace(run_config, parallelism=Parallelism(pipeline_parallel_degree=2)),
+            "splits the model",
+        ),
+        (
+            dataclasses.replace(run_config, parallelism=Parallelism(context_parallel_degree=2)),
+            "splits each sequence",
+        ),
+        (
+            dataclasses.replace(run_config, task=Task(name="preference", beta=0.0)),
+            "task.beta=0.0 must be above 0",
+        ),
+        (
+            dataclasses.replace(run_config, task=Task(name="preference", rejected_field="chosen")),
+            "name three columns",
+        ),
     ]
     for broken, message in cases:
         lines = [str(problem) for problem in check(Loaded(broken))]
@@ -220,7 +245,14 @@ def test_invalid_preference_options_are_rejected(file: Path) -> None:
 
 
 def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
-    train(config(file, tmp_path / "start", checkpoint={"enable": True, "interval": 1}, training={"steps": 1}))
+    train(
+        config(
+            file,
+            tmp_path / "start",
+            checkpoint={"enable": True, "interval": 1},
+            training={"steps": 1},
+        )
+    )
     start = tmp_path / "start/checkpoint/step-1"
     victim = next(start.glob("*.bin"))
     data = bytearray(victim.read_bytes())
@@ -232,7 +264,10 @@ def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
 
 def test_logged_rewards_are_those_of_all_pairs_of_the_step(file: Path, tmp_path: Path) -> None:
     """One process and two ranks with accumulation log the same means. Before learning they are 0."""
-    on_ranks = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 2}}
+    on_ranks = {
+        "parallelism": {"data_parallel_shard_degree": 2},
+        "training": {"local_batch_size": 2},
+    }
     logs = []
     for ranks, sections in ((1, {}), (2, on_ranks)):
         folder = tmp_path / str(ranks)
@@ -262,7 +297,11 @@ def test_reference_of_an_adapted_run_is_its_initial_model(name: str, task: str, 
     """Quantized base weights and loaded adapters are part of it, so the first loss is that of equal models."""
     seed = config(file, tmp_path / "start", checkpoint={"enable": True}, training={"steps": 2})
     train(seed)
-    base = {"enable": True, "interval": 2, "initial_load_path": str(tmp_path / "start/checkpoint/step-2")}
+    base = {
+        "enable": True,
+        "interval": 2,
+        "initial_load_path": str(tmp_path / "start/checkpoint/step-2"),
+    }
     lora = {"enable": True, "rank": 4, **ADAPTED[name]}
     if "adapters" in name:
         first = config(file, tmp_path / "first", checkpoint=base, lora=lora, optimizer={"lr": 0.05})
@@ -275,7 +314,10 @@ def test_reference_of_an_adapted_run_is_its_initial_model(name: str, task: str, 
     ]
     rows_of_kto.write_text("".join(json.dumps(row) + "\n" for row in labeled))
     data = file if task == "preference" else rows_of_kto
-    on_meshes = {1: {}, 2: {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 2}}}
+    on_meshes = {
+        1: {},
+        2: {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 2}},
+    }
     results = []
     for ranks, mesh in on_meshes.items():
         run_config = config(data, tmp_path / f"run-{ranks}", checkpoint=base, lora=lora, **mesh)

@@ -26,9 +26,16 @@ def row_of(task: str, prompt: str, answer: str, chat: bool) -> dict[str, Any]:
         return [{"role": role, "content": text}] if chat else text
 
     if task == "kto":
-        return {"prompt": turn("user", prompt), "completion": turn("assistant", answer), "label": True}
+        return {
+            "prompt": turn("user", prompt),
+            "completion": turn("assistant", answer),
+            "label": True,
+        }
     sides = {"chosen": answer, "rejected": answer + "!"}
-    return {"prompt": turn("user", prompt), **{name: turn("assistant", text) for name, text in sides.items()}}
+    return {
+        "prompt": turn("user", prompt),
+        **{name: turn("assistant", text) for name, text in sides.items()},
+    }
 
 
 def config(folder: Path, task: str, rows: list[dict[str, Any]], **data: Any) -> Config:
@@ -38,7 +45,11 @@ def config(folder: Path, task: str, rows: list[dict[str, Any]], **data: Any) -> 
     template.write_text(TEMPLATE)
     training = {"dataset": "jsonl", "dataset_path": str(path), "seq_len": SEQ_LEN}
     validation = {"enable": True, "dataset": "jsonl", "dataset_path": str(path), "seq_len": SEQ_LEN}
-    sections: dict[str, Any] = {"training": training, "validation": validation, "task": {"name": task, "group_size": 2}}
+    sections: dict[str, Any] = {
+        "training": training,
+        "validation": validation,
+        "task": {"name": task, "group_size": 2},
+    }
     return tiny_config(**sections, data={"chat_template": str(template), **data})
 
 
@@ -53,7 +64,11 @@ def learned(task: str, row: Any) -> list[int]:
 def test_empty_answer_learns_its_end_and_long_prompt_is_skipped(
     task: str, chat: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [row_of(task, "q", "", chat), row_of(task, "q" * 2 * SEQ_LEN, "yes", chat), row_of(task, "q", "yes", chat)]
+    rows = [
+        row_of(task, "q", "", chat),
+        row_of(task, "q" * 2 * SEQ_LEN, "yes", chat),
+        row_of(task, "q", "yes", chat),
+    ]
     run_config = config(tmp_path, task, rows)
     for split in ("train", "validation"):
         caplog.clear()

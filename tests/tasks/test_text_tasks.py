@@ -60,7 +60,11 @@ def config_of(name: str, output: Path, in_hf: bool = False, **sections: Any) -> 
         in_hf,
         **{
             **sections,
-            "task": {"name": TASKS[name], "options": options, "num_labels": 3 if name == "bart_classifier" else 2},
+            "task": {
+                "name": TASKS[name],
+                "options": options,
+                "num_labels": 3 if name == "bart_classifier" else 2,
+            },
             "training": {**training, **sections.get("training", {})},
         },
     )
@@ -154,14 +158,19 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
         ("bert", {"task": "language_model"}, "contains a masked network"),
         ("bert", {"options": {}}, "has no mask_token"),
         ("bert", {"options": {"mask_token_id": 512}}, "is not an id of the model, which has 512"),
-        ("bart_classifier", {"overrides": {"num_labels": 4}}, "num_labels=4 must be 3, the number of labels"),
+        (
+            "bart_classifier",
+            {"overrides": {"num_labels": 4}},
+            "num_labels=4 must be 3, the number of labels",
+        ),
     ],
 )
 def test_model_for_another_task_is_rejected(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder(name)
     config = config_of(name if name in TASKS else "bert", tmp_path, overrides=changes.get("overrides"))
     config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, overrides={**config.model.overrides, "path": str(folder(name))})
+        config,
+        model=dataclasses.replace(config.model, overrides={**config.model.overrides, "path": str(folder(name))}),
     )
     task = dataclasses.replace(config.task, name=changes.get("task", config.task.name))
     if "options" in changes:

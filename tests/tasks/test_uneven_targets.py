@@ -50,7 +50,10 @@ def config(folder: Path, rows: int = 1, parallelism: dict[str, Any] | None = Non
 def evaluated(rank: int, run_config: Config) -> tuple[float, int]:
     run = make_run(rank, run_config)
     evaluation = evaluate.evaluate(
-        run.runner, evaluate.open_dataloader(run_config, run.mesh), run.mesh, run_config.validation.steps
+        run.runner,
+        evaluate.open_dataloader(run_config, run.mesh),
+        run.mesh,
+        run_config.validation.steps,
     )
     return evaluation.loss, evaluation.tokens
 
@@ -110,7 +113,8 @@ def order_of(rank: int, run_config: Config) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "parallelism", cases([{}], nightly=[{"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
+    "parallelism",
+    cases([{}], nightly=[{"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}]),
 )
 def test_rank_without_targets_changes_no_number(parallelism: dict[str, Any], tmp_path: Path) -> None:
     batch = {"global_batch_size": 4}

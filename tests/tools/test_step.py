@@ -34,7 +34,12 @@ COMMANDS: dict[str, list[str]] = {
     "test": ["test", "RUN/config.resolved.toml", "--output", "NEW", "--nproc", "1"],
     "merge": ["merge", "ADAPTERS", "--to", "NEW"],
 }
-FIRST = [*((command, None) for command in COMMANDS), ("export", "latest"), ("generate", "1"), ("merge", "best")]
+FIRST = [
+    *((command, None) for command in COMMANDS),
+    ("export", "latest"),
+    ("generate", "1"),
+    ("merge", "best"),
+]
 REST = [(command, step) for command in COMMANDS for step in ("best", "latest", "1")]
 
 
@@ -63,7 +68,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             model={"hf_assets_path": "bytes"},
             training={"steps": len(LOSSES), "local_batch_size": 4},
             checkpoint={"enable": True, "interval": 1, "keep_best": "validation.loss"},
-            validation={"enable": True, "dataset": "text", "dataset_path": text_file(), "freq": 1, "seq_len": 64},
+            validation={
+                "enable": True,
+                "dataset": "text",
+                "dataset_path": text_file(),
+                "freq": 1,
+                "seq_len": 64,
+            },
             lora=lora,
         )
         run_ranks(1, train_with_losses, config)
@@ -93,7 +104,10 @@ def test_every_command_opens_the_named_step_and_prints_it(
     arguments = [*COMMANDS[command], *(["--step", step] if step else [])]
     code, text = run(arguments, folders, tmp_path, capfd)
     assert code == 0, text
-    reasons = {2: "best validation.loss 1; the latest is step 3: --step=latest", 1: "the best is step 2: --step=best"}
+    reasons = {
+        2: "best validation.loss 1; the latest is step 3: --step=latest",
+        1: "the best is step 2: --step=best",
+    }
     assert f"step-{NAMED[step]} ({reasons.get(NAMED[step], reasons[1])})" in text
 
 
@@ -136,7 +150,10 @@ def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: P
         command = [argument.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for argument in COMMANDS[verb]]
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
         assert code == 2 and '--step="best" requires the folder of a run' in text
-    with pytest.raises(ConfigError, match='^step="nine" must be latest, best or a number; write it like step="best"'):
+    with pytest.raises(
+        ConfigError,
+        match='^step="nine" must be latest, best or a number; write it like step="best"',
+    ):
         shardtrain.load_model(folders["RUN"], step="nine")
 
 
@@ -160,7 +177,9 @@ def test_a_damaged_best_step_is_skipped_unless_it_was_named(
     assert code == 5 and "no checkpoint" in text and "--step=best" in text and "damaged" in text
 
 
-def test_the_last_lines_of_the_log_name_the_best_step_and_the_commands(folders: dict[str, Path]) -> None:
+def test_the_last_lines_of_the_log_name_the_best_step_and_the_commands(
+    folders: dict[str, Path],
+) -> None:
     lines = (folders["RUN"] / "logs/rank-0.log").read_text().splitlines()[-2:]
     (line,) = [line for line in lines if "best step" in line]
     assert "best step: 2 (validation.loss 1), last step: 3" in line

@@ -46,7 +46,13 @@ ALL = [
 
 
 def config(folder: Path, patience: int) -> Config:
-    held_out = {"dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 3, "local_batch_size": 2}
+    held_out = {
+        "dataset": "text",
+        "dataset_path": text_file(),
+        "seq_len": 64,
+        "steps": 3,
+        "local_batch_size": 2,
+    }
     return shallow_config(
         job={"dump_folder": str(folder)},
         training={"steps": LAST, "seq_len": 32, "local_batch_size": 4},
@@ -98,7 +104,12 @@ def request_stop_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: 
 
 
 def train(
-    rank: int, folder: Path, patience: int, phase: str = "", step: int = 0, stop_after: int | None = None
+    rank: int,
+    folder: Path,
+    patience: int,
+    phase: str = "",
+    step: int = 0,
+    stop_after: int | None = None,
 ) -> Ended:
     """Run once. Only rank 1 gets the request."""
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,12 @@ SAVED = 8
 def config(folder: Path, **sections: dict[str, Any]) -> Config:
     """Configuration without a global batch size, and with 4 sequences per rank."""
     parts = {name: dict(values) for name, values in sections.items()}
-    parts["training"] = {"steps": 1, "local_batch_size": 4, "global_batch_size": -1, **parts.get("training", {})}
+    parts["training"] = {
+        "steps": 1,
+        "local_batch_size": 4,
+        "global_batch_size": -1,
+        **parts.get("training", {}),
+    }
     parts["checkpoint"] = {"enable": True, "interval": 1, **parts.get("checkpoint", {})}
     return tiny_config(job={"dump_folder": str(folder)}, **parts)
 
@@ -48,9 +53,17 @@ CASES: dict[str, tuple[int, dict[str, dict[str, Any]], int]] = {
     "more ranks than the batch has room for": (4, {}, -1),
     "ranks that do not divide the batch": (3, {"training": {"local_batch_size": 1}}, -1),
     "a size set by the user": (1, {"training": {"global_batch_size": 4}}, 4),
-    "a change that the user accepts": (1, {"checkpoint": {"accept_changes": ["training.global_batch_size"]}}, -1),
+    "a change that the user accepts": (
+        1,
+        {"checkpoint": {"accept_changes": ["training.global_batch_size"]}},
+        -1,
+    ),
     "all changes accepted": (1, {"checkpoint": {"accept_changes": ["all"]}}, -1),
-    "a restarted training state": (1, {"checkpoint": {"exclude_from_loading": ["train_state"]}}, -1),
+    "a restarted training state": (
+        1,
+        {"checkpoint": {"exclude_from_loading": ["train_state"]}},
+        -1,
+    ),
     "an update in each backward pass": (1, {"optimizer": {"early_step_in_backward": True}}, -1),
     "no checkpoints": (1, {"checkpoint": {"enable": False}}, -1),
     "the step by its number": (1, {"checkpoint": {"load_step": 1}}, SAVED),
@@ -68,7 +81,10 @@ def test_resumed_run_keeps_its_batch_size_unless_set(name: str, run: Path) -> No
 def test_run_that_continues_another_one_keeps_its_batch_size(
     model_only: bool, expected: int, run: Path, tmp_path: Path
 ) -> None:
-    start = {"initial_load_path": str(run / "checkpoint/step-1"), "initial_load_model_only": model_only}
+    start = {
+        "initial_load_path": str(run / "checkpoint/step-1"),
+        "initial_load_model_only": model_only,
+    }
     assert batch_size_of_run(config(tmp_path, checkpoint=start), 1) == expected
 
 

@@ -19,7 +19,14 @@ from shardtrain.train import dry_run
 
 ROOT = Path(__file__).parents[2]
 FLOAT32_BYTES = 4
-ANYWHERE = ["--comm.mode", "fake_backend", "--model.hf_assets_path", "bytes", "--training.dataset_path", str(ROOT)]
+ANYWHERE = [
+    "--comm.mode",
+    "fake_backend",
+    "--model.hf_assets_path",
+    "bytes",
+    "--training.dataset_path",
+    str(ROOT),
+]
 
 
 def dry(config, rank=0, size=1):
@@ -100,7 +107,8 @@ def test_all_axes_together_are_built_and_traced(rank, schedule):
 
 
 @pytest.mark.parametrize(
-    "method", [{"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}]
+    "method",
+    [{"context_parallel_rotate_method": "alltoall"}, {"context_parallel_method": "ulysses"}],
 )
 def test_every_way_to_split_a_sequence_is_traced(method):
     run = dry(deep_config(parallelism={"context_parallel_degree": 2, **method}), rank=1, size=4)
@@ -210,7 +218,8 @@ def test_bytes_alive_count_results_that_are_still_referenced():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rank", "in_flight"), [("1F1B", 0, 4), ("1F1B", 3, 1), ("GPipe", 0, 8), ("GPipe", 3, 8)]
+    ("schedule", "rank", "in_flight"),
+    [("1F1B", 0, 4), ("1F1B", 3, 1), ("GPipe", 0, 8), ("GPipe", 3, 8)],
 )
 def test_pipeline_keeps_the_micro_batches_in_flight_of_its_schedule(schedule, rank, in_flight):
     degrees = {
@@ -248,7 +257,15 @@ def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(
 
 @pytest.mark.parametrize("size", [1, 4096])
 def test_worlds_of_one_and_of_thousands_are_built(capsys, size):
-    arguments = ["--nproc", str(size), *ANYWHERE, "--training.seq_len", "64", "--compile.enable", "true"]
+    arguments = [
+        "--nproc",
+        str(size),
+        *ANYWHERE,
+        "--training.seq_len",
+        "64",
+        "--compile.enable",
+        "true",
+    ]
     code, out, _ = answer(capsys, str(ROOT / "configs/debug.toml"), *arguments)
     assert code == 0
     assert f"rank 0 of {size}" in out
@@ -281,7 +298,11 @@ def test_buffers_of_experts_have_no_memory_with_selective_recomputation(monkeypa
 
 def test_experts_are_traced_with_equal_load():
     config = deep_config(
-        model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 8}},
+        model={
+            "name": "qwen3_moe",
+            "flavor": "debugmodel_moe",
+            "overrides": {"moe_ffn_dim": 32, "num_experts": 8},
+        },
         parallelism={"expert_parallel_degree": 4},
     )
     run = dry(config, size=8)
@@ -290,7 +311,11 @@ def test_experts_are_traced_with_equal_load():
 
 def test_untraceable_configuration_is_reported():
     config = deep_config(
-        model={"name": "qwen3_moe", "flavor": "debugmodel_moe", "overrides": {"moe_ffn_dim": 32, "num_experts": 8}},
+        model={
+            "name": "qwen3_moe",
+            "flavor": "debugmodel_moe",
+            "overrides": {"moe_ffn_dim": 32, "num_experts": 8},
+        },
         training={"mixed_precision_param": "float16"},  # a loop over experts, with data-dependent numbers of rows
     )
     run = dry(config, size=2)
@@ -315,7 +340,19 @@ def test_invalid_configuration_fails_as_in_a_run(capsys, arguments, fragment):
 
 
 def test_device_missing_on_this_machine_is_accepted(capsys):
-    assert answer(capsys, "--nproc", "8", *ANYWHERE, "--training.device", "cuda", "--training.seq_len", "64")[0] == 0
+    assert (
+        answer(
+            capsys,
+            "--nproc",
+            "8",
+            *ANYWHERE,
+            "--training.device",
+            "cuda",
+            "--training.seq_len",
+            "64",
+        )[0]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,28 @@ def open_all(rank: int, folder: Path, datasets_to_open: dict[str, dict[str, Any]
             stream.seek(0)
         opening = calls.total()
         rows = [next(stream).tokens_BT.tolist() for _ in range(3)]
-        results[kind] = opening, stream.fingerprint, dict(stream.files.items()), stream.sampled_files, rows
+        results[kind] = (
+            opening,
+            stream.fingerprint,
+            dict(stream.files.items()),
+            stream.sampled_files,
+            rows,
+        )
     return results
 
 
-KINDS = ["jsonl", "many jsonl", "arrays", "compressed", "tsv", "many tsv", "text", "parquet", "tokens", "in memory"]
+KINDS = [
+    "jsonl",
+    "many jsonl",
+    "arrays",
+    "compressed",
+    "tsv",
+    "many tsv",
+    "text",
+    "parquet",
+    "tokens",
+    "in memory",
+]
 
 
 @pytest.mark.parametrize("count", cases([4], nightly=[2, 3]))
@@ -187,9 +204,21 @@ def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:
                 results.append((calls.total(), str(error)))
                 continue
         ids = [tokenizer.encode(text).tolist() for text in ("a cut mesh", "<s> and </s>", "日本")]
-        properties = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.special_tokens
+        properties = (
+            tokenizer.fingerprint,
+            tokenizer.vocab_size,
+            tokenizer.bos_id,
+            tokenizer.special_tokens,
+        )
         results.append(
-            (calls.total(), *properties, tokenizer.chat_template, tokenizer.tool_template, tokenizer.spec, ids)
+            (
+                calls.total(),
+                *properties,
+                tokenizer.chat_template,
+                tokenizer.tool_template,
+                tokenizer.spec,
+                ids,
+            )
         )
     return results
 
@@ -206,7 +235,11 @@ def test_one_rank_reads_the_files_of_a_tokenizer_and_all_have_the_same_one(tmp_p
     (alone,) = run_ranks(1, open_tokenizers, tmp_path, paths)
     ranks = run_ranks(3, open_tokenizers, tmp_path, paths)
     for number, path in enumerate(paths):
-        assert [results_of_rank[number][0] > 0 for results_of_rank in ranks] == [True, False, False], path
+        assert [results_of_rank[number][0] > 0 for results_of_rank in ranks] == [
+            True,
+            False,
+            False,
+        ], path
         assert ranks[0][number][0] == alone[number][0], path
         assert all(results_of_rank[number][1:] == alone[number][1:] for results_of_rank in ranks), path
 
@@ -262,8 +295,14 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
                 "an unsampled file is missing",
                 r'the data="data" is a copy on this node, which lacks 005\.jsonl, and rank',
             ),
-            ("one file is longer", r"which has 005\.jsonl of \d+ bytes, which has \d+ bytes on rank 0"),
-            ("an additional file", r"which has 999\.jsonl of \d+ bytes, which does not exist on rank 0"),
+            (
+                "one file is longer",
+                r"which has 005\.jsonl of \d+ bytes, which has \d+ bytes on rank 0",
+            ),
+            (
+                "an additional file",
+                r"which has 999\.jsonl of \d+ bytes, which does not exist on rank 0",
+            ),
             ("no folder", r"data/000\.jsonl\" is not here"),
         ],
     ),
@@ -303,11 +342,20 @@ def look_slowly(rank: int) -> Any:
     def look() -> Any:
         assert rank == 0
         time.sleep(0.2)
-        return {"numbers": np.arange(3), "none": np.array([], np.int32), "words": ["a", None, 1.5], "empty": {}}
+        return {
+            "numbers": np.arange(3),
+            "none": np.array([], np.int32),
+            "words": ["a", None, 1.5],
+            "empty": {},
+        }
 
     result = ranks.once("place", look, None)
     assert rank == 0 or activity.now().ticks > 3, "a waiting rank must report activity to the watchdog"
-    return {**result, "numbers": result["numbers"].tolist(), "none": [result["none"].dtype.str, len(result["none"])]}
+    return {
+        **result,
+        "numbers": result["numbers"].tolist(),
+        "none": [result["none"].dtype.str, len(result["none"])],
+    }
 
 
 def test_ranks_wait_for_a_slow_opening_rank(tmp_path: Path) -> None:

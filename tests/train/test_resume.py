@@ -30,7 +30,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "zero": {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True},
 }
 SAME = cases(["fsdp", "one"], nightly=["tp", "pp"])
-CHANGES = cases(["tp to fsdp", "fsdp to pp", "fsdp to one"], nightly=["pp to fsdp", "zero to fsdp", "fsdp to tp"])
+CHANGES = cases(
+    ["tp to fsdp", "fsdp to pp", "fsdp to one"],
+    nightly=["pp to fsdp", "zero to fsdp", "fsdp to tp"],
+)
 SAME_LOSS = 1e-6
 """The loss is about 6 and float32 has 7 digits. After loading on another mesh, only the order of sums differs."""
 SAME_LATER = 1e-5
@@ -89,13 +92,17 @@ def one_process(rank: int, root: Path) -> dict[str, Ended]:
     anew = dataclasses.replace(
         anew,
         checkpoint=dataclasses.replace(
-            anew.checkpoint, initial_load_path=str(root / "fsdp/checkpoint/step-3"), exclude_from_loading=["optimizer"]
+            anew.checkpoint,
+            initial_load_path=str(root / "fsdp/checkpoint/step-3"),
+            exclude_from_loading=["optimizer"],
         ),
     )
     excluding = dataclasses.replace(anew.checkpoint, exclude_from_loading=["lr_scheduler", "dataloader"])
     excluding = dataclasses.replace(excluding, initial_load_model_only=False)
     excluding = dataclasses.replace(
-        anew, checkpoint=excluding, job=dataclasses.replace(anew.job, dump_folder=str(root / "excluding"))
+        anew,
+        checkpoint=excluding,
+        job=dataclasses.replace(anew.job, dump_folder=str(root / "excluding")),
     )
     return {
         "fsdp to one": train_whole(rank, config(folder, None, **one)),
@@ -144,7 +151,13 @@ def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(runs: list[dict[st
 
 
 def test_final_state_counts_steps_samples_and_tokens(runs: list[dict[str, Ended]]) -> None:
-    expected = {"step": 6, "updates": 6, "samples_consumed": 48, "tokens_seen": 48 * 64, "nonfinite_skips": 0}
+    expected = {
+        "step": 6,
+        "updates": 6,
+        "samples_consumed": 48,
+        "tokens_seen": 48 * 64,
+        "nonfinite_skips": 0,
+    }
     hashes = set()
     for name in ("fsdp straight", "fsdp resumed", "fsdp to one"):
         assert runs[0][name].state == runs[1][name].state
@@ -187,8 +200,17 @@ def test_every_sample_is_read_once_in_the_same_order_on_any_mesh(runs: list[dict
 
 
 def test_checkpoints_exist_for_the_expected_steps(root: Path, runs: list[dict[str, Ended]]) -> None:
-    for name in {"fsdp", "one", "fsdp-straight", "fsdp-to-one", *(path.name for path in root.glob("*-to-*"))}:
-        assert sorted(path.name for path in (root / name / "checkpoint").iterdir()) == ["step-3", "step-6"]
+    for name in {
+        "fsdp",
+        "one",
+        "fsdp-straight",
+        "fsdp-to-one",
+        *(path.name for path in root.glob("*-to-*")),
+    }:
+        assert sorted(path.name for path in (root / name / "checkpoint").iterdir()) == [
+            "step-3",
+            "step-6",
+        ]
     for name in ("tp", "zero"):
         if f"{name} killed" in runs[0] and f"{name} resumed" not in runs[0]:
             assert [path.name for path in (root / name / "checkpoint").glob("step-*")] == ["step-3"]

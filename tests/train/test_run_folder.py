@@ -89,7 +89,8 @@ def test_header_of_one_process_and_print_config() -> None:
 
 def test_versions_are_one_line() -> None:
     assert re.fullmatch(
-        rf"shardtrain {re.escape(__version__)}( \([0-9a-f]+\))?, torch \S+, Python \S+", run_folder.versions()
+        rf"shardtrain {re.escape(__version__)}( \([0-9a-f]+\))?, torch \S+, Python \S+",
+        run_folder.versions(),
     )
 
 

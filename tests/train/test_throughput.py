@@ -89,7 +89,14 @@ def test_task_on_rows_counts_tokens_and_flops_of_its_rows(tmp_path: Path, task: 
         "local_batch_size": batch, "global_batch_size": batch, "on_data_end": "repeat",
     }  # fmt: skip
     name = "encoder" if task == "masked_language_model" else "llama3"
-    sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "head_dim": 16, "ffn_dim": 128}
+    sizes = {
+        "vocab_size": 512,
+        "dim": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+        "head_dim": 16,
+        "ffn_dim": 128,
+    }
     config = tiny_config(
         job={"dump_folder": str(tmp_path / "run")}, training=training, metrics={"log_freq": 1},
         model={"name": name, "overrides": sizes},

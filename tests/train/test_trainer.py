@@ -43,10 +43,14 @@ class Step:
 
 
 def config(mesh: str, max_norm: float = NO_CLIP, **training: Any) -> Config:
-    parallelism = {"tp": {"tensor_parallel_degree": 2}, "ddp": {"data_parallel_replicate_degree": 2}}.get(mesh, {})
+    parallelism = {
+        "tp": {"tensor_parallel_degree": 2},
+        "ddp": {"data_parallel_replicate_degree": 2},
+    }.get(mesh, {})
     rows = {"one": 8, "tp": 8, "accumulation": 2}.get(mesh, 4)
     return shallow_config(
-        training={"local_batch_size": rows, "max_norm": max_norm, **training}, parallelism=parallelism
+        training={"local_batch_size": rows, "max_norm": max_norm, **training},
+        parallelism=parallelism,
     )
 
 
@@ -77,7 +81,15 @@ def one_step(rank: int, config: Config, num_kept: Mapping[int, int] | int = 64) 
     run.runner.update = watched  # type: ignore[method-assign]
     outcome = trainer.step(run)
     loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
-    return Step(loss, outcome.local_tokens, outcome.global_tokens, outcome.grad_norm, gradients, whole(run), ids)
+    return Step(
+        loss,
+        outcome.local_tokens,
+        outcome.global_tokens,
+        outcome.grad_norm,
+        gradients,
+        whole(run),
+        ids,
+    )
 
 
 def mesh_steps(rank: int, meshes: tuple[str, ...], masks: dict[str, Any]) -> dict[tuple[str, str], Step]:
@@ -119,7 +131,10 @@ def test_every_target_has_equal_weight_on_any_rank(steps: Any, mesh: str, mask: 
 
 
 def test_targets_of_these_cases_are_uneven(steps: Any) -> None:
-    assert [rank["fsdp", "uneven"].own_tokens for rank in steps] == [1 + 10 + 19 + 28, 37 + 46 + 55 + 64]
+    assert [rank["fsdp", "uneven"].own_tokens for rank in steps] == [
+        1 + 10 + 19 + 28,
+        37 + 46 + 55 + 64,
+    ]
     assert [rank["fsdp", "one rank"].own_tokens for rank in steps] == [120, 0]
     assert [rank["tp", "uneven"].own_tokens for rank in steps] == [260, 260]
 
@@ -147,7 +162,8 @@ def test_update_gets_clipped_gradients_and_the_log_the_norm_before(steps: Any, m
 
 def test_model_too_small_for_the_tokenizer_is_rejected() -> None:
     with pytest.raises(
-        AssertionError, match=r"contains a tokenizer with \d+ ids, and the model has a vocabulary of 64"
+        AssertionError,
+        match=r"contains a tokenizer with \d+ ids, and the model has a vocabulary of 64",
     ):
         run_ranks(1, make_run, shallow_config(model={"overrides": {"vocab_size": 64}}))
 

@@ -20,7 +20,10 @@ from shardtrain.train import trainer
 from shardtrain.train.run import Run
 from shardtrain.utils.errors import NumericalError
 
-BIASED_EXPERTS = {"name": "mixtral", "overrides": {"moe_ffn_dim": 48, "num_experts": 4, "load_balance_coeff": 1e-2}}
+BIASED_EXPERTS = {
+    "name": "mixtral",
+    "overrides": {"moe_ffn_dim": 48, "num_experts": 4, "load_balance_coeff": 1e-2},
+}
 """All layers have experts, so the ``ffn_dim`` of the tiny run does not apply."""
 REPLICAS = {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}
 
@@ -56,7 +59,10 @@ def steps(rank, config, on_device, spoil, num_steps=3):
             error = str(raised)
         assert set(updates) == {2 if on_device else 1}
         states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
-        tensors = {**whole(run), **{name: to_full(tensor.detach()).clone() for name, tensor in states.items()}}
+        tensors = {
+            **whole(run),
+            **{name: to_full(tensor.detach()).clone() for name, tensor in states.items()},
+        }
         tensors |= {name: buffer.clone() for name, buffer in run.runner.buffers().items()}
         return tensors, run.state.to_dict(), error
 
@@ -79,7 +85,13 @@ def run_on_device_and_host(ranks, config, spoil):
             (2, {"parallelism": REPLICAS, "training": {"nonfinite_policy": "skip"}}),
             (2, {"model": BIASED_EXPERTS, "training": {"nonfinite_policy": "skip"}}),
             (1, {"training": {"mixed_precision_param": "float16", "initial_loss_scale": 1024.0}}),
-            (2, {"optimizer": {"name": "Adam", "lr": 1e-2}, "training": {"nonfinite_policy": "skip"}}),
+            (
+                2,
+                {
+                    "optimizer": {"name": "Adam", "lr": 1e-2},
+                    "training": {"nonfinite_policy": "skip"},
+                },
+            ),
         ],
     ),
 )

@@ -47,7 +47,13 @@ def held_out(rows: int, last: int = LENGTH) -> str:
 
 def validation(rows: int = 7, last: int = LENGTH, **keys: Any) -> dict[str, Any]:
     path = held_out(rows, last)
-    common = {"enable": True, "dataset": "text", "dataset_path": path, "seq_len": LENGTH, "local_batch_size": 5}
+    common = {
+        "enable": True,
+        "dataset": "text",
+        "dataset_path": path,
+        "seq_len": LENGTH,
+        "local_batch_size": 5,
+    }
     return {**common, **keys}
 
 
@@ -134,7 +140,10 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 2": (2, {"context_parallel_degree": 2}),
     "ddp 2": (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}),
     "pp 2": (2, {"pipeline_parallel_degree": 2}),
-    "pp 2, interleaved": (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "pp 2, interleaved": (
+        2,
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+    ),
     "pp 2 x fsdp 2": (4, {"pipeline_parallel_degree": 2}),
 }
 
@@ -213,7 +222,9 @@ def traces(rank: int, run_config: Config) -> tuple[bool, bool, bool, bool]:
 
 
 @pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
-def test_evaluation_does_not_change_weights_gradients_random_state_and_data(parallelism: dict[str, Any]) -> None:
+def test_evaluation_does_not_change_weights_gradients_random_state_and_data(
+    parallelism: dict[str, Any],
+) -> None:
     assert run_ranks(2, traces, config(parallelism)) == [(True,) * 4] * 2
 
 
@@ -283,7 +294,9 @@ def test_evaluation_does_not_count_towards_the_balance_of_experts() -> None:
     assert run_ranks(2, counts, mixture_of_experts()) == [True, True]
 
 
-def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sinks(tmp_path: Path) -> None:
+def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sinks(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_config = with_steps(config(), 5, freq=2)

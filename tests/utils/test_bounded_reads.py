@@ -18,7 +18,14 @@ def test_kind_of_a_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "broken").symlink_to("gone")
-    names = {".": "folder", "file": "file", "pipe": "other", "broken": "", "gone": "", "file/below": ""}
+    names = {
+        ".": "folder",
+        "file": "file",
+        "pipe": "other",
+        "broken": "",
+        "gone": "",
+        "file/below": "",
+    }
     assert {name: bounded_reads.kind(tmp_path / name) for name in names} == names
 
 

@@ -17,20 +17,40 @@ PACKAGE = Path(shardtrain.__file__).parent
 
 
 PROBLEMS = [
-    (Problem("a.b", 0, "must be at least 1", "use 1 or more"), "a.b=0 must be at least 1; use 1 or more"),
-    (Problem("a.b", None, "is empty, so that none fits", "fill it"), "a.b is empty, so that none fits; fill it"),
     (
-        Problem("LAYOUT.context", "core", "doubles its scores, so its keys cannot be kept", "add --no_cache"),
+        Problem("a.b", 0, "must be at least 1", "use 1 or more"),
+        "a.b=0 must be at least 1; use 1 or more",
+    ),
+    (
+        Problem("a.b", None, "is empty, so that none fits", "fill it"),
+        "a.b is empty, so that none fits; fill it",
+    ),
+    (
+        Problem(
+            "LAYOUT.context",
+            "core",
+            "doubles its scores, so its keys cannot be kept",
+            "add --no_cache",
+        ),
         'LAYOUT.context="core": add --no_cache; reason: it doubles its scores, so its keys cannot be kept',
     ),
     (
         Problem("--from", "hf", "is not a folder; nothing is fetched", "download it"),
         '--from="hf": download it; reason: it is not a folder; nothing is fetched',
     ),
-    (Problem("a.b", 1, "needs c", "set c.d = 1, or remove it"), "a.b=1 needs c; set c.d = 1, or remove a.b"),
+    (
+        Problem("a.b", 1, "needs c", "set c.d = 1, or remove it"),
+        "a.b=1 needs c; set c.d = 1, or remove a.b",
+    ),
     (Problem("a.b", 1, "is wrong", "use 2, or remove it"), "a.b=1 is wrong; use 2, or remove it"),
     (
-        Problem("--from", "hf", "is not a folder here, so nothing is read", "download it", "command line"),
+        Problem(
+            "--from",
+            "hf",
+            "is not a folder here, so nothing is read",
+            "download it",
+            "command line",
+        ),
         'command line: --from="hf": download it; reason: it is not a folder here, so nothing is read',
     ),
 ]

@@ -16,7 +16,9 @@ from shardtrain.utils import heartbeat as heartbeat_module
 from shardtrain.utils.heartbeat import WaitingHeartbeat, heartbeat, not_silent
 
 
-def test_long_operation_is_reported_and_short_one_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_operation_is_reported_and_short_one_is_silent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with heartbeat("short"):
         pass
     assert capsys.readouterr().err == ""
@@ -51,7 +53,9 @@ def test_environment_variable_sets_the_interval(
     assert "".join(output).count("export: ") >= 2
 
 
-def test_heartbeat_ends_with_its_block_and_hides_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_heartbeat_ends_with_its_block_and_hides_no_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(ValueError, match="its own"), heartbeat("failing", seconds=0.01):
         patience.wait_for(lambda: re.search(r"^failing: \d", capsys.readouterr().err, re.M), 10)
         raise ValueError("its own")
@@ -125,7 +129,9 @@ def test_inner_of_nested_heartbeats_reports(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(lines) == 4 and lines[3].startswith("outer: ")
 
 
-def use_manual_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[SimpleNamespace, list[Callable[[], float]]]:
+def use_manual_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[SimpleNamespace, list[Callable[[], float]]]:
     """Start no threads. Return a clock whose ``now`` the test moves, and the actions that threads would repeat."""
     clock = SimpleNamespace(now=1000.0)
     actions: list[Callable[[], float]] = []

@@ -67,7 +67,15 @@ def test_limit_that_is_too_small_is_named_with_the_required_value(
 )
 def test_run_with_a_small_limit_exits_with_7_and_one_line(name: str, value: int, message: str, tmp_path: Path) -> None:
     number = getattr(resource, name)
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", "--nproc=2", f"--job.dump_folder={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "debug",
+        "--nproc=2",
+        f"--job.dump_folder={tmp_path}",
+    ]
     done = forked.run(
         command, capture_output=True, text=True, timeout=patience.seconds(120),
         preexec_fn=lambda: resource.setrlimit(number, (value, value)),
@@ -112,12 +120,19 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
 
 
 def test_other_errors_are_not_about_memory() -> None:
-    for error in (RuntimeError("shapes differ"), DataError("row 3: out of memory"), OSError(errno.EIO, "I/O error")):
+    for error in (
+        RuntimeError("shapes differ"),
+        DataError("row 3: out of memory"),
+        OSError(errno.EIO, "I/O error"),
+    ):
         assert not limits.is_out_of_memory(error)
         with pytest.raises(type(error)), limits.memory_errors():
             raise error
     message = failure.describe(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), 0)
-    assert (message.exit_code, message.message) == (7, "CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert (message.exit_code, message.message) == (
+        7,
+        "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
@@ -222,20 +237,40 @@ def test_reading_a_small_file_needs_little_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "kind", "message"),
     [
-        (None, ConfigError, "needs the planted_library library, which is not installed; pip install it"),
-        ("import planted_part", ConfigError, "is installed but cannot be imported (ModuleNotFoundError: No module"),
-        ("raise ImportError('lib.so: undefined symbol')", ConfigError, "(ImportError: lib.so: undefined symbol)"),
+        (
+            None,
+            ConfigError,
+            "needs the planted_library library, which is not installed; pip install it",
+        ),
+        (
+            "import planted_part",
+            ConfigError,
+            "is installed but cannot be imported (ModuleNotFoundError: No module",
+        ),
+        (
+            "raise ImportError('lib.so: undefined symbol')",
+            ConfigError,
+            "(ImportError: lib.so: undefined symbol)",
+        ),
         (
             "raise RuntimeError('no driver')",
             ConfigError,
             "but cannot be imported (RuntimeError: no driver)",
         ),
         ("raise MemoryError", OutOfMemoryError, "memory ran out"),
-        ("raise ImportError('lib.so: failed to map segment from shared object')", OutOfMemoryError, "map segment"),
+        (
+            "raise ImportError('lib.so: failed to map segment from shared object')",
+            OutOfMemoryError,
+            "map segment",
+        ),
     ],
 )
 def test_missing_library_is_distinguished_from_a_broken_one(
-    source: str | None, kind: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str | None,
+    kind: type[Exception],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if source is not None:
         (tmp_path / "planted_library.py").write_text(source)

@@ -53,7 +53,10 @@ def test_the_variable_replaces_the_address_of_the_rendezvous(monkeypatch):
 @pytest.mark.parametrize("value", ["192.0.2.1", "2001:db8::1", "fe80::1%nothing"])
 def test_an_address_of_another_machine_is_rejected(value, monkeypatch):
     monkeypatch.setenv(listening.LISTEN_ADDRESS, value)
-    with pytest.raises(ConfigError, match=f"SHARDTRAIN_LISTEN_ADDR.*{value}.*is not an address of this machine; set"):
+    with pytest.raises(
+        ConfigError,
+        match=f"SHARDTRAIN_LISTEN_ADDR.*{value}.*is not an address of this machine; set",
+    ):
         listening.rendezvous_listener("127.0.0.1", 0)
 
 

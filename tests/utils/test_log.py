@@ -38,7 +38,10 @@ def test_each_rank_has_its_file_and_a_resumed_run_appends(tmp_path):
             log.reset()
     for rank in (0, 1):
         lines = (tmp_path / f"logs/rank-{rank}.log").read_text().splitlines()
-        assert [line.split(" INFO ")[1] for line in lines] == [f"first of {rank}", f"second of {rank}"]
+        assert [line.split(" INFO ")[1] for line in lines] == [
+            f"first of {rank}",
+            f"second of {rank}",
+        ]
 
 
 def test_the_name_pattern_may_be_any_path_with_the_rank_in_it(tmp_path):
@@ -208,7 +211,10 @@ def test_with_thousands_of_ranks_only_rank_0_of_a_node_logs_until_a_warning(tmp_
             assert path.read_text().endswith("WARNING the loss is not finite\n")
             assert "step 1" not in path.read_text()
         log.reset()
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-2000.log", "rank-2003.log"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "rank-2000.log",
+        "rank-2003.log",
+    ]
 
 
 @pytest.mark.parametrize(

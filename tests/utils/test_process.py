@@ -44,7 +44,8 @@ def test_too_many_hosts_for_the_limit_of_open_files_are_refused_before_connectin
     monkeypatch.setattr(ssh_connections.SshConnections, "_start", lambda self: pytest.fail("a host was reached"))
     plans: list[Any] = [None] * 1024
     with pytest.raises(
-        ConfigError, match=r"launch ssh connects to 1024 hosts, which requires 5220 open files, but 1024 are"
+        ConfigError,
+        match=r"launch ssh connects to 1024 hosts, which requires 5220 open files, but 1024 are",
     ):
         ssh_connections.SshConnections(plans, LaunchSSH(), tmp_path)()
 

@@ -56,7 +56,10 @@ def test_a_secret_is_masked_in_each_form(name: str, form: str, monkeypatch: pyte
             "https://h/x?X-Amz-Credential=AK%2Fus&X-Goog-Credential=me",
             "https://h/x?X-Amz-Credential=***&X-Goog-Credential=***",
         ),
-        ("https://h/x?Policy=eyJ_&Key-Pair-Id=K2JC&Expires=5", "https://h/x?Policy=***&Key-Pair-Id=***&Expires=5"),
+        (
+            "https://h/x?Policy=eyJ_&Key-Pair-Id=K2JC&Expires=5",
+            "https://h/x?Policy=***&Key-Pair-Id=***&Expires=5",
+        ),
         ("https://h/x?region=eu&credential=word", "https://h/x?region=eu&credential=***"),
         ("a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.word b", "a *** b"),
         ("tcp://host:29500/@x", "tcp://host:29500/@x"),

@@ -17,7 +17,18 @@ from shardtrain.utils import atomic_io, bounded_reads, storage_errors
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
 from shardtrain.utils.storage_errors import CAUSES
 
-NAMES_OF_STORAGE = ["ESTALE", "EROFS", "EDQUOT", "EIO", "ENOMEM", "ENOSPC", "EMFILE", "ENFILE", "ENOTCONN", "EHOSTDOWN"]
+NAMES_OF_STORAGE = [
+    "ESTALE",
+    "EROFS",
+    "EDQUOT",
+    "EIO",
+    "ENOMEM",
+    "ENOSPC",
+    "EMFILE",
+    "ENFILE",
+    "ENOTCONN",
+    "EHOSTDOWN",
+]
 NAMES_OF_PATHS = [
     "EACCES",
     "EPERM",
@@ -30,7 +41,16 @@ NAMES_OF_PATHS = [
     "EEXIST",
     "ENOENT",
 ]
-NAMED = [*NAMES_OF_STORAGE, "ETIMEDOUT", *NAMES_OF_PATHS, "ENOENT", "EFBIG", "ENXIO", "ENODEV", "ENOLCK"]
+NAMED = [
+    *NAMES_OF_STORAGE,
+    "ETIMEDOUT",
+    *NAMES_OF_PATHS,
+    "ENOENT",
+    "EFBIG",
+    "ENXIO",
+    "ENODEV",
+    "ENOLCK",
+]
 
 
 def fix_of(name: str) -> str:
@@ -55,7 +75,11 @@ def write_checkpoint_file(path: Path) -> None:
 @pytest.mark.parametrize("call", ["open", "write", "fsync"])
 @pytest.mark.parametrize("name", NAMED)
 def test_error_names_the_file_the_cause_and_the_fix(
-    name: str, call: str, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    call: str,
+    write: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if (name, call) == ("EEXIST", "open"):
         return  # the write is retried with another temporary name
@@ -91,7 +115,11 @@ def test_error_names_the_file_the_cause_and_the_fix(
     ],
 )
 def test_exhausted_inodes_are_distinguished_from_a_full_disk(
-    free_blocks: int, free_inodes: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_blocks: int,
+    free_inodes: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     facts = SimpleNamespace(f_bavail=free_blocks, f_files=5000, f_favail=free_inodes)
     monkeypatch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)

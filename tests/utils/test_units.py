@@ -5,7 +5,15 @@ from shardtrain.utils import units
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("80GiB", 80 * 2**30), ("80 GB", 80 * 10**9), ("1.5 kib", 1536), ("0", 0), (7, 7), ("2TiB", 2**41), ("12 b", 12)],
+    [
+        ("80GiB", 80 * 2**30),
+        ("80 GB", 80 * 10**9),
+        ("1.5 kib", 1536),
+        ("0", 0),
+        (7, 7),
+        ("2TiB", 2**41),
+        ("12 b", 12),
+    ],
 )
 def test_sizes_are_parsed_with_binary_and_decimal_units(text, num_bytes):
     assert units.parse_bytes(text) == num_bytes
@@ -54,7 +62,14 @@ def test_invalid_count_is_refused(text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (59.94, "59.9s"), (59.96, "1m00s"), (3599.7, "1h00m"), (86399.9, "1d00h"), (-75, "-1m15s")],
+    [
+        (0, "0s"),
+        (59.94, "59.9s"),
+        (59.96, "1m00s"),
+        (3599.7, "1h00m"),
+        (86399.9, "1d00h"),
+        (-75, "-1m15s"),
+    ],
 )
 def test_formatted_durations_never_have_60_of_a_unit(seconds, text):
     assert units.format_seconds(seconds) == text

@@ -14,7 +14,20 @@ from shardtrain.launch import environment, nodes, signals
 from shardtrain.utils import log, variables
 from shardtrain.utils.errors import ConfigError
 
-INVALID = ["abc", "nan", "inf", "1e400", "-1", "0x10", "1_0", "٣", "²", "9" * 5000, "1\n2", "\x1b[2J"]
+INVALID = [
+    "abc",
+    "nan",
+    "inf",
+    "1e400",
+    "-1",
+    "0x10",
+    "1_0",
+    "٣",
+    "²",
+    "9" * 5000,
+    "1\n2",
+    "\x1b[2J",
+]
 SOURCES = {path: path.read_text() for path in Path(shardtrain.__file__).parent.rglob("*.py")}
 LAUNCHERS = sorted({name for text in SOURCES.values() for name in re.findall(r'variables\.number\(\S+, "(\w+)"', text)})
 """Variables that the package reads as a number with ``variables.number``."""
@@ -28,7 +41,14 @@ def test_no_module_converts_a_variable_to_a_number_itself() -> None:
 
 @pytest.mark.parametrize("text", INVALID)
 def test_invalid_number_of_a_launcher_is_refused_in_one_line(text: str) -> None:
-    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "SLURM_JOB_ID"} <= {*LAUNCHERS}
+    assert {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_PORT",
+        "SLURM_JOB_ID",
+    } <= {*LAUNCHERS}
     for name in LAUNCHERS:
         with pytest.raises(ConfigError, match=f"^environment: {name}=.* must be an integer of at least") as caught:
             variables.number({name: text}, name, "0")

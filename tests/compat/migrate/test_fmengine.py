@@ -115,8 +115,21 @@ def test_both_command_lines_keep_their_meaning(tmp_path: Path, line: str, change
 @pytest.mark.parametrize("value", ["true", "True", "yes", "1", ""])
 def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(tmp_path: Path, value: str) -> None:
     file = ds_json(tmp_path / "llama.json", 2, 4)
-    flags = [f"--deepspeed_config={file}", "--dry_run", *([value] if value else []), "--local_rank=1"]
-    flags += ["--use_flash_attn", "no", "--use_deepspeed", "--project_name", "x", "--num_workers", "3"]
+    flags = [
+        f"--deepspeed_config={file}",
+        "--dry_run",
+        *([value] if value else []),
+        "--local_rank=1",
+    ]
+    flags += [
+        "--use_flash_attn",
+        "no",
+        "--use_deepspeed",
+        "--project_name",
+        "x",
+        "--num_workers",
+        "3",
+    ]
     loaded = load_flags(flags, 1)
     assert loaded.config.checkpoint.load_only
     assert any("num_workers" in notice and "FMEngine ignores it" in notice for notice in loaded.notices)
@@ -129,7 +142,10 @@ def test_ranks_beyond_the_stages_are_replicas(tmp_path: Path) -> None:
     for count, copies in ((2, 1), (4, 2), (8, 4)):
         run_config = load_flags(flags, count, follow=False).config
         assert run_config.parallelism.data_parallel_replicate_degree == copies
-        assert (run_config.training.local_batch_size, run_config.training.global_batch_size) == (8 // copies, 8)
+        assert (run_config.training.local_batch_size, run_config.training.global_batch_size) == (
+            8 // copies,
+            8,
+        )
     script = tmp_path / "run.sh"
     script.write_text("deepspeed --num_gpus 4 --num_nodes 2 cli/train.py " + " ".join(flags))
     settings = {setting.option: setting.value for setting in migrate.migrate([script]).settings}
@@ -142,9 +158,27 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     In float32, so only the summation order differs."""
     warmup, least, most, micro, length, steps = 10, 1e-4, 5e-3, 2, 16, 20
     schedule = {"warmup_min_lr": least, "warmup_max_lr": most, "warmup_num_steps": warmup}
-    file = ds_json(tmp_path / "llama.json", micro, 4, bf16=False, scheduler={"type": "WarmupLR", "params": schedule})
+    file = ds_json(
+        tmp_path / "llama.json",
+        micro,
+        4,
+        bf16=False,
+        scheduler={"type": "WarmupLR", "params": schedule},
+    )
     folder, data = hf_folder(tmp_path / "hf"), jsonl(tmp_path / "data.jsonl")
-    assert cli.main(["checkpoint", "to-fmengine", str(folder), str(tmp_path / "mp2"), "--mp_world_size", "2"]) == 0
+    assert (
+        cli.main(
+            [
+                "checkpoint",
+                "to-fmengine",
+                str(folder),
+                str(tmp_path / "mp2"),
+                "--mp_world_size",
+                "2",
+            ]
+        )
+        == 0
+    )
     flags = f"--init_ckpt {tmp_path}/mp2 --data_path {data} --max_seq_len {length} --train_steps {steps} "
     flags += f"--pipe_parallel_size 2 --deepspeed_config {file} --output_dir {tmp_path}/out"
     stages = run_ranks(2, steps_of_flags, flags.split(), steps)
@@ -222,7 +256,11 @@ def test_a_user_s_folder_trains_and_converts_back_in_three_commands(tmp_path: Pa
     folder = users_folder(tmp_path)
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 2")
     program(folder, "deepspeed", TRAIN)
-    program(folder, "to_hf_format", "--in-model-path output --out-model-path out --base-model hf --step latest")
+    program(
+        folder,
+        "to_hf_format",
+        "--in-model-path output --out-model-path out --base-model hf --step latest",
+    )
     steps = values(folder / "output")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert [step["lr"] for step in steps] == pytest.approx(
@@ -274,7 +312,12 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
         (folder / "site").mkdir(exist_ok=True)
         (folder / "site" / name).write_text(text)
         (folder / "site" / name).chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORD": str(folder / "record")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RECORD": str(folder / "record"),
+    }
     environment |= {"SLURM_JOB_GPUS": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "two"}
     environment["PATH"] = f"{folder}/site:{environment['PATH']}"
     python = shlex.quote(sys.executable)
@@ -384,7 +427,10 @@ def test_a_file_of_another_system_is_not_mistaken_for_deepspeed(tmp_path: Path, 
         (["deepspeed", "--hostfile", "missing", "cli/train.py"], "missing"),
         (["train.py"], "train.py"),
         (["commands"], "folder"),
-        (["to_hf_format", "--in-model-path=x", "--out-model-path=y", "--base-model=org/name"], "org/name"),
+        (
+            ["to_hf_format", "--in-model-path=x", "--out-model-path=y", "--base-model=org/name"],
+            "org/name",
+        ),
         (["to_hf_format", "--in-model-path=x", "--out-model-path=y"], "layer_00-model_00"),
         (["from_hf", "--model_name_or_path=org/name", "--output_dir=y"], "org/name"),
     ],
@@ -417,7 +463,8 @@ exec bash -c "$3"
 
 
 @pytest.mark.nightly(
-    "the commands for the hosts", by="tests/compat/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
+    "the commands for the hosts",
+    by="tests/compat/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh",
 )
 def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
@@ -425,8 +472,16 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     (folder / "site/ssh").write_text(SSH)
     (folder / "site/ssh").chmod(0o755)
     (folder / "hostfile").write_text("host-a slots=2\nhost-b slots=2\nhost-c slots=2\n")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORD": str(folder / "record")}
-    environment |= {"PATH": f"{folder}/site:{os.environ['PATH']}", "XDG_STATE_HOME": str(folder / "state")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "RECORD": str(folder / "record"),
+    }
+    environment |= {
+        "PATH": f"{folder}/site:{os.environ['PATH']}",
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
     arguments = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
     command = [

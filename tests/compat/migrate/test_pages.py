@@ -13,7 +13,11 @@ NAMES = ("torchtrain", "torchtitan", "runai")
 PAGES = {name: (ROOT / "docs/migrate" / f"{name}.md").read_text() for name in NAMES}
 SOURCE = "\n".join(
     path.read_text()
-    for path in (*(ROOT / "shardtrain").rglob("*.py"), *ROOT.glob("*.sh"), ROOT / "multinode_trainer.slurm")
+    for path in (
+        *(ROOT / "shardtrain").rglob("*.py"),
+        *ROOT.glob("*.sh"),
+        ROOT / "multinode_trainer.slurm",
+    )
 )
 
 # every command in the documentation of the three systems
@@ -37,7 +41,16 @@ ORIGINAL = {
 }  # fmt: skip
 
 # flags of `runai` from the published references of its two versions -> True if a value follows
-V1 = {"--name": 1, "--workers": 1, "-g": 1, "-i": 1, "-e": 1, "--existing-pvc": 1, "-p": 1, "--large-shm": 0}
+V1 = {
+    "--name": 1,
+    "--workers": 1,
+    "-g": 1,
+    "-i": 1,
+    "-e": 1,
+    "--existing-pvc": 1,
+    "-p": 1,
+    "--large-shm": 0,
+}
 V2 = {
     "-p": 1, "-i": 1, "--workers": 1, "--gpu-devices-request": 1, "--master-gpu-devices-request": 1, "-e": 1,
     "--env-secret": 1, "--existing-pvc": 1, "--large-shm": 0, "--termination-grace-period": 1,

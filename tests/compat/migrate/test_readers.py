@@ -186,7 +186,10 @@ def test_presets_of_fmengine_keep_their_meaning(tmp_path, name):
     assert c.activation_checkpoint.cpu_offload == (name == "7b")
     assert not c.training.enable_cpu_offload  # DeepSpeed ignores it at the top level
     if c.training.mixed_precision_param == "float16":
-        assert (c.training.initial_loss_scale, c.training.loss_scale_growth_interval) == (4096.0, 1000)
+        assert (c.training.initial_loss_scale, c.training.loss_scale_growth_interval) == (
+            4096.0,
+            1000,
+        )
     dead = {"lr-decay-style", "warmup", "min_lr"}
     assert {entry.key for entry in migration.entries if entry.verdict == "ignored"} >= dead
 
@@ -202,11 +205,17 @@ def test_rates_of_a_preset_match_the_closed_form_at_every_step(tmp_path):
 
 SCHEDULES = [
     (
-        {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 1e-6, "warmup_num_steps": 7, "total_num_steps": 30}},
+        {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_min_lr": 1e-6, "warmup_num_steps": 7, "total_num_steps": 30},
+        },
         ["deepspeed_warmup_decay", 7, "log", 1e-3, 30, 1e-3],
     ),
     (
-        {"type": "WarmupCosineLR", "params": {"warmup_type": "linear", "total_num_steps": 30, "cos_min_ratio": 0.1}},
+        {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_type": "linear", "total_num_steps": 30, "cos_min_ratio": 0.1},
+        },
         ["deepspeed_warmup_cosine", 1000, "linear", 1e-5, 30, 0.1],
     ),
     (
@@ -232,7 +241,10 @@ def test_schedules_of_deepspeed_that_end_are_followed(tmp_path, scheduler, expec
 
 
 WRONG_NUMBERS: dict[str, tuple[dict[str, Any], str]] = {
-    "three batch sizes that disagree": ({"gradient_accumulation_steps": 3}, "train_batch_size=32 must be 8 x 3 x the"),
+    "three batch sizes that disagree": (
+        {"gradient_accumulation_steps": 3},
+        "train_batch_size=32 must be 8 x 3 x the",
+    ),
     "no end": (
         {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
         "total_num_steps must be a positive number of steps",
@@ -304,7 +316,8 @@ def test_an_enabled_precision_overrides_an_auto_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reduce"), [("fp32", "float32"), ("fp16", "float32"), ("float16", "float32"), ("bf16", "bfloat16")]
+    ("kind", "reduce"),
+    [("fp32", "float32"), ("fp16", "float32"), ("float16", "float32"), ("bf16", "bfloat16")],
 )
 def test_each_dtype_of_gradient_accumulation_is_accepted(tmp_path, kind, reduce):
     migration = taken(tmp_path, "ds.json", {**LLAMA, "data_types": {"grad_accum_dtype": kind}})
@@ -349,12 +362,24 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
     c = config.load_settings(migration.settings, follow=False).config
     assert (c.model.name, c.model.overrides["num_labels"]) == ("transformers", 2)
     assert "~" not in c.job.dump_folder and c.job.dump_folder.startswith(str(tmp_path))
-    assert (c.task.name, c.task.num_labels, c.data.text_field, c.task.label_field) == ("classification", 2, "0", "1")
-    assert (c.training.local_batch_size, c.training.global_batch_size, c.training.epochs) == (32, 64 * 2, 3)
+    assert (c.task.name, c.task.num_labels, c.data.text_field, c.task.label_field) == (
+        "classification",
+        2,
+        "0",
+        "1",
+    )
+    assert (c.training.local_batch_size, c.training.global_batch_size, c.training.epochs) == (
+        32,
+        64 * 2,
+        3,
+    )
     assert (c.optimizer.lr, c.optimizer.beta2, c.optimizer.weight_decay) == (2e-5, 0.999, 0.01)
     assert (c.lr_scheduler.name, c.lr_scheduler.warmup_proportion) == ("linear_by_proportion", 0.01)
     assert (c.training.mixed_precision_param, c.training.seq_len) == ("float16", 1024)
-    assert (c.parallelism.data_parallel_replicate_degree, c.parallelism.data_parallel_shard_degree) == (2, 1)
+    assert (
+        c.parallelism.data_parallel_replicate_degree,
+        c.parallelism.data_parallel_shard_degree,
+    ) == (2, 1)
     assert (c.validation.per_epoch, c.checkpoint.keep_best) == (1, "validation.accuracy")
     # 512 rows in steps of 32 x 2 x 2: 4 steps per epoch.
     assert (c.metrics.log_freq, c.checkpoint.interval) == (2, 4)
@@ -394,7 +419,10 @@ def test_a_custom_key_requires_a_task_file(tmp_path):
 
 def test_accumulation_needs_the_number_of_processes(tmp_path):
     file = write(tmp_path, "training_arguments.json")
-    assert of(migrate([file], 4), "training.local_batch_size", "training.global_batch_size") == [2, 2 * 8 * 4]
+    assert of(migrate([file], 4), "training.local_batch_size", "training.global_batch_size") == [
+        2,
+        2 * 8 * 4,
+    ]
     accelerate = write(tmp_path, "accelerate.yaml")
     together = migrate([file, accelerate])
     assert of(together, "training.global_batch_size", "launch.nproc_per_node") == [2 * 8 * 2, 2]
@@ -408,7 +436,10 @@ def test_auto_defers_to_the_other_file(tmp_path):
         json.dumps(
             {
                 "bf16": {"enabled": "auto"},
-                "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+                "optimizer": {
+                    "type": "AdamW",
+                    "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"},
+                },
                 "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
                 "gradient_clipping": "auto",
                 "train_batch_size": "auto",
@@ -418,7 +449,11 @@ def test_auto_defers_to_the_other_file(tmp_path):
         )
     )
     migration = migrate([ours, auto], 2)
-    assert of(migration, "optimizer.lr", "training.max_norm", "training.global_batch_size") == [3e-4, 1.0, 32]
+    assert of(migration, "optimizer.lr", "training.max_norm", "training.global_batch_size") == [
+        3e-4,
+        1.0,
+        32,
+    ]
     assert of(migration, "parallelism.fsdp_reshard_after_forward", "training.enable_cpu_offload") == ["always", True]
 
 
@@ -435,14 +470,19 @@ def test_strategies_of_fsdp_are_followed(tmp_path, strategy, expected):
     text = FILES["accelerate.yaml"].replace("FULL_SHARD", strategy)
     migration = taken(tmp_path, "a.yaml", text)
     reshard, copies = of(
-        migration, "parallelism.fsdp_reshard_after_forward", "parallelism.data_parallel_replicate_degree"
+        migration,
+        "parallelism.fsdp_reshard_after_forward",
+        "parallelism.data_parallel_replicate_degree",
     )
     assert (reshard, copies or 1) == expected
 
 
 def test_torchtune_references_are_replaced(tmp_path):
     migration = migrate([write(tmp_path, "torchtune.yaml")])
-    assert of(migration, "model.hf_assets_path", "job.dump_folder") == ["/models/Llama-3.2-1B", "/models/out"]
+    assert of(migration, "model.hf_assets_path", "job.dump_folder") == [
+        "/models/Llama-3.2-1B",
+        "/models/out",
+    ]
     assert of(migration, "lora.target_modules") == [["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]]
     assert of(migration, "training.max_norm", "training.dtype") == [float("inf"), "bfloat16"]
 
@@ -454,7 +494,14 @@ datasets: [{path: a.jsonl, type: alpaca}]
 adapter: lora
 lora_r: 8
 """
-TRL = json.dumps({"model_name_or_path": "base", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "lora_r": 8})
+TRL = json.dumps(
+    {
+        "model_name_or_path": "base",
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1e-4,
+        "lora_r": 8,
+    }
+)
 ADAPTERS = {
     "axolotl.yml": AXOLOTL + "lora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\npeft_use_dora: true\n",
     "trl.json": TRL[:-1]
@@ -466,7 +513,13 @@ ADAPTERS = {
 def test_all_adapter_options_of_a_file_are_followed(tmp_path, name):
     migration = taken(tmp_path, name, ADAPTERS[name])
     options = ("enable", "rank", "target_modules", "modules_to_save", "use_dora")
-    assert of(migration, *(f"lora.{option}" for option in options)) == [True, 8, ["all-linear"], ["lm_head"], True]
+    assert of(migration, *(f"lora.{option}" for option in options)) == [
+        True,
+        8,
+        ["all-linear"],
+        ["lm_head"],
+        True,
+    ]
     assert not migration.unsupported
     without = taken(tmp_path, "plain.yml", ADAPTERS["axolotl.yml"].replace("adapter: lora\n", ""))
     assert not [setting for setting in without.settings if setting.option.startswith("lora.")]
@@ -596,7 +649,11 @@ def test_migrate_prints_every_note_of_check(tmp_path, capsys, name):
 @pytest.mark.parametrize("system", ["Trainer", "axolotl", "torchtune"])
 def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
     if system == "Trainer":
-        arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "optim": "adamw_bnb_8bit"}
+        arguments = {
+            "output_dir": "out",
+            "per_device_train_batch_size": 2,
+            "optim": "adamw_bnb_8bit",
+        }
         migration = taken(tmp_path, "training_args.json", {**arguments, "report_to": ["mlflow", "trackio"]})
         assert of(migration, "metrics.enable_mlflow", "metrics.enable_trackio") == [True, True]
     elif system == "axolotl":
@@ -613,10 +670,22 @@ def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
 
 def test_losses_and_packing_of_trl_are_followed(tmp_path):
     arguments = {"output_dir": "out", "per_device_train_batch_size": 2}
-    dpo = {"beta": 0.2, "loss_type": ["robust"], "label_smoothing": 0.1, "reference_free": False, "rpo_alpha": 0.5}
+    dpo = {
+        "beta": 0.2,
+        "loss_type": ["robust"],
+        "label_smoothing": 0.1,
+        "reference_free": False,
+        "rpo_alpha": 0.5,
+    }
     migration = taken(tmp_path, "dpo.json", {**arguments, **dpo})
     options = ("name", "beta", "loss_type", "label_smoothing", "nll_weight")
-    assert of(migration, *(f"task.{option}" for option in options)) == ["preference", 0.2, "robust", 0.1, 0.5]
+    assert of(migration, *(f"task.{option}" for option in options)) == [
+        "preference",
+        0.2,
+        "robust",
+        0.1,
+        0.5,
+    ]
     assert not migration.unsupported
     assert taken(tmp_path, "sppo.json", {**arguments, "beta": 0.2, "loss_type": "sppo_hard"}).unsupported
 

@@ -28,7 +28,21 @@ QWEN3_AND_DEEPSEEK = [
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "flavor", "lr", "warmup", "ratio", "decay", "least", "batch", "length", "steps", "data", "mode"),
+    (
+        "file",
+        "name",
+        "flavor",
+        "lr",
+        "warmup",
+        "ratio",
+        "decay",
+        "least",
+        "batch",
+        "length",
+        "steps",
+        "data",
+        "mode",
+    ),
     QWEN3_AND_DEEPSEEK,
     ids=[row[0] for row in QWEN3_AND_DEEPSEEK],
 )
@@ -38,17 +52,41 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
     c = config.load(PRESETS / "torchtitan_v0_2_2" / f"{file}.toml").config
     assert (c.model.name, c.model.flavor, c.model.converters) == (name, flavor, [])
     o, s = c.optimizer, c.lr_scheduler
-    assert (o.name, o.lr, o.beta1, o.beta2, o.eps, o.weight_decay) == ("AdamW", lr, 0.9, 0.95, 1e-8, 0.1)
+    assert (o.name, o.lr, o.beta1, o.beta2, o.eps, o.weight_decay) == (
+        "AdamW",
+        lr,
+        0.9,
+        0.95,
+        1e-8,
+        0.1,
+    )
     assert (s.name, s.warmup_steps, s.decay_ratio) == ("warmup_stable_decay", warmup, ratio)
     assert (s.decay_type, s.min_lr_factor, s.total_steps) == (decay, least, None)
     t = c.training
-    assert (t.local_batch_size, t.global_batch_size, t.seq_len, t.steps) == (batch, -1, length, steps)
-    assert (t.dataset, t.max_norm, t.dtype, t.mixed_precision_param) == (data, 1.0, "float32", "bfloat16")
+    assert (t.local_batch_size, t.global_batch_size, t.seq_len, t.steps) == (
+        batch,
+        -1,
+        length,
+        steps,
+    )
+    assert (t.dataset, t.max_norm, t.dtype, t.mixed_precision_param) == (
+        data,
+        1.0,
+        "float32",
+        "bfloat16",
+    )
     p = c.parallelism
-    assert (p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree) == (1, -1, 1)
+    assert (
+        p.data_parallel_replicate_degree,
+        p.data_parallel_shard_degree,
+        p.tensor_parallel_degree,
+    ) == (1, -1, 1)
     assert (p.pipeline_parallel_degree, p.context_parallel_degree) == (1, 1)
     assert p.expert_parallel_degree == (8 if file == "deepseek_v3_16b" else 1)
-    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (mode, "op")
+    assert (c.activation_checkpoint.mode, c.activation_checkpoint.selective_ac_option) == (
+        mode,
+        "op",
+    )
     assert c.compile.enable is (file in ("deepseek_v3_16b", "deepseek_v3_671b")) and not c.checkpoint.enable
     assert c.compile.components == (["loss"] if c.compile.enable else ["model", "loss"])
     deepseek = name == "deepseek_v3"
@@ -81,7 +119,11 @@ BUILT = [
     ("torchtitan_v0_2_2/deepseek_v3_16b", 8, "15.71B"),
     ("torchtitan_v0_2_2/deepseek_v3_671b", 256, "671.03B"),
 ]
-CHEAP = ("torchtrain_2024_02/debug_model", "torchtitan_2025_02/llama3_8b", "torchtitan_v0_2_2/deepseek_v3_debug_model")
+CHEAP = (
+    "torchtrain_2024_02/debug_model",
+    "torchtitan_2025_02/llama3_8b",
+    "torchtitan_v0_2_2/deepseek_v3_debug_model",
+)
 
 
 def test_every_preset_is_built():
@@ -90,7 +132,10 @@ def test_every_preset_is_built():
 
 @pytest.mark.parametrize(
     ("name", "ranks", "parameters"),
-    cases([row for row in BUILT if row[0] in CHEAP], nightly=[row for row in BUILT if row[0] not in CHEAP]),
+    cases(
+        [row for row in BUILT if row[0] in CHEAP],
+        nightly=[row for row in BUILT if row[0] not in CHEAP],
+    ),
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
 def test_an_unedited_preset_builds_at_its_number_of_ranks(monkeypatch, capsys, name, ranks, parameters):

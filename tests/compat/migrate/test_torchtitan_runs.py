@@ -28,7 +28,11 @@ TORCHTRAIN_RUNS = (
 )
 """The test in the default tier that runs an original script."""
 SMALL = "--training.seq_len 32 --training.batch_size 1 --training.device cpu"
-TEXTS = ["A mesh of ranks holds one model.", "Every rank reads its own rows.", "The loss is a sum, divided once."] * 300
+TEXTS = [
+    "A mesh of ranks holds one model.",
+    "Every rank reads its own rows.",
+    "The loss is a sum, divided once.",
+] * 300
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
 
@@ -122,7 +126,12 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
     assert result.returncode == 0, result.stderr
     assert "training with 2 processes" in result.stderr and "[rank1]" in result.stderr
     logged = scalars(torchtrain / "outputs/tb")
-    assert {"loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "wps", "throughput(tps)"} <= set(logged)
+    assert {
+        "loss_metrics/global_avg_loss",
+        "loss_metrics/global_max_loss",
+        "wps",
+        "throughput(tps)",
+    } <= set(logged)
     assert list(logged["wps"]) == [1, 5, 10] and logged["wps"] == logged["throughput(tps)"]
     renames = [line for line in result.stderr.splitlines() if "training.batch_size is called" in line]
     assert renames and all(" INFO " in line for line in renames), "a rename must not be a warning"
@@ -138,9 +147,26 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
 )
 def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
     """``torchrun ... train.py --job.config_file``: torchrun starts all ranks, with only the data reduced."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_endpoint=localhost:0"]
-    line += ["--rdzv_backend=c10d", "--local-ranks-filter=0", "--role=rank", "--tee=3", str(ROOT / "train.py")]
-    line += ["--job.config_file", "./train_configs/debug_model.toml", "--training.dataset_path", "./alpaca"]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv_endpoint=localhost:0",
+    ]
+    line += [
+        "--rdzv_backend=c10d",
+        "--local-ranks-filter=0",
+        "--role=rank",
+        "--tee=3",
+        str(ROOT / "train.py"),
+    ]
+    line += [
+        "--job.config_file",
+        "./train_configs/debug_model.toml",
+        "--training.dataset_path",
+        "./alpaca",
+    ]
     line += ["--training.seq_len", "64", "--training.device", "cpu"]
     limit = patience.seconds(400)
     names = noted.environment()
@@ -152,8 +178,17 @@ def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
 def as_torchrun(arguments: list[str], rank: int, size: int, port: int, names: dict[str, str]) -> tuple[list[str], dict]:
     """Return what torchrun starts for one rank: the arguments from -m on, and the environment."""
     place = arguments.index("-m")
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-    of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    of_rank = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+    }
     return arguments[place:], {**names, **rendezvous, **of_rank}
 
 
@@ -178,7 +213,13 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
 
 
 def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
-    result = noted.run(torchtitan, "./run_train.sh", NGPU="64", COMM_MODE="fake_backend", TRAIN_FILE="shardtrain.train")
+    result = noted.run(
+        torchtitan,
+        "./run_train.sh",
+        NGPU="64",
+        COMM_MODE="fake_backend",
+        TRAIN_FILE="shardtrain.train",
+    )
     assert result.returncode == 0 and "builds rank 0 of 64" in result.stdout, result.stderr
 
 
@@ -208,7 +249,8 @@ FEATURES = {
 
 
 @pytest.mark.nightly(
-    "each has separate tests", by="tests/test_same_numbers.py::test_mesh_and_memory_options_change_no_number"
+    "each has separate tests",
+    by="tests/test_same_numbers.py::test_mesh_and_memory_options_change_no_number",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
@@ -222,8 +264,20 @@ def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, featur
     results = []
     for name, ranks, more in (("one", 1, []), ("with", 2, [f"--{option}={value}"])):
         local = [f"--training.local_batch_size={2 if splits_rows and more else 4}"]
-        arguments = ["-m", "shardtrain.train", "--job.config_file", str(preset), "--nproc", str(ranks), *base.split()]
-        arguments += [f"--job.dump_folder={name}", *more, *(() if more and "batch" in option else local)]
+        arguments = [
+            "-m",
+            "shardtrain.train",
+            "--job.config_file",
+            str(preset),
+            "--nproc",
+            str(ranks),
+            *base.split(),
+        ]
+        arguments += [
+            f"--job.dump_folder={name}",
+            *more,
+            *(() if more and "batch" in option else local),
+        ]
         result = noted.run_words(torchtitan, arguments, noted.environment())
         assert result.returncode == 0, result.stderr
         results.append(losses(torchtitan / name))
@@ -233,7 +287,8 @@ def test_each_feature_is_one_line_of_toml_and_changes_no_loss(torchtitan, featur
 
 @pytest.mark.slow
 @pytest.mark.nightly(
-    "DCP both ways", by="tests/tools/dcp/test_both_ways.py::test_an_exported_checkpoint_loads_in_pytorch_bitwise"
+    "DCP both ways",
+    by="tests/tools/dcp/test_both_ways.py::test_an_exported_checkpoint_loads_in_pytorch_bitwise",
 )
 def test_bfloat16_weights_load_with_torch_load(torchtitan):
     """Three commands: train, ``to-dcp`` and PyTorch's converter. ``torch.load`` then reads the file without pickles."""
@@ -249,10 +304,18 @@ def test_bfloat16_weights_load_with_torch_load(torchtitan):
     result = noted.run_words(torchtitan, line.split(), names)
     assert result.returncode == 0, result.stderr
     result = noted.run_words(
-        torchtitan, ["-m", "shardtrain", "checkpoint", "to-dcp", "outputs", "dcp", "--model-only"], names
+        torchtitan,
+        ["-m", "shardtrain", "checkpoint", "to-dcp", "outputs", "dcp", "--model-only"],
+        names,
     )
     assert result.returncode == 0, result.stderr
-    arguments = ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", "dcp", "weights.pt"]
+    arguments = [
+        "-m",
+        "torch.distributed.checkpoint.format_utils",
+        "dcp_to_torch",
+        "dcp",
+        "weights.pt",
+    ]
     assert noted.run_words(torchtitan, arguments, names).returncode == 0
     weights = torch.load(torchtitan / "weights.pt", weights_only=True)
     assert weights["tok_embeddings.weight"].shape == (2048, 256) and len(weights) > 50
@@ -303,7 +366,12 @@ TRAIN = (
 )
 def test_a_pod_of_runai_submit_trains_without_job_variables(runai):
     """Step C9 of the tutorial, where the original failed on an empty PET_NNODES."""
-    names = {**POD, "CONFIG_FILE": "./train_configs/debug_model.toml", "NGPU": "2", "PET_NNODES": ""}
+    names = {
+        **POD,
+        "CONFIG_FILE": "./train_configs/debug_model.toml",
+        "NGPU": "2",
+        "PET_NNODES": "",
+    }
     result = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
     assert result.returncode == 0, result.stderr
     assert list(losses(runai.parent / "claim")) == [1, 2] and "training with 2 processes" in result.stderr

@@ -45,7 +45,11 @@ STEPS = 20
 
 def write_folder(folder: Path, **values: Any) -> Path:
     """Write a folder with absolute paths, because the ranks of a test run elsewhere."""
-    places = {"data_dir": folder / "data", "pretrained_model_dir": folder / "bart", "model_dir": folder / "models"}
+    places = {
+        "data_dir": folder / "data",
+        "pretrained_model_dir": folder / "bart",
+        "model_dir": folder / "models",
+    }
     file = folders.make(folder, **{"dropout": 0.0, "with_head": True, "train": 67, **values})
     return folders.write_parameters(folder, **{**places, **values}) if file else file
 
@@ -107,8 +111,14 @@ class Original:
         without = ("bias", "LayerNorm.weight")
         named = list(self.model.named_parameters())
         groups = [
-            {"params": [p for n, p in named if not any(nd in n for nd in without)], "weight_decay": 0.01},
-            {"params": [p for n, p in named if any(nd in n for nd in without)], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in named if not any(nd in n for nd in without)],
+                "weight_decay": 0.01,
+            },
+            {
+                "params": [p for n, p in named if any(nd in n for nd in without)],
+                "weight_decay": 0.0,
+            },
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, eps=1e-8)
         first = int(steps * warmup)
@@ -192,7 +202,8 @@ def test_twenty_steps_match_a_plain_loop(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"), [({"train": 67}, 27), ({"train": 64}, 24), ({"train": 67, "num_epochs": 2}, 18)]
+    ("options", "steps"),
+    [({"train": 67}, 27), ({"train": 64}, 24), ({"train": 67, "num_epochs": 2}, 18)],
 )
 def test_rates_match_the_closed_form(tmp_path: Path, options: dict[str, Any], steps: int) -> None:
     """Linear from 0 over int(1 % of the steps), then linear to 0. A warmup requires at least 100 steps."""
@@ -232,7 +243,10 @@ def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Pat
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
         loaded, launch = migrate.open_file(file, machine=ThisMachine(devices=devices))
         c = loaded.config
-        assert launch == {"nproc": used} and (c.training.local_batch_size, c.training.global_batch_size) == (
+        assert launch == {"nproc": used} and (
+            c.training.local_batch_size,
+            c.training.global_batch_size,
+        ) == (
             9 // used,
             9,
         )
@@ -263,7 +277,8 @@ def test_a_run_resumes_from_an_original_checkpoint(
     assert_weights(original, results[0]["weights"], 1e-6)
     assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16, with 9 per epoch
     half = configured(
-        rewrite_parameters(folder, continue_training=True, continue_training_path=saved, use_native_fp16=True), 1
+        rewrite_parameters(folder, continue_training=True, continue_training_path=saved, use_native_fp16=True),
+        1,
     )
     result = run_ranks(1, body, half, 0)[0]
     assert result["scale"] == {"scale": 1024.0, "finite_steps": 0}
@@ -271,7 +286,11 @@ def test_a_run_resumes_from_an_original_checkpoint(
 
 def rewrite_parameters(folder: Path, **values: Any) -> Path:
     """Rewrite parameters.yml of an existing folder with other values."""
-    places = {"data_dir": folder / "data", "pretrained_model_dir": folder / "bart", "model_dir": folder / "models"}
+    places = {
+        "data_dir": folder / "data",
+        "pretrained_model_dir": folder / "bart",
+        "model_dir": folder / "models",
+    }
     return folders.write_parameters(folder, **{**places, **values})
 
 
@@ -345,21 +364,45 @@ def refused(rank: int, config: Config, message: str) -> bool:
 
 
 WRONG = {
-    "unknown key": ({"own": "    batch_sizes: 3\n"}, r"yml:29: transformers-params\.batch_sizes=3 .*did you mean"),
-    "own key without hooks": ({"own": "    margin: 0.3\n"}, r"yml:29: .*margin=0\.3 is not supported: only hooks"),
-    "own table": ({"own": "    hooks_file: '{hooks}'\n    pairs: [1, 2]\n"}, "pairs must be a number, text"),
-    "no number": ({"batch_size": "'many'"}, r"yml:19: transformers-params\.batch_size=.many. must be a number"),
-    "no truth": ({"is_distributed": "maybe"}, r"yml:12: .*is_distributed=.maybe. must be true or false"),
+    "unknown key": (
+        {"own": "    batch_sizes: 3\n"},
+        r"yml:29: transformers-params\.batch_sizes=3 .*did you mean",
+    ),
+    "own key without hooks": (
+        {"own": "    margin: 0.3\n"},
+        r"yml:29: .*margin=0\.3 is not supported: only hooks",
+    ),
+    "own table": (
+        {"own": "    hooks_file: '{hooks}'\n    pairs: [1, 2]\n"},
+        "pairs must be a number, text",
+    ),
+    "no number": (
+        {"batch_size": "'many'"},
+        r"yml:19: transformers-params\.batch_size=.many. must be a number",
+    ),
+    "no truth": (
+        {"is_distributed": "maybe"},
+        r"yml:12: .*is_distributed=.maybe. must be true or false",
+    ),
     "no mode": ({"mode": "predict"}, r"yml:7: .*mode=.predict. must be train or test"),
     "node of one": (
         {"current_node": 1},
         r"yml:33: .*current_node=1 must be less than nodes=1; .*set nodes to their number",
     ),
-    "node": ({"nodes": 2, "current_node": 2}, r"yml:33: .*current_node=2 must be less than nodes=2"),
+    "node": (
+        {"nodes": 2, "current_node": 2},
+        r"yml:33: .*current_node=2 must be less than nodes=2",
+    ),
     "address": ({"nodes": 2, "master_addr": ""}, "master_addr is required"),
     "port": ({"master_port": "99999"}, r"yml:35: .*master_port=99999 must be a port"),
-    "hooks": ({"own": "    hooks_file: 'missing.py'\n"}, r"yml:29: .*hooks_file=.missing\.py. cannot be read"),
-    "no hooks": ({"own": "    hooks_file: '{empty}'\n"}, "must define a class Task or a class Model"),
+    "hooks": (
+        {"own": "    hooks_file: 'missing.py'\n"},
+        r"yml:29: .*hooks_file=.missing\.py. cannot be read",
+    ),
+    "no hooks": (
+        {"own": "    hooks_file: '{empty}'\n"},
+        "must define a class Task or a class Model",
+    ),
 }
 
 
@@ -386,9 +429,15 @@ def test_a_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.M
     c = configs.load_settings(migration.settings, follow=False).config  # the folder does not exist
     base = str(tmp_path / "a folder" / "x")
     assert (c.job.dump_folder, c.model.hf_assets_path) == (base, base)
-    assert (c.training.dataset_path, c.task.name) == (f"{base}/sentiment-train", str(tmp_path / "hooks.py"))
+    assert (c.training.dataset_path, c.task.name) == (
+        f"{base}/sentiment-train",
+        str(tmp_path / "hooks.py"),
+    )
     assert c.checkpoint.initial_load_path == str(tmp_path / "checkpoint-3")
-    assert (c.task.options, c.checkpoint.keep_best) == ({"margin": 0.3, "note": "a b"}, "validation.f1")
+    assert (c.task.options, c.checkpoint.keep_best) == (
+        {"margin": 0.3, "note": "a b"},
+        "validation.f1",
+    )
 
 
 MAIN = Path(__file__).parents[3] / "main.py"
@@ -396,7 +445,10 @@ MAIN = Path(__file__).parents[3] / "main.py"
 
 def command(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Any:
     """Run ``python main.py ...`` in a folder, in a fork of this process."""
-    names = {**{k: v for k, v in os.environ.items() if k not in ("NGPU", "LOG_RANK")}, **(env or {})}
+    names = {
+        **{k: v for k, v in os.environ.items() if k not in ("NGPU", "LOG_RANK")},
+        **(env or {}),
+    }
     limit = patience.seconds(100)
     line = [sys.executable, str(MAIN), *arguments]
     return forked.run(line, cwd=folder, env=names, capture_output=True, text=True, timeout=limit)
@@ -444,7 +496,14 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
         assert set(results) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
         assert results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
     assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
-    arguments = ["-m", "shardtrain", "export", str(models / "checkpoint" / f"step-{best}"), "--to", "exported"]
+    arguments = [
+        "-m",
+        "shardtrain",
+        "export",
+        str(models / "checkpoint" / f"step-{best}"),
+        "--to",
+        "exported",
+    ]
     exported = forked.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
     assert exported.returncode == 0, exported.stderr[-3000:]
     assert transformers.BartForSequenceClassification.from_pretrained(folder / "exported").config.num_labels == 2
@@ -480,7 +539,14 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
 def test_two_nodes_meet_with_current_node(tmp_path: Path) -> None:
     """The same command on both nodes, five seconds apart, and with fairscale's flags, which change no loss."""
     folder = tmp_path / "folder"
-    values = {"train": 104, "nodes": 2, "gpus": 1, "num_epochs": 1, "master_port": free_port(), "dropout": 0.0}
+    values = {
+        "train": 104,
+        "nodes": 2,
+        "gpus": 1,
+        "num_epochs": 1,
+        "master_port": free_port(),
+        "dropout": 0.0,
+    }
     folders.make(folder, **values)
     text = (folder / "parameters.yml").read_text()
     (folder / "second.yml").write_text(text.replace("current_node: 0", "current_node: 1"))
@@ -491,11 +557,18 @@ def test_two_nodes_meet_with_current_node(tmp_path: Path) -> None:
     second = forked.Popen([*line, "--params=second.yml"], **quiet)
     assert [process.wait(patience.seconds(120)) for process in (first, second)] == [0, 0]
     models = folder / "models" / "baseline"
-    assert {log.name for log in (models / "logger_logs").iterdir()} == {"training_0.log", "training_1.log"}
+    assert {log.name for log in (models / "logger_logs").iterdir()} == {
+        "training_0.log",
+        "training_1.log",
+    }
     assert steps_of(models) == [7]
     plain = losses_of(models)
     for name, flags in SHARDING.items():
-        values_of_run = {"num_epochs": 1, "model_dir": f"models/{name.split(',')[-1].strip()}", **flags}
+        values_of_run = {
+            "num_epochs": 1,
+            "model_dir": f"models/{name.split(',')[-1].strip()}",
+            **flags,
+        }
         folders.write_parameters(folder, **values_of_run)
         assert command(folder, "--params=parameters.yml").returncode == 0
         assert losses_of(folder / values_of_run["model_dir"]) == pytest.approx(plain, abs=1e-5)
@@ -515,7 +588,10 @@ def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
         assert result.returncode == 2 and message in result.stderr, result.stderr
         assert len([line for line in result.stderr.splitlines() if line.startswith("error")]) == 1
     trained = forked.run(
-        [sys.executable, "-m", "shardtrain", "train", "parameters.yml"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "shardtrain", "train", "parameters.yml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert trained.returncode == 2 and "is for testing, but this command trains" in trained.stderr
 
@@ -546,7 +622,11 @@ def hooked(rank: int, config: Config) -> tuple[list[Any], float]:
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_are_overridden_one_at_a_time(tmp_path: Path, name: str) -> None:
     folders.make(tmp_path / "folder", train=16, pretrained_model_dir="")
-    places = {"data_dir": tmp_path / "folder" / "data", "model_dir": tmp_path / "models", "pretrained_model_dir": ""}
+    places = {
+        "data_dir": tmp_path / "folder" / "data",
+        "model_dir": tmp_path / "models",
+        "pretrained_model_dir": "",
+    }
     plain = configured(folders.write_parameters(tmp_path, gpus=1, **places), 1)
     hooks = tmp_path / "hooks.py"
     head = "from shardtrain.tasks.classification import Classification\nseen = []\nclass Task(Classification):\n"
@@ -579,7 +659,16 @@ def test_the_template_trains_a_custom_model(tmp_path: Path) -> None:
         assert json.loads((models / f"{part}_results.json").read_text())["Accuracy"] > 0.9
         assert len((models / f"{part}_prediction.txt").read_text().splitlines()) == 400
     marks = re.findall(r"# -----> ([\w ]+):", (EXAMPLE / "hooks.py").read_text())
-    assert {"tokenizer", "read_files", "collate", "model", "optimizer", "loss", "metrics", "writer"} <= set(marks)
+    assert {
+        "tokenizer",
+        "read_files",
+        "collate",
+        "model",
+        "optimizer",
+        "loss",
+        "metrics",
+        "writer",
+    } <= set(marks)
 
 
 def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
@@ -588,4 +677,9 @@ def test_the_steps_of_the_shipped_file_are_counted(tmp_path: Path) -> None:
     (tmp_path / "data" / "sentiment-train").write_text("good\t1\n" * 67_348 + "bad\t0")
     file = folders.write_parameters(tmp_path, data_dir=tmp_path / "data", batch_size=256)
     c = configs.load_settings(migrate.migrate([file]).settings, follow=False).config
-    assert (c.checkpoint.interval, c.metrics.log_freq, c.training.epochs, c.training.last_batch) == (132, 13, 3, "keep")
+    assert (
+        c.checkpoint.interval,
+        c.metrics.log_freq,
+        c.training.epochs,
+        c.training.last_batch,
+    ) == (132, 13, 3, "keep")

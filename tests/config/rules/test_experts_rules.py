@@ -24,9 +24,21 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
 @pytest.mark.parametrize(
     ("text", "option", "rule"),
     [
-        (f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 3", "expert_parallel_degree=3", "8 experts"),
-        ("[parallelism]\nexpert_parallel_degree = 2", "expert_parallel_degree=2", "llama3/debugmodel has none"),
-        ("[debug]\nmoe_force_load_balance = true", "moe_force_load_balance", "llama3/debugmodel has none"),
+        (
+            f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 3",
+            "expert_parallel_degree=3",
+            "8 experts",
+        ),
+        (
+            "[parallelism]\nexpert_parallel_degree = 2",
+            "expert_parallel_degree=2",
+            "llama3/debugmodel has none",
+        ),
+        (
+            "[debug]\nmoe_force_load_balance = true",
+            "moe_force_load_balance",
+            "llama3/debugmodel has none",
+        ),
         (
             f"{MIXTRAL}[parallelism]\nexpert_parallel_degree = 4\ntensor_parallel_degree = 2\n"
             "data_parallel_shard_degree = 3",
@@ -45,9 +57,21 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
             "leaves 9 ranks to share experts, which does not divide their sizes (256 or 384)",
         ),
         (f"{MIXTRAL}[model.overrides]\ntop_k = 9", "top_k=9", "between 1 and the 8 experts"),
-        (f"{DEEPSEEK}[model.overrides]\nnum_groups = 3", "num_groups=3", "does not divide the 8 experts"),
-        (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 5", "top_groups=5", "between 1 and the 4 groups"),
-        (f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1", "top_k=3", "exceeds the 2 experts"),
+        (
+            f"{DEEPSEEK}[model.overrides]\nnum_groups = 3",
+            "num_groups=3",
+            "does not divide the 8 experts",
+        ),
+        (
+            f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 5",
+            "top_groups=5",
+            "between 1 and the 4 groups",
+        ),
+        (
+            f"{DEEPSEEK}[model.overrides]\nnum_groups = 4\ntop_groups = 1",
+            "top_k=3",
+            "exceeds the 2 experts",
+        ),
         (f'{MIXTRAL}[model.overrides]\nscore_func = "tanh"', "score_func", "not a score function"),
         (
             f"{DEEPSEEK}[model.overrides]\nnum_layers = 2\nnum_dense_layers = 2\n[parallelism]\n"
@@ -60,7 +84,11 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
             "group_top_k=3",
             "2 experts of a",
         ),
-        (f"{DEEPSEEK}[model.overrides]\nnum_experts = 0", "num_experts=0", "leaves nothing to compute"),
+        (
+            f"{DEEPSEEK}[model.overrides]\nnum_experts = 0",
+            "num_experts=0",
+            "leaves nothing to compute",
+        ),
         (
             f"{DEEPSEEK}[model.overrides]\nmoe_ffn_dim = 33\n[parallelism]\ntensor_parallel_degree = 4",
             "tensor_parallel_degree=4",

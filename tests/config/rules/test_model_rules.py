@@ -10,7 +10,14 @@ import pytest
 
 from shardtrain.config import check, load
 
-LLAMA = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "ffn_dim": 128}
+LLAMA = {
+    "dim": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_dim": 128,
+}
 LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     *(("llama3", {name: 0}, f"{name}=0", "leaves nothing to compute") for name in LLAMA),

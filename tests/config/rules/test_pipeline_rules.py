@@ -27,7 +27,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"\n'
         "pipeline_parallel_layers_per_stage = 5",
         [],
-        ["pipeline_parallel_layers_per_stage=5", "requires at least two per rank", "4 stages or more"],
+        [
+            "pipeline_parallel_layers_per_stage=5",
+            "requires at least two per rank",
+            "4 stages or more",
+        ],
     ),
     (
         "pipeline_parallel_degree = 2\npipeline_parallel_layers_per_stage = 2",
@@ -48,7 +52,11 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
     (
         "pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 8",
         [],
-        ["pipeline_parallel_microbatch_size=8", "makes 1 micro-batches of the 8", "fewer than the 2 stages"],
+        [
+            "pipeline_parallel_microbatch_size=8",
+            "makes 1 micro-batches of the 8",
+            "fewer than the 2 stages",
+        ],
     ),
     (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"',
@@ -221,7 +229,12 @@ def problem_of_file(text: str, folder: Path, *more: str) -> str:
 
 
 def test_the_cost_of_recomputation_with_a_split_backward_is_reported() -> None:
-    split = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "DualPipeV"]
+    split = [
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--parallelism.pipeline_parallel_schedule",
+        "DualPipeV",
+    ]
     for mode, is_reported in (("full", True), ("none", False)):
         notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))
         assert any("about ten times as often as 1F1B" in note for note in notes) is is_reported

@@ -21,7 +21,17 @@ from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("jinja2")
 
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|h|>", "<|/h|>", "<|eot|>", "<|user|>", "<|assistant|>")
+SPECIAL = (
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|h|>",
+    "<|/h|>",
+    "<|eot|>",
+    "<|user|>",
+    "<|assistant|>",
+)
 
 # Templates in the style of model families, with {% generation %} marks. Without marks, the prefix method must agree.
 CHATML = """\
@@ -89,7 +99,10 @@ TURNS = [
     {"role": "user", "content": "the cat 東京"},
     {"role": "assistant", "content": "naïve café <|x|> {{ }} \n\n"},
 ]
-CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}},
+}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 WITH_TOOLS = [
     {"role": "user", "content": "weather in Paris?"},
@@ -102,7 +115,12 @@ WITH_TOOLS = [
 
 
 def without_marks(template: str) -> str:
-    for mark in ("{% generation %}", "{%- generation %}", "{% endgeneration %}", "{%- endgeneration %}"):
+    for mark in (
+        "{% generation %}",
+        "{%- generation %}",
+        "{% endgeneration %}",
+        "{%- endgeneration %}",
+    ):
         template = template.replace(mark, "")
     # trim_blocks removes the newline after a tag, so one of two remains
     return template.replace("<|im_end|>\n\n{% else %}", "<|im_end|>\n{% else %}")
@@ -223,7 +241,8 @@ def test_turn_that_cannot_be_located_is_a_bad_row(tmp_path):
 
 def test_role_header_is_not_learned_without_a_generation_prompt(tmp_path):
     path = folder_of(
-        tmp_path, "{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>' + m.content + '<|eot|>' }}{% endfor %}"
+        tmp_path,
+        "{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>' + m.content + '<|eot|>' }}{% endfor %}",
     )
     assert learned_text(path, {"messages": TURNS[:2]}) == ["  I am well,\nthank you. 🦜<|eot|>"]
 
@@ -264,13 +283,23 @@ def test_sharegpt_rows_become_messages(tmp_path):
     speakers = {"user": "human", "assistant": "gpt"}
     row = {"conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in TURNS]}
     expected = encode(path, {"messages": TURNS})
-    for document in (encode(path, row), encode(path, {"talk": row["conversations"]}, messages_field="talk")):
+    for document in (
+        encode(path, row),
+        encode(path, {"talk": row["conversations"]}, messages_field="talk"),
+    ):
         assert (
             document.tokens.tolist() == expected.tokens.tolist()
             and document.learned.tolist() == expected.learned.tolist()
         )
-    call = {"from": "function_call", "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}'}
-    row["conversations"] += [{"from": "human", "value": "Paris?"}, call, {"from": "observation", "value": "21"}]
+    call = {
+        "from": "function_call",
+        "value": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    }
+    row["conversations"] += [
+        {"from": "human", "value": "Paris?"},
+        call,
+        {"from": "observation", "value": "21"},
+    ]
     assert '"arguments": {"city": "Paris"}' in learned_text(path, row)[-1]
 
 
@@ -278,7 +307,11 @@ def test_text_parts_nulls_and_json_tools_are_equivalent_forms(tmp_path):
     path = folder_of(tmp_path, CHATML)
     expected = encode(path, {"messages": WITH_TOOLS, "tools": TOOLS})
     parts = [
-        {**m, "name": None, "content": [{"type": "text", "text": m["content"]}] if m["content"] else None}
+        {
+            **m,
+            "name": None,
+            "content": [{"type": "text", "text": m["content"]}] if m["content"] else None,
+        }
         for m in WITH_TOOLS
     ]
     text_call = {
@@ -356,14 +389,18 @@ def test_exception_raised_by_the_template_is_the_reason(tmp_path):
 def test_missing_chat_template_is_an_error_with_the_option(tmp_path):
     path = bpe_folder(tmp_path, SPECIAL)
     with pytest.raises(
-        ConfigError, match=r"data.chat_template is not set, and the tokenizer has no chat template; name"
+        ConfigError,
+        match=r"data.chat_template is not set, and the tokenizer has no chat template; name",
     ):
         open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     with pytest.raises(ConfigError, match=r"data.chat_template=.*is not a file"):
         open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent")))
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
     with pytest.raises(ConfigError, match=r'data.chat_template=".*broken.jinja" is not a Jinja template \(line 1'):
-        open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "broken.jinja")))
+        open_encoder(
+            open_tokenizer(str(path)),
+            Data(format="chat", chat_template=str(tmp_path / "broken.jinja")),
+        )
 
 
 def test_template_that_drops_a_tool_call_makes_a_bad_row(tmp_path):
@@ -420,7 +457,12 @@ def test_hostile_templates_are_rejected_with_a_reason(name):
 
 def test_batched_rows_encode_like_single_rows(tmp_path):
     path = folder_of(tmp_path, without_marks(CHATML))
-    rows = [{"messages": TURNS}, {"messages": 3}, {"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": TURNS[:2]}]
+    rows = [
+        {"messages": TURNS},
+        {"messages": 3},
+        {"messages": WITH_TOOLS, "tools": TOOLS},
+        {"messages": TURNS[:2]},
+    ]
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     for row, document in zip(rows, encoder.encode(rows), strict=True):
         (alone,) = encoder.encode([row])
@@ -490,8 +532,16 @@ DROPPED = {
         [USER, {**ANSWER, "content": "Hm.</think>Blue."}, USER, ANSWER],
         None,
     ),
-    "the end of a question": (CUT, [{**USER, "content": "a" * 61}, ANSWER], "a part of the content of turn 1"),
-    "the end of an answer": (CUT, [USER, {**ANSWER, "content": "a" * 61}], "a part of the content of turn 2"),
+    "the end of a question": (
+        CUT,
+        [{**USER, "content": "a" * 61}, ANSWER],
+        "a part of the content of turn 1",
+    ),
+    "the end of an answer": (
+        CUT,
+        [USER, {**ANSWER, "content": "a" * 61}],
+        "a part of the content of turn 2",
+    ),
     "the end of an earlier answer": (
         CUT,
         [USER, {**ANSWER, "content": "a" * 61}, USER, ANSWER],
@@ -546,7 +596,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 def test_reasoning_is_passed_under_the_key_that_the_template_reads(tmp_path, key, read):
     """In Arrow tables every message has every key, so an empty reasoning must count as absent."""
     path = folder_of(
-        tmp_path, LAST_REASONING.replace("reasoning_content is defined", read).replace("reasoning_content", read)
+        tmp_path,
+        LAST_REASONING.replace("reasoning_content is defined", read).replace("reasoning_content", read),
     )
     tokenizer = open_tokenizer(str(path))
     thought, no_thought = ({**ANSWER, **dict.fromkeys(REASONING, ""), key: text} for text in ("Water is blue.", ""))
@@ -632,7 +683,12 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
     transformers = pytest.importorskip("transformers")
     path = folder_of(tmp_path, THINKING)
     tokenizer = open_tokenizer(str(path))
-    row = {"messages": [USER, ANSWER], "prompt": [USER], "completion": [ANSWER], "chat_template_kwargs": kwargs}
+    row = {
+        "messages": [USER, ANSWER],
+        "prompt": [USER],
+        "completion": [ANSWER],
+        "chat_template_kwargs": kwargs,
+    }
     row |= {"chosen": [ANSWER], "rejected": [ANSWER]}
     variables = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
     variables = {name: value for name, value in variables.items() if value is not None}
@@ -652,7 +708,10 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
 BAD_KWARGS = {
     "a list": ([1], "column 'chat_template_kwargs' holds a list, not an object"),
     "no JSON": ("x", "column 'chat_template_kwargs' holds a text that is not a JSON object"),
-    "reserved": ({"chat_template": "x"}, "column 'chat_template_kwargs' sets 'chat_template', an argument that"),
+    "reserved": (
+        {"chat_template": "x"},
+        "column 'chat_template_kwargs' sets 'chat_template', an argument that",
+    ),
     "tools": ({"tools": 3}, "column 'tools' holds a number, not a list of tools"),
 }
 
@@ -667,7 +726,13 @@ def test_invalid_template_variables_make_a_bad_row(tmp_path, kwargs, reason):
 def test_keys_that_only_other_trainers_read_are_logged_once(tmp_path, form, caplog):
     encoder = open_encoder(open_tokenizer(str(folder_of(tmp_path, CHATML))), Data(format=form))
     silent = [{**ANSWER, "weight": 1}]
-    plain = {"messages": [USER, *silent], "prompt": [USER], "completion": silent, "images": [], "image": None}
+    plain = {
+        "messages": [USER, *silent],
+        "prompt": [USER],
+        "completion": silent,
+        "images": [],
+        "image": None,
+    }
     encoder.encode([plain])
     assert caplog.messages == []
     weighed = [{**ANSWER, "weight": 0}]
@@ -718,7 +783,12 @@ ADVICE = "add one with data.turn_end, such as '</s>'"
     ("template", "end", "learned", "is_warned"),
     [
         (NO_END, None, "Blue.Blue.", True),
-        (NO_END, "</s>", "Blue.Blue.</s>", False),  # as at inference, no end is inserted after an earlier turn
+        (
+            NO_END,
+            "</s>",
+            "Blue.Blue.</s>",
+            False,
+        ),  # as at inference, no end is inserted after an earlier turn
         (NO_END, "<|user|>", "Blue.<|user|>Blue.<|user|>", False),
         (SEPARATED, None, "Blue.<|im_end|>Blue.<|im_end|>", False),
     ],
@@ -740,7 +810,10 @@ def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
         assert (encoder.fingerprint == open_encoder(tokenizer, Data(format=form)).fingerprint) == (end is None)
     ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
     of_turn = "<|im_end|>" if template == SEPARATED else end
-    assert {tokenizer.decode([token], keep_special=True) for token in ends} == {"</s>", of_turn or "</s>"}
+    assert {tokenizer.decode([token], keep_special=True) for token in ends} == {
+        "</s>",
+        of_turn or "</s>",
+    }
 
 
 def test_turn_end_extends_the_marks_of_a_template(tmp_path):

@@ -26,13 +26,25 @@ SAY = {"role": "assistant", "content": "It is blue."}
 THEN = {"role": "assistant", "content": "Then red."}
 EMPTY = {"role": "assistant", "content": ""}
 FUNCTION = {"name": "get_weather", "arguments": {"city": "Paris"}}
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": FUNCTION}]}
-BARE_CALL = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": {}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": FUNCTION}],
+}
+BARE_CALL = {
+    **CALL,
+    "tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": {}}}],
+}
 RESULT = {"role": "tool", "name": "get_weather", "content": '{"degrees": "21 C"}'}
 PARAMETERS = {
     "type": "object", "properties": {"city": {"type": "string", "description": "c"}}, "required": ["city"],
 }  # fmt: skip
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "d", "parameters": PARAMETERS},
+    }
+]
 THOUGHT = {**SAY, "reasoning_content": "Water."}
 CHATS: dict[str, list[Message]] = {
     "one answer": [ASK, SAY],
@@ -136,7 +148,12 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
     "thinking within the content is cut from earlier turns": (
         "{% for m in messages %}<|h|>{{ m.role }}<|/h|>"
         "{{ m.content if loop.last else m.content.split('</think>')[-1].strip() }}<|end|>{% endfor %}" + PROMPT,
-        [ASK, {**SAY, "content": "<think>Hm.</think>\n\nBlue."}, MORE, {**THEN, "content": "<think>Ah.</think>Red."}],
+        [
+            ASK,
+            {**SAY, "content": "<think>Hm.</think>\n\nBlue."},
+            MORE,
+            {**THEN, "content": "<think>Ah.</think>Red."},
+        ],
         ["Blue.<|end|>", "<think>Ah.</think>Red.<|end|>"],
     ),
     "an empty answer after thinking, where templates strip answers": (
@@ -144,7 +161,12 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         "{% if loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[0] }}</think>\n\n{% endif %}"
         "{{ m.content.split('</think>')[-1].lstrip() }}"
         "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}" + PROMPT,
-        [ASK, {**SAY, "content": "<think>Hm.</think>\n\n"}, MORE, {**THEN, "content": "<think>Ah.</think>\n\n"}],
+        [
+            ASK,
+            {**SAY, "content": "<think>Hm.</think>\n\n"},
+            MORE,
+            {**THEN, "content": "<think>Ah.</think>\n\n"},
+        ],
         ["<|end|>", "<think>Ah.</think>\n\n<|return|>"],
     ),
     "a tool's result within the turn": (
@@ -169,7 +191,11 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         [ASK, BARE_CALL, RESULT, SAY],
         ["<|call|>get_weather<|end|>", "It is blue.<|end|>"],
     ),
-    "an answer that the speaker's name begins with": (VICUNA, [ASK, {**SAY, "content": "A"}], ["A</s>"]),
+    "an answer that the speaker's name begins with": (
+        VICUNA,
+        [ASK, {**SAY, "content": "A"}],
+        ["A</s>"],
+    ),
     "an answer that is the speaker's name": (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}",
         [ASK, {**SAY, "content": "assistant"}, MORE, {**SAY, "content": "a"}],
@@ -180,10 +206,17 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         [ASK, {**SAY, "content": "<|h|>"}],
         ["<|h|><|end|>"],
     ),
-    "an empty answer without a generation prompt": (VICUNA, [ASK, EMPTY, MORE, EMPTY], ["</s>", "</s>"]),
+    "an empty answer without a generation prompt": (
+        VICUNA,
+        [ASK, EMPTY, MORE, EMPTY],
+        ["</s>", "</s>"],
+    ),
     "an empty answer after a space": (INST, [ASK, EMPTY, MORE, THEN], [" </s>", " Then red.</s>"]),
     "a space before each answer, and earlier questions in a different form": (
-        INST.replace("{{ m.content }} [", "{{ 'Be brief. ' if loop.index > messages | length - 2 }}{{ m.content }} ["),
+        INST.replace(
+            "{{ m.content }} [",
+            "{{ 'Be brief. ' if loop.index > messages | length - 2 }}{{ m.content }} [",
+        ),
         [ASK, SAY, MORE, EMPTY],
         [" It is blue.</s>", " </s>"],
     ),

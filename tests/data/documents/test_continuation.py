@@ -15,7 +15,13 @@ from tokenizers import normalizers
 
 from shardtrain.config.schema import Data
 from shardtrain.data.documents.continuation import encode_pairs
-from shardtrain.data.documents.encode import HAS_BEGINNING, HAS_END, SHARED_TOKEN, PromptEncoder, TextEncoder
+from shardtrain.data.documents.encode import (
+    HAS_BEGINNING,
+    HAS_END,
+    SHARED_TOKEN,
+    PromptEncoder,
+    TextEncoder,
+)
 from shardtrain.data.documents.encoded import Document
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.tasks import open_task
@@ -87,7 +93,10 @@ def test_word_split_by_the_end_of_the_prompt_is_noted() -> None:
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "preference": ("preference", {"prompt": "Q:\nA:", "chosen": "two words", "rejected": "x"}),
-    "preference without a prompt": ("preference", {"chosen": "Q:\nA: two words", "rejected": "Q:\nA: x"}),
+    "preference without a prompt": (
+        "preference",
+        {"chosen": "Q:\nA: two words", "rejected": "Q:\nA: x"},
+    ),
     "orpo": ("orpo", {"prompt": "Q:\nA:", "chosen": "two words", "rejected": "x"}),
 }
 

@@ -50,8 +50,16 @@ def test_dotted_path_reads_nested_objects_unless_a_column_has_that_name():
 def test_format_and_column_of_a_source_take_precedence():
     row = {"text": "x", "body": "y", "prompt": "p", "completion": "c"}
     assert encode(row, DataSource(text_field="body")).tokens.tolist() == [BOS, *ids("y"), EOS]
-    assert encode(row, DataSource(format="prompt_completion")).tokens.tolist() == [BOS, *ids("pc"), EOS]
-    assert encode(row, DataSource(format="text"), format="prompt_completion").tokens.tolist() == [BOS, *ids("x"), EOS]
+    assert encode(row, DataSource(format="prompt_completion")).tokens.tolist() == [
+        BOS,
+        *ids("pc"),
+        EOS,
+    ]
+    assert encode(row, DataSource(format="text"), format="prompt_completion").tokens.tolist() == [
+        BOS,
+        *ids("x"),
+        EOS,
+    ]
 
 
 BAD_TEXTS = {
@@ -63,7 +71,10 @@ BAD_TEXTS = {
     "list": ({"text": ["x"]}, "column 'text' holds a list, not a text"),
     "object": ({"text": {"a": 1}}, "column 'text' holds an object, not a text"),
     "bytes": ({"text": b"x"}, "column 'text' holds a bytes, not a text"),
-    "surrogate": ({"text": "a\ud800"}, "column 'text' has a lone surrogate, which is not a character"),
+    "surrogate": (
+        {"text": "a\ud800"},
+        "column 'text' has a lone surrogate, which is not a character",
+    ),
 }
 
 
@@ -112,7 +123,12 @@ def test_any_prompt_and_completion_round_trip(prompt, completion):
 
 @pytest.mark.parametrize(
     ("prompt", "completion", "add_eos", "learned"),
-    [("x", "", None, [EOS]), ("", "", None, [EOS]), ("x", "", False, None), ("x", " ", False, ids(" "))],
+    [
+        ("x", "", None, [EOS]),
+        ("", "", None, [EOS]),
+        ("x", "", False, None),
+        ("x", " ", False, ids(" ")),
+    ],
 )
 def test_end_token_of_an_empty_completion_is_learned(prompt, completion, add_eos, learned):
     result = encode({"prompt": prompt, "completion": completion}, format="prompt_completion", add_eos=add_eos)
@@ -127,8 +143,16 @@ BAD_PAIRS = {
     "prompt": ({"completion": "x"}, "has no column 'prompt'; its columns are completion", False),
     "completion": ({"prompt": "x"}, "has no column 'completion'; its columns are prompt", False),
     "null": ({"prompt": None, "completion": "x"}, "column 'prompt' holds null, not a text", False),
-    "number": ({"prompt": "x", "completion": 4}, "column 'completion' holds a number, not a text", False),
-    "mixed": ({"prompt": [], "completion": "x"}, "the prompt is a list and the completion a text; both must be", False),
+    "number": (
+        {"prompt": "x", "completion": 4},
+        "column 'completion' holds a number, not a text",
+        False,
+    ),
+    "mixed": (
+        {"prompt": [], "completion": "x"},
+        "the prompt is a list and the completion a text; both must be",
+        False,
+    ),
 }
 
 
@@ -152,7 +176,10 @@ SHOT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"
 def test_only_the_completion_of_a_messages_prompt_is_learned(tmp_path, template):
     pytest.importorskip("jinja2")
     (tmp_path / "chat.jinja").write_text(template)
-    row = {"prompt": [*SHOT, {"role": "user", "content": "2"}], "completion": [{"role": "assistant", "content": "two"}]}
+    row = {
+        "prompt": [*SHOT, {"role": "user", "content": "2"}],
+        "completion": [{"role": "assistant", "content": "two"}],
+    }
     options = {"format": "prompt_completion", "chat_template": str(tmp_path / "chat.jinja")}
     document = encode(row, **options)
     assert BYTES.decode(document.tokens) == "<user>1.<assistant>one.<user>2.<assistant>two."
@@ -171,7 +198,11 @@ def test_messages_prompt_requires_a_chat_template():
 @pytest.mark.parametrize("form", ["text", "prompt_completion"])
 def test_batched_rows_encode_like_single_rows(form):
     rows = [{"text": f"row {i}", "prompt": "p" * i, "completion": "c" * (i % 3)} for i in range(7)]
-    rows += [{}, {"text": None, "prompt": None, "completion": "x"}, {"text": "", "prompt": "", "completion": ""}]
+    rows += [
+        {},
+        {"text": None, "prompt": None, "completion": "x"},
+        {"text": "", "prompt": "", "completion": ""},
+    ]
     encoder = open_encoder(BYTES, Data(format=form))
     for row, document in zip(rows, encoder.encode(rows), strict=True):
         (alone,) = encoder.encode([row])

@@ -66,7 +66,9 @@ def test_rows_that_expand_a_thousandfold_hit_the_memory_limit(tmp_path: Path) ->
     open_training(path, artefact_memory_bytes=2**26, mode="memory")
 
 
-def test_rows_that_expand_without_documents_hit_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_expand_without_documents_hit_the_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(growth, "FREE_BYTES", 1000)
     tick_on_each_call(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
@@ -120,7 +122,10 @@ def test_buffer_keeps_and_counts_its_documents() -> None:
 @pytest.mark.parametrize("kind", ["empty members", "blank lines", "one line"])
 def test_decompression_of_one_row_has_a_time_limit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compressed, "BLOCK_BYTES", 64)
-    nothing = {"empty members": gzip.compress(b"") * 1000, "blank lines": gzip.compress(b"\n" * 2**24)}
+    nothing = {
+        "empty members": gzip.compress(b"") * 1000,
+        "blank lines": gzip.compress(b"\n" * 2**24),
+    }
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "a"}\n') + nothing.get(kind, gzip.compress(b"a" * 2**24)))
     tick_on_each_call(monkeypatch, _compressed, "thread_time")
@@ -217,6 +222,9 @@ def test_stream_without_documents_ends_with_an_error(monkeypatch: pytest.MonkeyP
     encoder = type("E", (), {"encode": staticmethod(list)})
     reader._feed = type("Feed", (), {"encoder": encoder, "num_readers": 1, "lost": stream.LostDocuments("a")})()
     reader._walk, reader._index = Walk(), 0
-    with pytest.raises(DataError, match=r"a.jsonl:\d+: found no document in \d+ rows and data.artefact_seconds=2 of"):
+    with pytest.raises(
+        DataError,
+        match=r"a.jsonl:\d+: found no document in \d+ rows and data.artefact_seconds=2 of",
+    ):
         list(reader._documents((0, 0)))
     assert BadRows().skip is False and RowStats().rows == 0

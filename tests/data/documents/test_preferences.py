@@ -40,7 +40,11 @@ def test_every_layout_of_a_conversation_is_split_alike() -> None:
 
 
 def test_equal_answers_have_a_prompt() -> None:
-    assert split_row({"prompt": "Sea?", "chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}) == ([ASK], [GOOD], [GOOD])
+    assert split_row({"prompt": "Sea?", "chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}) == (
+        [ASK],
+        [GOOD],
+        [GOOD],
+    )
 
 
 def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
@@ -49,7 +53,11 @@ def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
     sides = {"chosen": HUMAN + " The blue.", "rejected": HUMAN + " The red."}
     assert split_row(sides) == (HUMAN, " The blue.", " The red.")
     # no name: the answers begin at the first different word, including the space before it
-    assert split_row({"chosen": "2+2 is four", "rejected": "2+2 is forty"}) == ("2+2 is", " four", " forty")
+    assert split_row({"chosen": "2+2 is four", "rejected": "2+2 is forty"}) == (
+        "2+2 is",
+        " four",
+        " forty",
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,16 +66,31 @@ def test_texts_have_a_prompt_column_or_a_common_beginning() -> None:
         ({"chosen": "a"}, "has no column 'rejected'"),
         ({"chosen": "Blue.", "rejected": "Red."}, "begin with different words"),
         ({"chosen": "Blue.", "rejected": "Blue."}, "are the same text"),
-        ({"chosen": [ASK, GOOD], "rejected": "Red."}, "chosen is a list and rejected a text; both must be alike"),
+        (
+            {"chosen": [ASK, GOOD], "rejected": "Red."},
+            "chosen is a list and rejected a text; both must be alike",
+        ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
         (
             {"prompt": "Sky?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
             "is not one of the messages that both answers",
         ),
-        ({"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]}, "one answer repeats the messages"),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, "column 'prompt' holds null, not a text"),
-        ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "holds a number, neither a text nor a list of messages"),
-        ({"prompt": [ASK], "chosen": [ASK], "rejected": [GOOD]}, "the chosen answer begins with a turn of 'user'"),
+        (
+            {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]},
+            "one answer repeats the messages",
+        ),
+        (
+            {"prompt": None, "chosen": "a", "rejected": "b"},
+            "column 'prompt' holds null, not a text",
+        ),
+        (
+            {"prompt": 3, "chosen": [GOOD], "rejected": [BAD]},
+            "holds a number, neither a text nor a list of messages",
+        ),
+        (
+            {"prompt": [ASK], "chosen": [ASK], "rejected": [GOOD]},
+            "the chosen answer begins with a turn of 'user'",
+        ),
         ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "lone surrogate"),
     ],
 )

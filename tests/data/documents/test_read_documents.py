@@ -51,14 +51,21 @@ def read(source, policy):
 
 def test_first_bad_row_stops_with_its_place_and_detail():
     with pytest.raises(
-        DataError, match=r"^a.jsonl:301: is not JSON \(column 300\); correct or remove the row, name its"
+        DataError,
+        match=r"^a.jsonl:301: is not JSON \(column 300\); correct or remove the row, name its",
     ):
         read(Rows(1000, bad=[300, 700]), BadRows())
 
 
 def test_empty_text_is_counted_and_does_not_stop_the_run():
     documents, tally = read(Rows(10, empty=[2, 5]), BadRows())
-    assert (len(documents), tally.rows, tally.documents, tally.tokens, tally.num_bad) == (8, 10, 8, 16, 0)
+    assert (len(documents), tally.rows, tally.documents, tally.tokens, tally.num_bad) == (
+        8,
+        10,
+        8,
+        16,
+        0,
+    )
     assert tally.reasons() == ["2 rows: the text is empty (a.jsonl:3, a.jsonl:6)"]
 
 
@@ -73,7 +80,8 @@ def test_too_many_bad_rows_stop_with_the_count():
     policy = BadRows.of(Data(bad_rows="skip"))
     _, tally = read(Rows(1000, bad=[3, 4]), policy)
     with pytest.raises(
-        DataError, match=r"dataset x has 2 bad of 1000 rows, more than data.bad_rows_max_fraction=0.001"
+        DataError,
+        match=r"dataset x has 2 bad of 1000 rows, more than data.bad_rows_max_fraction=0.001",
     ):
         policy.judge(tally, "dataset x")
 

@@ -37,13 +37,20 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
     text = encode(QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"})
     assert BYTES.decode(text.tokens) == "Q: 2+2? (1999)\nA: 4\n"
     pair = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
-    assert halves(encode(QUESTION, format="prompt_completion", template=pair)) == ("Q: 2+2?\nA:", " 4")
+    assert halves(encode(QUESTION, format="prompt_completion", template=pair)) == (
+        "Q: 2+2?\nA:",
+        " 4",
+    )
     chat = tmp_path / "chat.jinja"
     chat.write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    turns = {"system": "{% if hint %}{{ hint }}{% endif %}", "user": "{{ question }}", "assistant": "{{ answer.text }}"}
+    turns = {
+        "system": "{% if hint %}{{ hint }}{% endif %}",
+        "user": "{{ question }}",
+        "assistant": "{{ answer.text }}",
+    }
     conversation = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
     assert halves(conversation) == ("[user]2+2?[assistant]", "4"), "an empty system turn must be dropped"
     conversation = encode({**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns)
@@ -106,7 +113,8 @@ def test_template_is_tried_on_the_first_rows_before_training(tmp_path: Path) -> 
     loaded = config_of(tmp_path, [QUESTION] * 20, text)
     assert list(check(loaded)) == []
     with pytest.raises(
-        ConfigError, match="data.template: .*returns no document for the first 8 rows .*'quest' is undefined"
+        ConfigError,
+        match="data.template: .*returns no document for the first 8 rows .*'quest' is undefined",
     ):
         data.open_dataloader(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
@@ -114,10 +122,22 @@ def test_template_is_tried_on_the_first_rows_before_training(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[data.template]\nprompt = "{{ a }}"', "data.template creates prompt, and data.format text reads text"),
-        ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is not a role"),
-        ('[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"', "must have both user and assistant"),
-        ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is not a Jinja template'),
+        (
+            '[data.template]\nprompt = "{{ a }}"',
+            "data.template creates prompt, and data.format text reads text",
+        ),
+        (
+            '[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"',
+            "has the entry 'human', which is not a role",
+        ),
+        (
+            '[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"',
+            "must have both user and assistant",
+        ),
+        (
+            '[data.template]\ntext = "{% if %}"',
+            'data.template.text="{% if %}" is not a Jinja template',
+        ),
     ],
 )
 def test_template_with_unread_columns_is_rejected(text: str, message: str, tmp_path: Path) -> None:
@@ -144,7 +164,9 @@ def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
     long = {"prompt": "Sea?", "completion": "blue and deep and wide"}
     (tmp_path / "a").mkdir(exist_ok=True)
     loaded = config_of(
-        tmp_path / "a", [long, {"prompt": "a", "completion": "b"}], f'[data]\nformat = "prompt_completion"\n{options}'
+        tmp_path / "a",
+        [long, {"prompt": "a", "completion": "b"}],
+        f'[data]\nformat = "prompt_completion"\n{options}',
     )
     assert list(check(loaded)) == []
     stream = data.open_dataloader(

@@ -88,7 +88,8 @@ def test_table_of_different_tokens_is_not_used(line):
 def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_creates_it(line, monkeypatch):
     monkeypatch.setattr(fitted, "MAX_DOCUMENTS", 39)
     with pytest.raises(
-        ConfigError, match=r'has 40 documents without a table.*more than 39 .*"shardtrain data prepare"'
+        ConfigError,
+        match=r'has 40 documents without a table.*more than 39 .*"shardtrain data prepare"',
     ):
         table_of(line, PACKINGS[0], "o")
     written(line, PACKINGS[0])
@@ -100,8 +101,22 @@ def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_c
 def test_prepare_creates_a_table_for_each_sequence_length(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 3)
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n' * 3)
-    arguments = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "a.jsonl"), "--data.packing"]
-    arguments = ["prepare", *arguments, "first_fit", "--output", str(tmp_path / "out"), "--processes", "2"]
+    arguments = [
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(tmp_path / "a.jsonl"),
+        "--data.packing",
+    ]
+    arguments = [
+        "prepare",
+        *arguments,
+        "first_fit",
+        "--output",
+        str(tmp_path / "out"),
+        "--processes",
+        "2",
+    ]
     for length in (32, 64):
         assert main([*arguments, "--training.seq_len", str(length)]) == 0
         assert f"rows of {length} (first_fit)" in capsys.readouterr().out
@@ -110,7 +125,8 @@ def test_prepare_creates_a_table_for_each_sequence_length(tmp_path, monkeypatch,
         table = table_of(line, packing, "o")
         assert table is not None
         assert np.array_equal(
-            rows_of(pack(line, packing, table), packing).tokens_BT, rows_of(pack(line, packing), packing).tokens_BT
+            rows_of(pack(line, packing, table), packing).tokens_BT,
+            rows_of(pack(line, packing), packing).tokens_BT,
         )
     assert main([*arguments, "--training.seq_len", "64"]) == 0
     assert "fitted" not in capsys.readouterr().out, "the existing table must be used"

@@ -77,12 +77,21 @@ def test_masked_tokens_are_not_targets():
 def test_long_document_is_split_cut_or_dropped(policy, rows, cut, dropped):
     packed, out = rows_of(documents_of([11, 4]), Packing(4, kind="padded", long_documents=policy))
     assert (packed.num_rows, packed.cut, packed.dropped) == (rows, cut, dropped)
-    expected = {"split": [*range(2, 12), *range(13, 16)], "cut": [2, 3, 4, 5, 13, 14, 15], "drop": [13, 14, 15]}
+    expected = {
+        "split": [*range(2, 12), *range(13, 16)],
+        "cut": [2, 3, 4, 5, 13, 14, 15],
+        "drop": [13, 14, 15],
+    }
     assert sorted(t for t in out.targets_BT.ravel().tolist() if t != IGNORE) == expected[policy]
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 17), st.sampled_from(KINDS), st.booleans())
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.integers(1, 17),
+    st.sampled_from(KINDS),
+    st.booleans(),
+)
 def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, masked):
     documents = documents_of(lengths)
     rows, out = rows_of(documents, Packing(seq_len, kind=kind, masked=masked))
@@ -95,7 +104,11 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 17), st.sampled_from(KINDS))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.integers(1, 17),
+    st.sampled_from(KINDS),
+)
 def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
     documents = documents_of(lengths)
     owner = {int(token): number for number, document in enumerate(documents) for token in document.tokens}

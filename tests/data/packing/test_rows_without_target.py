@@ -46,8 +46,17 @@ def arguments_for(folder: Path, form: str, prompts: list[int], *more: str) -> li
     template.write_text(TEMPLATE)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row_of(form, size)) + "\n" for size in prompts))
-    arguments = ["--training.dataset=jsonl", f"--training.dataset_path={path}", f"--training.seq_len={SEQ_LEN}"]
-    arguments += ["--model.hf_assets_path=bytes", f"--data.format={form}", "--training.local_batch_size=1", *more]
+    arguments = [
+        "--training.dataset=jsonl",
+        f"--training.dataset_path={path}",
+        f"--training.seq_len={SEQ_LEN}",
+    ]
+    arguments += [
+        "--model.hf_assets_path=bytes",
+        f"--data.format={form}",
+        "--training.local_batch_size=1",
+        *more,
+    ]
     return arguments + ([f"--data.chat_template={template}"] if form == "chat" else [])
 
 
@@ -76,7 +85,11 @@ def test_row_is_skipped_if_its_prompt_fills_seq_len(tmp_path: Path, form: str, m
     arguments = arguments_for(tmp_path, form, prompts, f"--data.packing={packing}", "--data.long_documents=cut")
     if mode == "prepared":
         assert prepare.main([*arguments, "--output", str(tmp_path / "shards")]) == 0
-        arguments = [f"--training.dataset_path={tmp_path / 'shards'}", "--training.dataset=tokens", *arguments[2:]]
+        arguments = [
+            f"--training.dataset_path={tmp_path / 'shards'}",
+            "--training.dataset=tokens",
+            *arguments[2:],
+        ]
     else:
         arguments += [f"--data.mode={mode}", "--data.readers=1"] if mode == "stream" else [f"--data.mode={mode}"]
     targets = targets_of(load(None, [*arguments, "--training.on_data_end=repeat"]).config, 6)
@@ -105,7 +118,13 @@ def test_end_token_that_is_also_the_padding_token_is_learned(tmp_path: Path, for
     targets_of_padding = {}
     for name, pad in PADDING.items():
         folder = tmp_path / name
-        bpe_folder(folder, ("<s>", "</s>", "<pad>"), eos_token="</s>", pad_token=pad, chat_template=template)
+        bpe_folder(
+            folder,
+            ("<s>", "</s>", "<pad>"),
+            eos_token="</s>",
+            pad_token=pad,
+            chat_template=template,
+        )
         arguments = arguments_for(folder, form, [8, 9], f"--data.packing={packing}")
         replaced = ("--data.chat_template", "--model.hf")
         arguments = [argument for argument in arguments if not argument.startswith(replaced)]
@@ -171,17 +190,34 @@ def test_single_token_documents_without_target_are_counted(
     texts = [*"abcde", "the cat", "a dog lay by"]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     arguments = ["--training.dataset=jsonl", f"--training.dataset_path={tmp_path / 'rows.jsonl'}"]
-    arguments += [f"--training.seq_len={SEQ_LEN}", "--model.hf_assets_path=bytes", "--data.add_eos=false"]
-    arguments += ["--data.add_bos=false", f"--data.packing={packing}", f"--data.document_mask={mask}"]
+    arguments += [
+        f"--training.seq_len={SEQ_LEN}",
+        "--model.hf_assets_path=bytes",
+        "--data.add_eos=false",
+    ]
+    arguments += [
+        "--data.add_bos=false",
+        f"--data.packing={packing}",
+        f"--data.document_mask={mask}",
+    ]
     arguments += ["--training.local_batch_size=1"]
     if prepared:
         monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 1)  # prepare then writes a table with the count
         assert prepare.main([*arguments, "--output", str(tmp_path / "shards")]) == 0
-        arguments = ["--training.dataset=tokens", f"--training.dataset_path={tmp_path / 'shards'}", *arguments[2:]]
+        arguments = [
+            "--training.dataset=tokens",
+            f"--training.dataset_path={tmp_path / 'shards'}",
+            *arguments[2:],
+        ]
     count = sum(map(len, texts)) - (len(texts) if mask == "auto" or lost else 1)
     with caplog.at_level(logging.WARNING):
         stream = open_dataloader(
-            load(None, arguments).config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+            load(None, arguments).config,
+            batch_rank=0,
+            num_batch_ranks=1,
+            accumulation=1,
+            shuffle=False,
+            loop=False,
         )
     assert sum(batch.num_targets for batch in stream) == count
     line = "5 of 7 documents have a single token, and so no target"

@@ -17,7 +17,12 @@ from shardtrain.data.packing.token_buffer import MemoryTokenBuffer, TokenBuffer
 from shardtrain.data.prepared import shard_index, shards
 from shardtrain.data.prepared.shard_index import INDEX
 from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tokens
-from shardtrain.data.prepared.shards import ShardTokenBuffer, check_tokenizer, check_vocabulary, verify
+from shardtrain.data.prepared.shards import (
+    ShardTokenBuffer,
+    check_tokenizer,
+    check_vocabulary,
+    verify,
+)
 from shardtrain.data.sources import Request, tokens
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.utils.errors import ConfigError
@@ -36,7 +41,10 @@ def write(folder: Path, documents: list[Document], vocab_size: int = 300, shard_
 def documents(draw: st.DrawFn, vocab_size: int) -> list[Document]:
     result = []
     for length in draw(st.lists(st.integers(0, 20), max_size=12)):
-        tokens = np.array(draw(st.lists(st.integers(0, vocab_size - 1), min_size=length, max_size=length)), np.int32)
+        tokens = np.array(
+            draw(st.lists(st.integers(0, vocab_size - 1), min_size=length, max_size=length)),
+            np.int32,
+        )
         mask = draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
         result.append(Document(tokens, None if mask is None else np.array(mask, dtype=np.bool_)))
     return result
@@ -54,7 +62,11 @@ def assert_same(line: ShardTokenBuffer, memory: TokenBuffer, ranges: list[tuple[
 
 
 @settings(max_examples=60)
-@given(data=st.data(), vocab_size=st.sampled_from([300, 65536, 65537, 200_000]), shard_tokens=st.integers(1, 30))
+@given(
+    data=st.data(),
+    vocab_size=st.sampled_from([300, 65536, 65537, 200_000]),
+    shard_tokens=st.integers(1, 30),
+)
 def test_shards_match_documents_in_memory(data: st.DataObject, vocab_size: int, shard_tokens: int) -> None:
     given_documents = data.draw(documents(vocab_size))
     ranges = data.draw(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=5))

@@ -44,8 +44,14 @@ def swap(folder: Path) -> None:
 
 
 FILE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "removed tokens": (lambda f: (f / "tokens-00001.bin").unlink(), r"tokens-00001\.bin\" is missing"),
-    "removed mask": (lambda f: (f / "learned-00000.bin").unlink(), r"learned-00000\.bin\" is missing"),
+    "removed tokens": (
+        lambda f: (f / "tokens-00001.bin").unlink(),
+        r"tokens-00001\.bin\" is missing",
+    ),
+    "removed mask": (
+        lambda f: (f / "learned-00000.bin").unlink(),
+        r"learned-00000\.bin\" is missing",
+    ),
     "removed starts": (lambda f: (f / "starts.bin").unlink(), r"starts\.bin\" is missing"),
     "cut tokens": (
         lambda f: os.truncate(f / "tokens-00002.bin", 19_999),
@@ -60,9 +66,15 @@ FILE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "newer version": (lambda t: t.update(format_version=2), "has format_version 2, and this version reads 1"),
+    "newer version": (
+        lambda t: t.update(format_version=2),
+        "has format_version 2, and this version reads 1",
+    ),
     "no version": (lambda t: t.pop("format_version"), "has format_version None"),
-    "wrong dtype": (lambda t: t.update(dtype="float64"), "dtype 'float64' is not one of uint16, int32"),
+    "wrong dtype": (
+        lambda t: t.update(dtype="float64"),
+        "dtype 'float64' is not one of uint16, int32",
+    ),
     "missing key": (lambda t: t.pop("num_tokens"), "is damaged \\('num_tokens'\\)"),
     "text for a number": (lambda t: t.update(num_tokens="30000"), "num_tokens is '30000'"),
     "true for a number": (lambda t: t.update(vocab_size=True), "vocab_size is True"),
@@ -73,11 +85,20 @@ INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda t: t["shards"][0]["tokens"].update(name="../../secret"),
         r"file name '\.\./\.\./secret' should be tokens-00000\.bin",
     ),
-    "wrong sum of tokens": (lambda t: t.update(num_tokens=29_999), "contradicts itself on the number of tokens"),
+    "wrong sum of tokens": (
+        lambda t: t.update(num_tokens=29_999),
+        "contradicts itself on the number of tokens",
+    ),
     "one shard less": (lambda t: t["shards"].pop(), "contradicts itself on the number of tokens"),
-    "size of a shard": (lambda t: t["shards"][1].update(num_tokens=7), r"on the size of tokens-00001\.bin"),
+    "size of a shard": (
+        lambda t: t["shards"][1].update(num_tokens=7),
+        r"on the size of tokens-00001\.bin",
+    ),
     "size of starts": (lambda t: t.update(num_documents=4), r"on the size of starts\.bin"),
-    "documents of a shard": (lambda t: t["shards"][1].update(num_documents=5), "on the number of documents"),
+    "documents of a shard": (
+        lambda t: t["shards"][1].update(num_documents=5),
+        "on the number of documents",
+    ),
     "id beyond": (lambda t: t.update(max_id=300), "has id 300 beyond its vocabulary of 300"),
 }
 
@@ -132,7 +153,12 @@ def test_document_starts_outside_the_tokens_are_rejected(folder: Path) -> None:
     ("name", "offset", "value", "match"),
     [
         ("tokens-00001.bin", 10_000, b"\x01\x00", "differs from its SHA-256 in index.json"),
-        ("tokens-00001.bin", 10_000, b"\xff\xff", "has the id 65535, outside the vocabulary of 300"),
+        (
+            "tokens-00001.bin",
+            10_000,
+            b"\xff\xff",
+            "has the id 65535, outside the vocabulary of 300",
+        ),
         ("learned-00000.bin", 5_000, b"\x07", "has a mask of 7, not 0 or 1"),
         ("starts.bin", 8, b"\xff" * 7 + b"\x00", "has starts of documents that do not ascend"),
     ],

@@ -12,8 +12,14 @@ from urllib.parse import unquote, urlsplit
 SHA = "0123456789abcdef0123456789abcdef01234567"
 REFUSALS = {
     "none/": (404, {"X-Error-Code": "RepoNotFound"}),
-    "closed/": (401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Invalid username or password."}),
-    "gated/": (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this dataset is restricted."}),
+    "closed/": (
+        401,
+        {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Invalid username or password."},
+    ),
+    "gated/": (
+        403,
+        {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to this dataset is restricted."},
+    ),
     "busy/": (429, {"Retry-After": "300"}),
     "broken/": (500, {}),
 }
@@ -44,7 +50,10 @@ C4 = {
     "en/c4-validation.00000-of-00008.json.gz": lines(90_000, 10),
     "de/c4-train.00000-of-00001.json.gz": lines(80_000, 5),
 }
-REPOSITORIES = {"allenai/c4": C4, "org/script": {"script.py": b"raise SystemExit('code of a dataset was run')\n"}}
+REPOSITORIES = {
+    "allenai/c4": C4,
+    "org/script": {"script.py": b"raise SystemExit('code of a dataset was run')\n"},
+}
 
 
 class Hub(ThreadingHTTPServer):

@@ -18,10 +18,24 @@ SECRET = "hf_thisIsTheSecretOfTheTest"
 
 def main(home: str) -> None:
     hub = Hub()
-    os.environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_TOKEN": SECRET, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": home,
+        "HF_TOKEN": SECRET,
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ.pop(name, None)
-    from shardtrain.data.sources import Request, Table, c4, c4_mini, c4_validation, every_row, huggingface, place_of
+    from shardtrain.data.sources import (
+        Request,
+        Table,
+        c4,
+        c4_mini,
+        c4_validation,
+        every_row,
+        huggingface,
+        place_of,
+    )
 
     def case(module: object, **options: object) -> dict[str, object]:
         try:

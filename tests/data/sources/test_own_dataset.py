@@ -40,7 +40,13 @@ def test_path_of_a_python_file_is_a_dataset(tmp_path):
     assert not [p for p in check(load(None, ["--training.dataset", name])) if "dataset" in str(p)]
     training = Training(dataset=name, seq_len=16, local_batch_size=2)
     batch = next(
-        open_dataloader(Config(training=training), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False)
+        open_dataloader(
+            Config(training=training),
+            batch_rank=0,
+            num_batch_ranks=1,
+            accumulation=1,
+            shuffle=False,
+        )
     )
     assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
 

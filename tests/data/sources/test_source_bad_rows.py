@@ -15,7 +15,10 @@ MILLION = "a " * 10**6
 
 # name: (bytes of one line, the parsed row or the reason why it is bad)
 LINES = {
-    "no JSON": (b"{text: 1}", "is not JSON: expecting property name enclosed in double quotes (column 2)"),
+    "no JSON": (
+        b"{text: 1}",
+        "is not JSON: expecting property name enclosed in double quotes (column 2)",
+    ),
     "cut": (b'{"text": "a', "is not JSON: unterminated string starting (column 10)"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "is not JSON: extra data (column 15)"),
     "trailing comma": (b'{"text": "a",}', "is not JSON"),
@@ -28,9 +31,18 @@ LINES = {
     "escaped NUL": (b'{"text": "a\\u0000b"}', {"text": "a\0b"}),
     "raw NUL": (b'{"text": "a\0b"}', "is not JSON: invalid control character (column 12)"),
     "line of NUL": (bytes(100), "is not JSON: expecting value (column 1)"),
-    "raw control character": (b'{"text": "a\x0bb"}', "is not JSON: invalid control character (column 12)"),
-    "lone high surrogate": (b'{"text": "a\\ud83d"}', "contains half of a surrogate pair, which is not text (\\ud83d)"),
-    "lone low surrogate": (b'{"text": "\\uDE00b"}', "contains half of a surrogate pair, which is not text (\\ude00)"),
+    "raw control character": (
+        b'{"text": "a\x0bb"}',
+        "is not JSON: invalid control character (column 12)",
+    ),
+    "lone high surrogate": (
+        b'{"text": "a\\ud83d"}',
+        "contains half of a surrogate pair, which is not text (\\ud83d)",
+    ),
+    "lone low surrogate": (
+        b'{"text": "\\uDE00b"}',
+        "contains half of a surrogate pair, which is not text (\\ude00)",
+    ),
     "lone surrogate in a key": (
         b'{"a\\ud83d": {"b": 1}}',
         "contains half of a surrogate pair, which is not text (\\ud83d)",
@@ -40,13 +52,19 @@ LINES = {
     "bad UTF-8": (b'{"text": "a\xff"}', "is not UTF-8 (byte 12 is 0xff)"),
     "cut UTF-8": (b'{"text": "a\xc3', "is not UTF-8 (byte 12 is 0xc3)"),
     "UTF-8 of a surrogate": (b'{"text": "\xed\xa0\xbd"}', "is not UTF-8 (byte 11 is 0xed)"),
-    "mark within the file": (b'\xef\xbb\xbf{"text": "a"}', "is not JSON: expecting value (column 1)"),
+    "mark within the file": (
+        b'\xef\xbb\xbf{"text": "a"}',
+        "is not JSON: expecting value (column 1)",
+    ),
     "line separators within": ('{"text": "a\u2028b\u0085c"}'.encode(), {"text": "a\u2028b\u0085c"}),
     "CRLF": (b'{"text": "a"}\r', {"text": "a"}),
     "white space around": (b' \t{"text": "a"}  ', {"text": "a"}),
     "a million tokens": (b'{"text": "%s"}' % MILLION.encode(), {"text": MILLION}),
     "nested 10,000 deep": (b'{"a":' * 10**4 + b"1" + b"}" * 10**4, "is nested too deeply"),
-    "nested 201 deep": (b'{"a":' * 201 + b"1" + b"}" * 201, "is nested too deeply (more than 200 levels)"),
+    "nested 201 deep": (
+        b'{"a":' * 201 + b"1" + b"}" * 201,
+        "is nested too deeply (more than 200 levels)",
+    ),
     "nested 3 deep with many brackets": (b'{"a": [' + b"[], " * 300 + b"[]]}", {"a": [[]] * 301}),
     "arrays 100,000 deep": (b'{"a":' + b"[" * 10**5, "is nested too deeply"),
     "key twice": (b'{"text": "a", "text": "b"}', 'has a duplicate key ("text")'),
@@ -55,8 +73,14 @@ LINES = {
     "Infinity": (b'{"text": "a", "score": [Infinity]}', "contains Infinity, which is not JSON"),
     "-Infinity": (b'{"text": "a", "score": -Infinity}', "contains -Infinity, which is not JSON"),
     "NaN as text": (b'{"text": "NaN"}', {"text": "NaN"}),
-    "integer above 2**63": (b'{"text": "a", "id": 18446744073709551617}', {"text": "a", "id": 2**64 + 1}),
-    "integer of 10,000 digits": (b'{"id": ' + b"1" * 10**4 + b"}", "contains a number with too many digits"),
+    "integer above 2**63": (
+        b'{"text": "a", "id": 18446744073709551617}',
+        {"text": "a", "id": 2**64 + 1},
+    ),
+    "integer of 10,000 digits": (
+        b'{"id": ' + b"1" * 10**4 + b"}",
+        "contains a number with too many digits",
+    ),
     "array": (b'["a"]', "is not a JSON object but an array"),
     "string": (b'"a"', "is not a JSON object but a string"),
     "number": (b"1.5", "is not a JSON object but a number"),
@@ -115,7 +139,10 @@ def test_reasons_do_not_depend_on_the_row(tmp_path):
     """Bad rows are counted by reason, so a reason must not contain details of its row."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)))
-    assert {row.reason for _, row in read(path)} == {"is not JSON: unterminated string starting", "has a duplicate key"}
+    assert {row.reason for _, row in read(path)} == {
+        "is not JSON: unterminated string starting",
+        "has a duplicate key",
+    }
 
 
 def test_byte_order_mark_is_not_part_of_the_first_row(write):

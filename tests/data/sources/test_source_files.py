@@ -29,7 +29,17 @@ def names(path, **options):
 
 
 def test_folder_means_its_files_with_the_right_suffix_sorted_by_path(tmp_path):
-    write(tmp_path, "c.jsonl", "a.JSONL", "b/x.json", "b-1.jsonl.gz", "notes.txt", ".a.jsonl", ".cache/b.jsonl", "d.gz")
+    write(
+        tmp_path,
+        "c.jsonl",
+        "a.JSONL",
+        "b/x.json",
+        "b-1.jsonl.gz",
+        "notes.txt",
+        ".a.jsonl",
+        ".cache/b.jsonl",
+        "d.gz",
+    )
     assert names(tmp_path) == ["a.JSONL", "b-1.jsonl.gz", "b/x.json", "c.jsonl"]
 
 
@@ -65,7 +75,10 @@ def test_links_are_followed_and_a_loop_is_an_error(tmp_path):
 
 
 def test_missing_path_is_reported_with_the_option(tmp_path):
-    with pytest.raises(ConfigError, match=r'validation.dataset_path is not set, and the dataset "jsonl" requires it'):
+    with pytest.raises(
+        ConfigError,
+        match=r'validation.dataset_path is not set, and the dataset "jsonl" requires it',
+    ):
         names("", option="validation.dataset_path")
     with pytest.raises(ConfigError, match=r'training.dataset_path=".*/no" does not exist; name a file'):
         names(tmp_path / "no")
@@ -200,7 +213,10 @@ def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
     rule = "was removed or renamed" if change in ("remove", "rename") else "was changed"
     with pytest.raises(ConfigError, match=rf'training.dataset_path=".*a.{ending}" {rule} since the run opened it'):
         source.check_unchanged()
-    if change in ("replace", "remove"):  # also in a copy of the source in another process, which reopens the files
+    if change in (
+        "replace",
+        "remove",
+    ):  # also in a copy of the source in another process, which reopens the files
         with pytest.raises(ConfigError, match=rf"a.{ending}\" {rule}"):
             list(every_row(pickle.loads(pickle.dumps(source))))
 

@@ -86,7 +86,10 @@ def test_changed_saved_dataset_is_named(saved):
 
 
 def test_split_of_a_saved_dictionary_is_selected_and_a_missing_one_lists_the_existing(tmp_path):
-    parts = {"train": datasets.Dataset.from_list(ROWS[:5]), "test": datasets.Dataset.from_list(ROWS[5:7])}
+    parts = {
+        "train": datasets.Dataset.from_list(ROWS[:5]),
+        "test": datasets.Dataset.from_list(ROWS[5:7]),
+    }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
     assert texts(opened(tmp_path / "d")) == [f"row {n}" for n in range(5)]
     assert texts(opened(tmp_path / "d", split="test")) == ["row 5", "row 6"]
@@ -133,7 +136,8 @@ def test_interrupted_stream_is_an_error_and_not_a_bad_row(saved, monkeypatch):
     source._dataset = Broken()
     rows_read = []
     with pytest.raises(
-        DataError, match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was refused\)"
+        DataError,
+        match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was refused\)",
     ):
         rows_read.extend(source.rows(1))
     assert len(rows_read) == 64
@@ -161,14 +165,30 @@ def test_every_worker_process_reads_all_rows_of_a_shard(saved):
 
 
 @pytest.mark.parametrize(
-    "name", ["huggingface", "c4", "c4_mini", "c4_test", "alpaca", "openwebtext", "minipile", "c4_validation"]
+    "name",
+    [
+        "huggingface",
+        "c4",
+        "c4_mini",
+        "c4_test",
+        "alpaca",
+        "openwebtext",
+        "minipile",
+        "c4_validation",
+    ],
 )
 def test_every_dataset_name_reads_a_local_copy_in_each_form(tmp_path, saved, name):
     save_jsonl(tmp_path / "lines" / "data.json")
     (tmp_path / "array.json").write_text(json.dumps(ROWS, indent=1))
     (tmp_path / "parquet").mkdir()
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "parquet" / "data.parquet")
-    paths = [tmp_path / "lines", tmp_path / "lines" / "data.json", tmp_path / "array.json", tmp_path / "parquet", saved]
+    paths = [
+        tmp_path / "lines",
+        tmp_path / "lines" / "data.json",
+        tmp_path / "array.json",
+        tmp_path / "parquet",
+        saved,
+    ]
     if name == "c4_validation":
         paths.remove(saved)
     for path in paths:
@@ -187,7 +207,11 @@ def test_folder_of_arrow_files_is_read(saved, tmp_path):
 
 
 def test_files_of_the_split_are_selected_by_name(tmp_path, caplog):
-    for name, rows in (("train-00000-of-00002", ROWS[:2]), ("train-00001-of-00002", ROWS[2:4]), ("test", ROWS[4:5])):
+    for name, rows in (
+        ("train-00000-of-00002", ROWS[:2]),
+        ("train-00001-of-00002", ROWS[2:4]),
+        ("test", ROWS[4:5]),
+    ):
         save_jsonl(tmp_path / "data" / f"{name}.jsonl", rows)
     save_jsonl(tmp_path / "dev" / "x.jsonl", ROWS[5:6])
     (tmp_path / "dataset_infos.json").write_text("{}")
@@ -197,7 +221,8 @@ def test_files_of_the_split_are_selected_by_name(tmp_path, caplog):
     assert texts(opened(tmp_path, split="test")) == ["row 4"]
     assert texts(opened(tmp_path, split="validation")) == ["row 5"]
     with pytest.raises(
-        ConfigError, match=r'no files of the split "other"; set data.split to test or train or validation'
+        ConfigError,
+        match=r'no files of the split "other"; set data.split to test or train or validation',
     ):
         opened(tmp_path, split="other")
 
@@ -208,7 +233,10 @@ def test_files_without_a_split_in_their_name_are_train(tmp_path):
     with pytest.raises(ConfigError, match=r'no files of the split "test"; set data.split to train'):
         opened(tmp_path, split="test")
     save_jsonl(tmp_path / "my-test.jsonl", ROWS[:2])
-    assert texts(opened(tmp_path / "my-test.jsonl")) == ["row 0", "row 1"]  # a single file that the user names
+    assert texts(opened(tmp_path / "my-test.jsonl")) == [
+        "row 0",
+        "row 1",
+    ]  # a single file that the user names
 
 
 SPLITS = [
@@ -219,10 +247,30 @@ SPLITS = [
     ("c4_test", "validation.split", "validation", None),
     ("c4_validation", "data.split", "train", None),
     ("c4_validation", "validation.split", "validation", None),
-    ("c4_mini", "data.split", "validation", 'data.split="validation" has no effect with this dataset'),
-    ("c4_mini", "validation.split", "test", 'validation.split="test" has no effect with this dataset'),
-    ("c4_mini", "data.sources.web.split", "test", 'data.sources.web.split="test" has no effect with this dataset'),
-    ("c4_validation", "validation.split", "train", 'validation.split="train" has no effect with this dataset'),
+    (
+        "c4_mini",
+        "data.split",
+        "validation",
+        'data.split="validation" has no effect with this dataset',
+    ),
+    (
+        "c4_mini",
+        "validation.split",
+        "test",
+        'validation.split="test" has no effect with this dataset',
+    ),
+    (
+        "c4_mini",
+        "data.sources.web.split",
+        "test",
+        'data.sources.web.split="test" has no effect with this dataset',
+    ),
+    (
+        "c4_validation",
+        "validation.split",
+        "train",
+        'validation.split="train" has no effect with this dataset',
+    ),
     ("huggingface", "validation.split", "validation", "; set validation.split to train"),
     ("huggingface", "data.sources.web.split", "x", "; set data.sources.web.split to train"),
 ]
@@ -258,7 +306,8 @@ def test_folder_with_several_or_no_formats_is_rejected(tmp_path):
     save_jsonl(tmp_path / "x.jsonl")
     (tmp_path / "y.txt").write_text("text")
     with pytest.raises(
-        ConfigError, match=r"contains files in several formats \(\*.jsonl, \*.txt\); select one format by a pattern"
+        ConfigError,
+        match=r"contains files in several formats \(\*.jsonl, \*.txt\); select one format by a pattern",
     ):
         opened(tmp_path)
     assert len(texts(opened(tmp_path / "*.jsonl"))) == 150
@@ -291,7 +340,10 @@ def test_hub_id_as_dataset_name_is_reported_by_its_name(monkeypatch):
 
 def test_missing_datasets_library_is_reported_with_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'datasets library, which is not installed; pip install "shardtrain\[hf\]"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'datasets library, which is not installed; pip install "shardtrain\[hf\]"',
+    ):
         opened("org/name")
     save_jsonl(tmp_path / "x.jsonl")
     assert len(texts(opened(tmp_path))) == 150  # local files do not need the library
@@ -299,7 +351,11 @@ def test_missing_datasets_library_is_reported_with_the_install_command(monkeypat
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    command = [sys.executable, str(Path(__file__).parent / "hub_session.py"), str(tmp_path_factory.mktemp("home"))]
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "hub_session.py"),
+        str(tmp_path_factory.mktemp("home")),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(huggingface.__file__).parents[3])}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.seconds(300))
     assert result.returncode == 0, result.stderr
@@ -323,7 +379,11 @@ def test_hub_stream_has_the_shards_of_the_hub_at_one_pinned_revision(hub):
 
 def test_subset_split_and_slice_are_downloaded(hub):
     result = hub["c4 de"]
-    assert (result["table"], result["rows"], result["texts"]) == (True, 5, ["row 80000", "row 80004"])
+    assert (result["table"], result["rows"], result["texts"]) == (
+        True,
+        5,
+        ["row 80000", "row 80004"],
+    )
     assert list(result["files"]) == ["allenai/c4/de/train"]
     assert hub["c4 part"]["texts"] == ["row 90000", "row 90002"]
     assert (hub["c4_validation"]["rows"], hub["c4_validation"]["table"]) == (10, False)
@@ -333,9 +393,18 @@ def test_subset_split_and_slice_are_downloaded(hub):
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("c4 no subset", r'="allenai/c4" has no subset xx \(.*Available: \[.en., .de.\]\); set data.subset'),
-        ("c4 no split", r'has no split "nope" \(.*train.*validation.*\); set data.split to one that it has'),
-        ("c4 part streamed", r"data.streaming=true is not supported for a part of a split \(validation\[:3\]\)"),
+        (
+            "c4 no subset",
+            r'="allenai/c4" has no subset xx \(.*Available: \[.en., .de.\]\); set data.subset',
+        ),
+        (
+            "c4 no split",
+            r'has no split "nope" \(.*train.*validation.*\); set data.split to one that it has',
+        ),
+        (
+            "c4 part streamed",
+            r"data.streaming=true is not supported for a part of a split \(validation\[:3\]\)",
+        ),
         ("c4_mini streamed", r"data.streaming=true is not supported for a part of a split"),
         ("c4_mini split", r'data.split="validation" has no effect with this dataset'),
         ("c4_mini subset", r'data.subset="de" has no effect with this dataset'),
@@ -344,13 +413,22 @@ def test_subset_split_and_slice_are_downloaded(hub):
         ("none True", r'="none/set" is not a dataset on the hub, or is private'),
         ("closed False", r"requires permission .* set HF_TOKEN to a token that may read it"),
         ("closed True", r"requires permission .* set HF_TOKEN to a token that may read it"),
-        ("gated False", r"is gated .* accept its terms on https://huggingface.co/datasets/gated/set and set HF_TOKEN"),
-        ("gated True", r"is gated .* accept its terms on https://huggingface.co/datasets/gated/set and set HF_TOKEN"),
+        (
+            "gated False",
+            r"is gated .* accept its terms on https://huggingface.co/datasets/gated/set and set HF_TOKEN",
+        ),
+        (
+            "gated True",
+            r"is gated .* accept its terms on https://huggingface.co/datasets/gated/set and set HF_TOKEN",
+        ),
         ("busy False", r"too many requests .* wait"),
         ("busy True", r"too many requests .* wait"),
         ("broken False", r"the hub reports a server error .* try again later"),
         ("broken True", r"the hub reports a server error .* try again later"),
-        ("gone", r"the hub cannot be reached .* set HF_HUB_OFFLINE=1 to use what was downloaded before"),
+        (
+            "gone",
+            r"the hub cannot be reached .* set HF_HUB_OFFLINE=1 to use what was downloaded before",
+        ),
         ("offline streamed", r"is not in the local cache, and HF_HUB_OFFLINE forbids access"),
     ],
 )

@@ -72,8 +72,18 @@ def test_rows_of_several_files_are_concatenated(tmp_path):
         lines = "".join(f'{{"{name}": {number}}}\n' for number in range(count)) or "\n \n"
         (tmp_path / f"{name}.jsonl").write_text(lines)
     source = opened(tmp_path)
-    assert [row for _, row in every_row(source)] == [{"a": 0}, {"a": 1}, {"c": 0}, {"c": 1}, {"c": 2}]
-    assert [source.place(index)[-9:] for index in (1, 2, 4)] == ["a.jsonl:2", "c.jsonl:1", "c.jsonl:3"]
+    assert [row for _, row in every_row(source)] == [
+        {"a": 0},
+        {"a": 1},
+        {"c": 0},
+        {"c": 1},
+        {"c": 2},
+    ]
+    assert [source.place(index)[-9:] for index in (1, 2, 4)] == [
+        "a.jsonl:2",
+        "c.jsonl:1",
+        "c.jsonl:3",
+    ]
     for index in (-1, 5):
         with pytest.raises(IndexError):
             source.row(index)
@@ -82,7 +92,12 @@ def test_rows_of_several_files_are_concatenated(tmp_path):
 def test_places_work_in_another_process(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}\n\n\n{}\n\n{}\n{}"))
     source = pickle.loads(pickle.dumps(opened(tmp_path)))
-    assert [source.shard_place(0, number).rpartition(":")[2] for number in (3, 0, 2, 1)] == ["7", "1", "6", "4"]
+    assert [source.shard_place(0, number).rpartition(":")[2] for number in (3, 0, 2, 1)] == [
+        "7",
+        "1",
+        "6",
+        "4",
+    ]
 
 
 # Parts of files: objects, spaces, blank lines, both line endings, broken text, a byte order mark.
@@ -108,7 +123,10 @@ PIECES = st.sampled_from(
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(content=st.lists(PIECES, min_size=1, max_size=30).map(b"".join), block=st.sampled_from([7, 16, 1 << 20]))
+@given(
+    content=st.lists(PIECES, min_size=1, max_size=30).map(b"".join),
+    block=st.sampled_from([7, 16, 1 << 20]),
+)
 def test_table_and_shards_read_the_same_rows(tmp_path, content, block):
     expected = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -209,7 +227,11 @@ def test_damaged_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression
         (b'[{"a": 1},\n {"a": 2}\n', 3, "is not a JSON array: Expecting ',' or ']'"),
         (b'[{"a": 1}\n {"a": 2}]\n', 2, "is not a JSON array: Expecting ',' or ']'"),
         (b'[{"a": 1},\n {"a": 2},\n]\n', 3, "is not a JSON array: Expecting value"),
-        (b'[{"a": 1}]\n\n[{"a": 2}]\n', 3, "is not a JSON array: Expecting nothing after the array's end"),
+        (
+            b'[{"a": 1}]\n\n[{"a": 2}]\n',
+            3,
+            "is not a JSON array: Expecting nothing after the array's end",
+        ),
         (b'[{"a": 1},\n\n {"a": \xff}]\n', 3, "is not UTF-8"),
         (b'[{"a": 1},\n{"a":' + b"[" * 10**5, 2, "is nested too deeply"),
         (b'[{"a": 1},\n{"a":' + b"1" * 10**4 + b"}]", 2, "contains a number with too many digits"),
@@ -224,7 +246,14 @@ def test_broken_array_is_an_error_with_its_line(tmp_path, content, line, reason)
 
 
 def test_invalid_array_elements_are_bad_rows_with_their_lines(tmp_path):
-    elements = ['{"text": "\u00e9"}', "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "' + "x" * 99 + '"}', '{"b": 2}']
+    elements = [
+        '{"text": "\u00e9"}',
+        "[1]",
+        '{"a": NaN}',
+        '{"a": 1, "a": 2}',
+        '{"a": "' + "x" * 99 + '"}',
+        '{"b": 2}',
+    ]
     (tmp_path / "a.json").write_text("\ufeff [\n" + ",\n".join(elements) + "\n]\n")
     source = opened(tmp_path, max_row_bytes=90)
     assert rows_and_lines(source) == [
@@ -254,7 +283,12 @@ def test_index_skips_blank_lines(tmp_path, monkeypatch, blank):
     path.write_bytes(blank * 5000 + b"1\n" + blank * 3000 + b"2\n3\n" + blank * 2000 + b"4" + blank)
     (file,) = list_of(path)
     index = _index.RecordIndex(file, _index.RecordReader())
-    assert [index.read(row, 100) for row in range(index.num_rows)] == [b"1", b"2", b"3", b"4" + blank[:-1]]
+    assert [index.read(row, 100) for row in range(index.num_rows)] == [
+        b"1",
+        b"2",
+        b"3",
+        b"4" + blank[:-1],
+    ]
     assert [index.line(row) for row in range(4)] == [5001, 8002, 8003, 10004]
     assert sum(map(len, index.arrays().values())) < 20
 

@@ -7,7 +7,16 @@ import os
 
 import pytest
 
-from shardtrain.data.sources import Request, Shards, _data_files, every_row, jsonl, parquet, text, tsv
+from shardtrain.data.sources import (
+    Request,
+    Shards,
+    _data_files,
+    every_row,
+    jsonl,
+    parquet,
+    text,
+    tsv,
+)
 from shardtrain.utils.errors import ConfigError, DataError
 
 COUNT = 30
@@ -73,7 +82,9 @@ def test_files_of_a_large_folder_are_opened_only_when_read_or_sampled(folder, mo
     module, request = folder
     opened = []
     monkeypatch.setattr(
-        _data_files.File, "open", lambda file, open=_data_files.File.open: (opened.append(file.name), open(file))[1]
+        _data_files.File,
+        "open",
+        lambda file, open=_data_files.File.open: (opened.append(file.name), open(file))[1],
     )
     monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     monkeypatch.setattr(_data_files, "_FILES_SAMPLED", 10)

@@ -13,7 +13,11 @@ from shardtrain.data.sources import BadRow, Request, Shards, every_row, parquet,
 from shardtrain.utils.errors import ConfigError, DataError
 
 ROWS = [
-    {"text": f"row {n}" if n % 5 else None, "n": n, "messages": [{"role": "user", "content": str(n)}] * (n % 3)}
+    {
+        "text": f"row {n}" if n % 5 else None,
+        "n": n,
+        "messages": [{"role": "user", "content": str(n)}] * (n % 3),
+    }
     for n in range(1000)
 ]
 
@@ -99,7 +103,8 @@ def test_missing_pyarrow_is_reported_with_the_install_command(tmp_path, monkeypa
     path = write(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        ConfigError, match=r'needs the pyarrow library, which is not installed; pip install "shardtrain\[hf\]"'
+        ConfigError,
+        match=r'needs the pyarrow library, which is not installed; pip install "shardtrain\[hf\]"',
     ):
         opened(path)
 

@@ -24,7 +24,15 @@ def test_standard_library_is_deterministic_and_large_enough():
 
 
 def test_standard_library_skips_packages_and_tests_and_is_sorted(tmp_path):
-    for path in ("b.py", "a/z.py", "a/b.txt", "site-packages/x.py", "a/tests/t.py", "test/t.py", "idlelib/i.py"):
+    for path in (
+        "b.py",
+        "a/z.py",
+        "a/b.txt",
+        "site-packages/x.py",
+        "a/tests/t.py",
+        "test/t.py",
+        "idlelib/i.py",
+    ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(path)
     assert texts(python_stdlib.open_folder(tmp_path)) == ["a/z.py", "b.py"]

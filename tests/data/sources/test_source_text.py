@@ -33,7 +33,13 @@ def test_folder_yields_its_text_files_sorted_by_path(tmp_path):
         (tmp_path / path).write_text(path)
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"d.txt.gz"))
     (tmp_path / "e.txt.xz").write_bytes(lzma.compress("\ufeffe.txt.xz".encode()))
-    assert [row["text"] for row in rows(tmp_path)] == ["a.txt", "b/x.txt", "c.txt", "d.txt.gz", "e.txt.xz"]
+    assert [row["text"] for row in rows(tmp_path)] == [
+        "a.txt",
+        "b/x.txt",
+        "c.txt",
+        "d.txt.gz",
+        "e.txt.xz",
+    ]
     assert list(opened(tmp_path).files()) == ["a.txt", "b/x.txt", "c.txt", "d.txt.gz", "e.txt.xz"]
 
 

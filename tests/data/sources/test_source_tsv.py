@@ -11,7 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.data.sources import BadRow, Request, Shards, Table, _index, _records, every_row, place_of, tsv
+from shardtrain.data.sources import (
+    BadRow,
+    Request,
+    Shards,
+    Table,
+    _index,
+    _records,
+    every_row,
+    place_of,
+    tsv,
+)
 from shardtrain.utils.errors import DataError
 
 
@@ -94,7 +104,10 @@ TEXTS = st.text(st.sampled_from('ab é",\t\n\r\0;'), max_size=8)
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=12), block=st.sampled_from([7, 1 << 20]))
+@given(
+    data=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=12),
+    block=st.sampled_from([7, 1 << 20]),
+)
 def test_rows_written_by_the_csv_library_round_trip(tmp_path, data, block):
     written = io.StringIO()
     csv.writer(written, quoting=csv.QUOTE_ALL).writerows([("a", "b", "c"), *data])
@@ -113,7 +126,8 @@ def test_rows_written_by_the_csv_library_round_trip(tmp_path, data, block):
 
 
 @pytest.mark.parametrize(
-    ("content", "shown"), [(b"a\ta\n1\t2\n", "'a', 'a'"), (b"a\t\n1\t2\n", "'a', ''"), (b"\xff\n1\n", "is not UTF-8")]
+    ("content", "shown"),
+    [(b"a\ta\n1\t2\n", "'a', 'a'"), (b"a\t\n1\t2\n", "'a', ''"), (b"\xff\n1\n", "is not UTF-8")],
 )
 def test_invalid_header_is_an_error_with_the_option_for_files_without_one(tmp_path, content, shown):
     path = write(tmp_path, "a.tsv", content)
@@ -124,7 +138,10 @@ def test_invalid_header_is_an_error_with_the_option_for_files_without_one(tmp_pa
 def test_files_with_different_columns_or_formats_are_rejected(tmp_path):
     write(tmp_path, "a.tsv", b"a\tb\n")
     write(tmp_path, "b.tsv", b"b\ta\n")
-    with pytest.raises(DataError, match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; give all files the same'):
+    with pytest.raises(
+        DataError,
+        match=r'b.tsv" has the columns b, a, but .*a.tsv has a, b; give all files the same',
+    ):
         opened(tmp_path)
     write(tmp_path, "b.csv", b"a,b\n")
     with pytest.raises(DataError, match=r'b.csv" has another format than .*a.tsv'):

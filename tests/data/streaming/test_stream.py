@@ -82,7 +82,13 @@ def shards(lengths, count):
 
 
 def feed_of(source, packing=None, readers=4, seed=7, passes=1):
-    options = {"readers": readers, "seed": seed, "passes": passes, "vocab_size": 60_000, "name": "rows"}
+    options = {
+        "readers": readers,
+        "seed": seed,
+        "passes": passes,
+        "vocab_size": 60_000,
+        "name": "rows",
+    }
     return StreamFeed(source, Letters(), packing or Packing(8), **options)
 
 
@@ -210,7 +216,11 @@ def test_rows_of_all_readers_add_up(rows, readers):
 
 @pytest.mark.parametrize(
     "source",
-    [ListTable([{"tokens": []}] * 5), ListShards([[{"tokens": []}], [{"tokens": []}]]), ListShards([[], []])],
+    [
+        ListTable([{"tokens": []}] * 5),
+        ListShards([[{"tokens": []}], [{"tokens": []}]]),
+        ListShards([[], []]),
+    ],
 )
 def test_readers_without_documents_end_with_a_warning(source, caplog):
     rows = take(feed_of(source, readers=2, passes=None), 0, 4)
@@ -228,7 +238,8 @@ def test_bad_row_is_reported_with_its_place():
     rows = rows_with([9, 9, 9])
     rows[1] = BadRow("is not JSON")
     with pytest.raises(
-        DataError, match='list:2: is not JSON; correct or remove the row, or run "shardtrain data prepare"'
+        DataError,
+        match='list:2: is not JSON; correct or remove the row, or run "shardtrain data prepare"',
     ):
         take(feed_of(ListTable(rows), readers=1), 0, 4)
     with pytest.raises(DataError, match="shard1:1: is not JSON"):
@@ -236,7 +247,11 @@ def test_bad_row_is_reported_with_its_place():
 
 
 @settings(max_examples=20)
-@given(st.lists(st.integers(2, 9), min_size=6, max_size=40), st.sampled_from([0, 3]), st.integers(0, 30))
+@given(
+    st.lists(st.integers(2, 9), min_size=6, max_size=40),
+    st.sampled_from([0, 3]),
+    st.integers(0, 30),
+)
 def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, stop):
     packing = Packing(9, kind="first_fit", masked=True)
     source = shards(lengths, count) if count else table(lengths)
@@ -275,5 +290,9 @@ def test_bad_row_in_a_changed_file_is_reported_as_the_changed_file():
 def test_row_reports_its_epoch(packing):
     rows = take(feed_of(table([9] * 6), packing, readers=2, passes=None), 0, 24)
     epochs = [row[3].epoch for row in rows]
-    assert (epochs[0], sorted(set(epochs)), sorted(epochs)) == (0, list(range(max(epochs) + 1)), epochs)
+    assert (epochs[0], sorted(set(epochs)), sorted(epochs)) == (
+        0,
+        list(range(max(epochs) + 1)),
+        epochs,
+    )
     assert max(epochs) == 3

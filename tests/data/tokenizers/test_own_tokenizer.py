@@ -41,7 +41,12 @@ def test_own_tokenizer_encodes_decodes_and_reopens_in_another_process(tmp_path):
     ids = tokenizer.encode("The cat")
     assert ids.dtype.name == "int32" and tokenizer.decode([27, *ids.tolist(), 28]) == "the cat"
     assert tokenizer.decode([27, *ids.tolist(), 28, 28], keep_special=True) == "<bos>the cat<eos><eos>"
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (29, 27, 28, None)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
+        29,
+        27,
+        28,
+        None,
+    )
     assert tokenizer.encode_spans(["ab"])[0][1].tolist() == [[0, 1], [1, 2]]
     copy = pickle.dumps(tokenizer)
     assert pickle.loads(copy).fingerprint == tokenizer.fingerprint

@@ -17,7 +17,16 @@ from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.utils.errors import ConfigError
 
-SAMPLES = ["the cat", " the  cat\n\nHello", "naïve café 🦜", "", "\t\n ", "東京 a\u0301", "<|eot_id|> and </s>", "a\0b"]
+SAMPLES = [
+    "the cat",
+    " the  cat\n\nHello",
+    "naïve café 🦜",
+    "",
+    "\t\n ",
+    "東京 a\u0301",
+    "<|eot_id|> and </s>",
+    "a\0b",
+]
 KINDS = ["bpe", "unigram", "tiktoken", "json", "bytes"]
 
 
@@ -139,7 +148,12 @@ def test_tiktoken_has_the_special_tokens_of_llama_3(paths):
     ranks = len(tiktoken_bytes().splitlines())
     assert tokenizer.vocab_size == ranks + 256
     assert (tokenizer.bos_id, tokenizer.eos_id) == (ranks, ranks + 1)
-    names = {"<|start_header_id|>": 6, "<|end_header_id|>": 7, "<|reserved_special_token_4|>": 8, "<|eot_id|>": 9}
+    names = {
+        "<|start_header_id|>": 6,
+        "<|end_header_id|>": 7,
+        "<|reserved_special_token_4|>": 8,
+        "<|eot_id|>": 9,
+    }
     names |= {"<|reserved_special_token_0|>": 2, "<|reserved_special_token_5|>": 10}
     names["<|reserved_special_token_250|>"] = 255
     for text, place in names.items():
@@ -179,11 +193,18 @@ def test_special_tokens_of_the_folder_override_those_of_tiktoken(paths, tmp_path
 def test_added_tokens_of_a_sentencepiece_model_follow_its_vocabulary(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes())
     pieces = open_tokenizer(str(tmp_path)).vocab_size
-    added = {str(pieces): {"content": "<|im_end|>", "special": True}, str(pieces + 1): {"content": "<tab>"}}
+    added = {
+        str(pieces): {"content": "<|im_end|>", "special": True},
+        str(pieces + 1): {"content": "<tab>"},
+    }
     config = {"added_tokens_decoder": added, "eos_token": "<|im_end|>", "pad_token": "<tab>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = open_tokenizer(str(tmp_path))
-    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (pieces + 2, pieces, pieces + 1)
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (
+        pieces + 2,
+        pieces,
+        pieces + 1,
+    )
     ids = tokenizer.encode("the<tab> cat")  # an added token that is not special is recognized in every text
     assert pieces + 1 in ids and tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
     ((ids, spans),) = tokenizer.encode_spans(["the cat<|im_end|>"])
@@ -211,12 +232,18 @@ def test_special_ids_in_the_folder_are_used(tmp_path):
 def test_chat_templates_are_found_in_each_file(tmp_path):
     assert open_tokenizer(str(bpe_folder(tmp_path / "none"))).chat_template is None
     folder = bpe_folder(tmp_path / "text", chat_template="a")
-    assert (open_tokenizer(str(folder)).chat_template, open_tokenizer(str(folder)).tool_template) == ("a", None)
+    assert (
+        open_tokenizer(str(folder)).chat_template,
+        open_tokenizer(str(folder)).tool_template,
+    ) == ("a", None)
     (folder / "chat_template.jinja").write_text("b")
     assert open_tokenizer(str(folder)).chat_template == "b"
     named = [{"name": "default", "template": "c"}, {"name": "tool_use", "template": "d"}]
     folder = bpe_folder(tmp_path / "named", chat_template=named)
-    assert (open_tokenizer(str(folder)).chat_template, open_tokenizer(str(folder)).tool_template) == ("c", "d")
+    assert (
+        open_tokenizer(str(folder)).chat_template,
+        open_tokenizer(str(folder)).tool_template,
+    ) == ("c", "d")
     for wrong in (3, ["x"], [{"name": "default"}], [{"name": "default", "template": 4}]):
         folder = bpe_folder(tmp_path / "wrong", chat_template=wrong)
         with pytest.raises(ConfigError, match=r"tokenizer_config.json.*chat_template"):

@@ -20,7 +20,10 @@ WAYS = {
     "gather": {},
     "gather, in order": {"context_parallel_load_balancer": "none"},
     "ring": {"context_parallel_rotate_method": "alltoall"},
-    "ring, in order": {"context_parallel_rotate_method": "alltoall", "context_parallel_load_balancer": "none"},
+    "ring, in order": {
+        "context_parallel_rotate_method": "alltoall",
+        "context_parallel_load_balancer": "none",
+    },
     "ulysses": {"context_parallel_method": "ulysses"},
 }
 
@@ -82,7 +85,8 @@ def test_any_divisible_length_is_accepted_and_changes_no_number(way, seq_len, cp
 
 
 @pytest.mark.parametrize(
-    ("way", "seq_len", "tp", "multiple"), [("ring", 34, 1, 4), ("ulysses", 33, 1, 2), ("gather", 34, 2, 4)]
+    ("way", "seq_len", "tp", "multiple"),
+    [("ring", 34, 1, 4), ("ulysses", 33, 1, 2), ("gather", 34, 2, 4)],
 )
 def test_indivisible_length_is_rejected_with_the_nearest_valid_ones(way, seq_len, tp, multiple) -> None:
     parallelism = {"context_parallel_degree": 2, "tensor_parallel_degree": tp, **WAYS[way]}
@@ -93,7 +97,8 @@ def test_indivisible_length_is_rejected_with_the_nearest_valid_ones(way, seq_len
 
 
 @pytest.mark.nightly(
-    "on two ranks", by="tests/distributed/context_parallel/test_cores.py::test_context_parallelism_changes_no_number"
+    "on two ranks",
+    by="tests/distributed/context_parallel/test_cores.py::test_context_parallelism_changes_no_number",
 )
 @pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))
 def test_four_context_ranks_change_no_number(way: str) -> None:

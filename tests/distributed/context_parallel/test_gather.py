@@ -58,10 +58,19 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 
 
 def by_hand(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, window: int = 0, scores_of: Scores = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    window: int = 0,
+    scores_of: Scores = PLAIN,
 ) -> Tensor:
     """Reference: causal grouped-query attention in float64. A query sees at most ``window`` keys, or all if 0."""
-    q, k, v = q.double(), k.double().repeat_interleave(N // K, 2), v.double().repeat_interleave(N // K, 2)
+    q, k, v = (
+        q.double(),
+        k.double().repeat_interleave(N // K, 2),
+        v.double().repeat_interleave(N // K, 2),
+    )
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * (scores_of.scale or 1 / math.sqrt(H))
     if scores_of.softcap:
         scores = scores_of.softcap * (scores / scores_of.softcap).tanh()
@@ -85,7 +94,11 @@ def part(full: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
 
 
 def largest_errors(
-    rank: int, dtype: torch.dtype, documents: Tensor | None = None, window: int = 0, scores: Scores = PLAIN
+    rank: int,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,
+    window: int = 0,
+    scores: Scores = PLAIN,
 ) -> dict[str, list[float]]:
     size = dist.get_world_size()
     *full_inputs, gradient = inputs(dtype)
@@ -130,7 +143,11 @@ def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]
     chosen_kernels.use(kernels)  # global state of this forked rank
     size = dist.get_world_size()
     q, k, v, gradient = inputs(torch.float32)
-    full_inputs = [(10 * q).bfloat16(), (10 * k).bfloat16(), v.bfloat16()]  # the standard deviation of scores is 100
+    full_inputs = [
+        (10 * q).bfloat16(),
+        (10 * k).bfloat16(),
+        v.bfloat16(),
+    ]  # the standard deviation of scores is 100
     gradient = gradient.bfloat16()
     exact_leaves = [x.double().requires_grad_() for x in full_inputs]
     exact = by_hand(*exact_leaves)
@@ -160,7 +177,9 @@ def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), Kernels(blocked_attention=2.0)], ids=["flash", "blocks"])
-def test_split_attention_of_large_scores_in_bfloat16_has_the_error_of_pytorch_on_one_process(kernels: Kernels) -> None:
+def test_split_attention_of_large_scores_in_bfloat16_has_the_error_of_pytorch_on_one_process(
+    kernels: Kernels,
+) -> None:
     for errors in run_ranks(2, errors_of_large_scores, kernels):
         for name, values in errors.items():
             assert max(values) <= 1.5, (name, values)
@@ -178,7 +197,12 @@ def errors_of_many_cuts(rank: int) -> dict[str, float]:
     edges = torch.zeros(B, T, dtype=torch.int64)
     edges[0, :: T // (2 * dist.get_world_size())] = 1  # one document per chunk
     each = torch.arange(T).expand(B, T)  # one document per token
-    cuts = [edges.cumsum(1), each, torch.zeros_like(each), *(random_documents(seed) for seed in range(20))]
+    cuts = [
+        edges.cumsum(1),
+        each,
+        torch.zeros_like(each),
+        *(random_documents(seed) for seed in range(20)),
+    ]
     worst: dict[str, float] = {}
     for documents in cuts:
         for name, values in largest_errors(rank, torch.float32, documents).items():
@@ -198,7 +222,15 @@ def test_split_attention_within_documents_matches_the_reference(num_ranks: int) 
 
 def errors_of_many_windows(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
-    for window, at_once, cut in ((1, 5, 0), (2, 5, 2), (7, 128, 1), (12, 5, 0), (13, 5, 3), (25, 5, 1), (40, 128, 0)):
+    for window, at_once, cut in (
+        (1, 5, 0),
+        (2, 5, 2),
+        (7, 128, 1),
+        (12, 5, 0),
+        (13, 5, 3),
+        (25, 5, 1),
+        (40, 128, 0),
+    ):
         sliding_window.QUERIES_AT_ONCE = at_once  # global state of this forked rank
         documents = random_documents(cut) if cut else None
         for name, values in largest_errors(rank, torch.float32, documents, window).items():
@@ -227,7 +259,12 @@ def errors_of_scores(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
     merged_attention.QUERIES_AT_ONCE = 5  # global state of this forked rank; blocks end within chunks
     for scores in SCORES.values():
-        for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
+        for documents, window in (
+            (None, 0),
+            (None, 13),
+            (random_documents(2), 0),
+            (random_documents(3), 7),
+        ):
             for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
                 assert not any(math.isnan(value) for value in values), name
                 worst[name] = max(worst.get(name, 0.0), *values)

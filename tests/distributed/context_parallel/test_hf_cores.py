@@ -35,7 +35,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "gather": {},
     "ring": {"context_parallel_rotate_method": "alltoall"},
     "ulysses": {"context_parallel_method": "ulysses"},
-    "ring, in order": {"context_parallel_rotate_method": "alltoall", "context_parallel_load_balancer": "none"},
+    "ring, in order": {
+        "context_parallel_rotate_method": "alltoall",
+        "context_parallel_load_balancer": "none",
+    },
 }
 REJECTED = {
     "falcon": "mixes tokens outside of the attention function with matmul in hf.transformer.h.0.self_attention",
@@ -60,7 +63,12 @@ Step = tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, ...]]]
 def network(name: str, output: Path, documents: bool, changes: dict[str, Any], **sections: Any) -> Config:
     """Return the configuration of two rows of 64 tokens per step, from the weights of a tiny folder."""
     folder = str(hf_folder(name, **changes))
-    training: dict[str, Any] = {"seq_len": 64, "local_batch_size": 1, "global_batch_size": 2, "max_norm": 1e9}
+    training: dict[str, Any] = {
+        "seq_len": 64,
+        "local_batch_size": 1,
+        "global_batch_size": 2,
+        "max_norm": 1e9,
+    }
     data = {}
     if documents:
         training |= {"dataset": "jsonl", "dataset_path": str(output / "rows.jsonl")}
@@ -158,7 +166,13 @@ def assert_ways(name: str, num_ranks: int, ways: Sequence[str], documents: bool,
     parallelism = {"context_parallel_degree": num_ranks, **fields.pop("parallelism", {})}
     hf_folder(name, **changes)  # created once for all ranks
     configs = [
-        network(name, path, documents, changes, **{**fields, "parallelism": {**parallelism, **WAYS[way]}})
+        network(
+            name,
+            path,
+            documents,
+            changes,
+            **{**fields, "parallelism": {**parallelism, **WAYS[way]}},
+        )
         for way in ways
     ]
     answers = run_ranks(num_ranks, steps, configs)
@@ -190,7 +204,11 @@ def test_long_rows_on_four_ranks_match_transformers(name: str, tmp_path: Path) -
     assert_ways(name, 4, ["gather", "ring", "ring, in order"], False, tmp_path)
 
 
-PIPELINE = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B", "pipeline_parallel_microbatch_size": 1}
+PIPELINE = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_schedule": "1F1B",
+    "pipeline_parallel_microbatch_size": 1,
+}
 TOGETHER: dict[str, tuple[int, dict[str, Any]]] = {
     "dp_shard": (4, {}),
     "tp": (4, {"parallelism": {"tensor_parallel_degree": 2}}),
@@ -216,13 +234,19 @@ TOGETHER: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-MORE = [("gemma3", option) for option in TOGETHER if option != "recompute"] + [("gpt_oss", "tp"), ("deepseek_v3", "tp")]
+MORE = [("gemma3", option) for option in TOGETHER if option != "recompute"] + [
+    ("gpt_oss", "tp"),
+    ("deepseek_v3", "tp"),
+]
 
 
 @pytest.mark.parametrize(("name", "option"), cases([("gemma3", "recompute")], nightly=MORE))
 def test_other_options_change_no_number(name: str, option: str, tmp_path: Path) -> None:
     num_ranks, sections = TOGETHER[option]
-    sections = {**sections, "parallelism": {"context_parallel_degree": 2, **sections.get("parallelism", {})}}
+    sections = {
+        **sections,
+        "parallelism": {"context_parallel_degree": 2, **sections.get("parallelism", {})},
+    }
     assert_ways(name, num_ranks, ["ring"], True, tmp_path, **sections)
 
 
@@ -262,7 +286,13 @@ def test_network_that_counts_its_tokens_is_rejected_by_name(tmp_path: Path) -> N
     """Llama 4 scales queries by the logarithm of their place, which it counts in each layer without rotary angles."""
     import transformers
 
-    sizes = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
     hf_config = transformers.Llama4TextConfig(**sizes, **layers, attention_chunk_size=16, num_local_experts=4)
     hf_config.architectures = ["Llama4ForCausalLM"]
@@ -286,12 +316,18 @@ def test_long_rope_is_rejected_where_its_angles_depend_on_a_ranks_tokens(seq_len
     for module in model.modules():
         if hasattr(module, "rope_type"):
             module.rope_type = "longrope"
-    model.hf.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    model.hf.config.rope_parameters = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 32,
+    }
     config = tiny_config(parallelism={"context_parallel_degree": 2}, training={"seq_len": seq_len})
     if accepted:
         assert cores.hf_cores._broken_angles(model, seq_len) is None
         return
-    with pytest.raises(ConfigError, match='angles of type "longrope" in hf.model.rotary_emb, which change beyond 32'):
+    with pytest.raises(
+        ConfigError,
+        match='angles of type "longrope" in hf.model.rotary_emb, which change beyond 32',
+    ):
         cores.check_network(model, config)
 
 

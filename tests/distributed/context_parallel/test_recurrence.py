@@ -79,7 +79,8 @@ def split(rank: int, names: list[str], balanced: bool) -> dict[str, list[Tensor]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "balanced"), cases([(2, True), (4, False)], nightly=[(2, False), (1, True), (4, True)])
+    ("num_ranks", "balanced"),
+    cases([(2, True), (4, False)], nightly=[(2, False), (1, True), (4, True)]),
 )
 def test_split_recurrence_equals_the_full_one(num_ranks: int, balanced: bool) -> None:
     parts = num_ranks * (2 if balanced else 1)

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from shardtrain.distributed.cpu import shared_barrier
-from shardtrain.distributed.cpu.shared_barrier import LINE_BYTES, Barrier, Process, can_meet, own_process
+from shardtrain.distributed.cpu.shared_barrier import (
+    LINE_BYTES,
+    Barrier,
+    Process,
+    can_meet,
+    own_process,
+)
 from shardtrain.utils.errors import PeerError
 
 pytestmark = pytest.mark.skipif(not own_process().number, reason="requires futexes of Linux on x86-64")

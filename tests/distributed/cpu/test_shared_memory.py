@@ -13,7 +13,12 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardtrain.distributed.cpu import mapped_memory, shared_barrier, shared_memory
-from shardtrain.distributed.cpu.shared_memory import AllGather, Exchange, ReduceScatter, SequenceExchange
+from shardtrain.distributed.cpu.shared_memory import (
+    AllGather,
+    Exchange,
+    ReduceScatter,
+    SequenceExchange,
+)
 
 HALF_BYTES = 64
 """Small enough for a tensor of a few numbers to take many turns."""
@@ -31,7 +36,12 @@ def _collectives(gather: AllGather, reduce: ReduceScatter, numel: int, dtype: to
     own_part.copy_(_drawn(rank, numel, dtype))
     gather(output_tensor=gathered, input_tensor=own_part, group=group)
     reduced = reduce.allocate((numel,), dtype=dtype, device=torch.device("cpu"))
-    reduce(output_tensor=reduced, input_tensor=_drawn(rank, numel * ranks, dtype), group=group, op=dist.ReduceOp.SUM)
+    reduce(
+        output_tensor=reduced,
+        input_tensor=_drawn(rank, numel * ranks, dtype),
+        group=group,
+        op=dist.ReduceOp.SUM,
+    )
     return gathered, reduced
 
 
@@ -48,7 +58,8 @@ def _check(rank: int, ranks: int, shared: bool, futex: bool = True) -> list[tupl
         for numel in (1, 5, 16, 100, 3):
             gathered, reduced = _collectives(gather, reduce, numel, dtype)
             assert torch.equal(
-                gathered, torch.cat([_drawn(rank_of_part, numel, dtype) for rank_of_part in range(ranks)])
+                gathered,
+                torch.cat([_drawn(rank_of_part, numel, dtype) for rank_of_part in range(ranks)]),
             )
             inputs = [
                 _drawn(rank_of_part, numel * ranks, dtype).view(ranks, numel)[rank].double()

@@ -53,7 +53,10 @@ def test_no_rank_reads_values_of_an_earlier_attempt(shared):
 
 def test_ranks_killed_during_rendezvous_do_not_block_others(shared):
     shared.add("shardtrain/asked", 1)  # a rank that took a number and was killed
-    shared.set(f"shardtrain/asked/{shared.add('shardtrain/asked', 1)}", "a rank that never reads its answer")
+    shared.set(
+        f"shardtrain/asked/{shared.add('shardtrain/asked', 1)}",
+        "a rank that never reads its answer",
+    )
     assert attempt(shared, 7) == {rank: [7] * 3 for rank in range(3)}
     shared.add("shardtrain/asked", 1)
     assert attempt(shared, 8) == {rank: [8] * 3 for rank in range(3)}
@@ -73,7 +76,11 @@ def test_launcher_with_a_store_per_attempt_needs_no_other(shared, change):
 
 # error of listen() -> type and message of the store's error
 LISTEN_ERRORS = {
-    "EACCES": (PermissionError(errno.EACCES, "Permission denied"), ConfigError, "MASTER_PORT=1.*Permission denied"),
+    "EACCES": (
+        PermissionError(errno.EACCES, "Permission denied"),
+        ConfigError,
+        "MASTER_PORT=1.*Permission denied",
+    ),
     "EMFILE": (OSError(errno.EMFILE, "Too many open files"), OSError, "Too many open files"),
     "a name that does not resolve": (
         socket.gaierror(-2, "Name or service not known"),
@@ -98,7 +105,8 @@ def test_error_of_listen_does_not_open_the_store_on_all_addresses(name, monkeypa
 
 def test_store_that_this_process_already_serves_is_shared():
     first = attempt_store.store_at_address(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (port := str(free_port())), "RANK": "0"}, TIMEOUT
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (port := str(free_port())), "RANK": "0"},
+        TIMEOUT,
     )
     second = attempt_store.store_at_address({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}, TIMEOUT)
     first.set("key", "value")

@@ -77,7 +77,8 @@ def test_store_is_unchanged_without_a_secret(server: dist.TCPStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{SECRET: "of another"}, {"TORCHELASTIC_RUN_ID": "another"}, {"attempt": "2"}, {SECRET: ""}]
+    "changes",
+    [{SECRET: "of another"}, {"TORCHELASTIC_RUN_ID": "another"}, {"attempt": "2"}, {SECRET: ""}],
 )
 def test_value_of_another_secret_run_or_attempt_is_rejected(changes: dict[str, str], server: dist.TCPStore) -> None:
     ours = signed(connection(server), OURS, "1")
@@ -99,7 +100,13 @@ def test_signed_value_is_invalid_under_another_key_or_when_truncated(server: dis
     signed_value = raw.get("rank/1")
     raw.set("rank/2", signed_value)
     for number, damaged in enumerate(
-        (signed_value[:-1], signed_value + b"0", b"", signed_value[:80], signed_value.replace(b"10.", b"66."))
+        (
+            signed_value[:-1],
+            signed_value + b"0",
+            b"",
+            signed_value[:80],
+            signed_value.replace(b"10.", b"66."),
+        )
     ):
         raw.set(f"damaged/{number}", damaged)
     for key in ("rank/2", *(f"damaged/{number}" for number in range(5))):
@@ -159,7 +166,14 @@ def test_forged_address_stops_the_start_with_exit_code_6(
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gloo reads the other rank's address through C++, and the error is still the package's own."""
-    address = launched(server, 1, WORLD_SIZE="2", LOCAL_RANK="1", TORCHELASTIC_RESTART_COUNT="0", SHARDTRAIN_JOB="j")
+    address = launched(
+        server,
+        1,
+        WORLD_SIZE="2",
+        LOCAL_RANK="1",
+        TORCHELASTIC_RESTART_COUNT="0",
+        SHARDTRAIN_JOB="j",
+    )
     for name, value in address.items():
         monkeypatch.setenv(name, value)
     stranger = connection(server)
@@ -174,7 +188,10 @@ def test_forged_address_stops_the_start_with_exit_code_6(
     thread = threading.Thread(target=forge, daemon=True)
     thread.start()
     try:
-        with pytest.raises(PeerError, match="not signed"), process_group.join(Comm(init_timeout_seconds=20), "cpu"):
+        with (
+            pytest.raises(PeerError, match="not signed"),
+            process_group.join(Comm(init_timeout_seconds=20), "cpu"),
+        ):
             pass
     finally:
         done.set()
@@ -204,7 +221,10 @@ def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> No
     stranger.set("place-3", '{"0": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.add("places", 10**9)
     heard = ranks[0].receive()
-    assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {0: (1, False), 1: (2, False)}
+    assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {
+        0: (1, False),
+        1: (2, False),
+    }
     stranger.set("place-2", old)
     assert ranks[0].receive()[1].beat == 2, "a replayed heartbeat must be ignored"
     assert len(ranks[0]._known) <= 2 + SPARE_PLACES
@@ -214,7 +234,12 @@ def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> No
 
 
 def task(tmp_path: Path, rank: int = 0, **more: str) -> dict[str, str]:
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    step = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
     names = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     (tmp_path / "runtime").mkdir(exist_ok=True)
     return {**step, **names, "XDG_RUNTIME_DIR": str(tmp_path / "runtime"), **more}
@@ -227,7 +252,10 @@ def test_tasks_of_one_node_rendezvous_repeatedly_in_a_folder(tmp_path: Path) -> 
         joined = threading.Barrier(2)
 
         def rank_main(
-            rank: int, attempt: int = attempt, values: dict[int, bytes] = values, joined: threading.Barrier = joined
+            rank: int,
+            attempt: int = attempt,
+            values: dict[int, bytes] = values,
+            joined: threading.Barrier = joined,
         ) -> None:
             environment = task(tmp_path, rank)
             # nothing listens on that address

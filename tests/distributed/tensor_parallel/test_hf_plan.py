@@ -161,7 +161,8 @@ FOUR_HEADS = {
 
 
 @pytest.mark.nightly(
-    "two ranks", by="tests/distributed/tensor_parallel/test_hf_plan.py::test_two_ranks_match_transformers"
+    "two ranks",
+    by="tests/distributed/tensor_parallel/test_hf_plan.py::test_two_ranks_match_transformers",
 )
 @pytest.mark.parametrize("name", FOUR_HEADS)
 def test_four_ranks_match_transformers(name: str, tmp_path: Path) -> None:
@@ -171,7 +172,10 @@ def test_four_ranks_match_transformers(name: str, tmp_path: Path) -> None:
 ADAPTERS = {
     "phi3": {"target_modules": ["qkv_proj", "o_proj", "down_proj"]},
     "deepseek_v32": {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
-    "qwen3_moe": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "qwen3_moe": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    },
 }
 
 
@@ -267,8 +271,16 @@ def test_norms_of_heads_that_a_plan_omits_are_found(tmp_path: Path) -> None:
             "o_proj",
             "hf.model.layers.0 combines activations that are split over ranks with others that are not",
         ),
-        ("llama", "up_proj", "combines activations that are split over ranks with others that are not"),
-        ("deepseek_v32", "kv_a_proj_with_mqa", "combines activations that are split over ranks with others"),
+        (
+            "llama",
+            "up_proj",
+            "combines activations that are split over ranks with others that are not",
+        ),
+        (
+            "deepseek_v32",
+            "kv_a_proj_with_mqa",
+            "combines activations that are split over ranks with others",
+        ),
     ],
 )
 def test_plan_with_wrong_gradients_is_refused(name: str, without: str, message: str, tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def test_blocks_that_combine_tokens_run_on_full_sequences(monkeypatch: pytest.Mo
     assert reason("llama", mixing, monkeypatch) == "may combine tokens with cumsum in hf.model.layers.0"
 
 
-def test_blocks_that_use_a_part_of_a_child_run_on_full_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_use_a_part_of_a_child_run_on_full_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = models.find("transformers")
     model: Any = models.build(module, module.Config(str(hf_folder("llama"))))
     block_class = type(next(iter(model.blocks.values())))

@@ -69,7 +69,13 @@ def _check(rank: int) -> None:
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor) and parameter.placements == (PLACEMENTS[name.split(".")[-2]],), name
         shapes: dict[str, tuple[int, ...]] = {}
-        for path in ("layers.0.attn_norm", "layers.0.attn.wq", "layers.0.attn.core", "layers.0.ffn.w2", "norm"):
+        for path in (
+            "layers.0.attn_norm",
+            "layers.0.attn.wq",
+            "layers.0.attn.core",
+            "layers.0.ffn.w2",
+            "norm",
+        ):
             model.get_submodule(path).register_forward_hook(
                 lambda _, inputs, __, path=path, shapes=shapes: shapes.update(
                     {path: tuple(local_tensor(inputs[0]).shape)}
@@ -109,7 +115,10 @@ def test_styles_split_weights_and_activations_as_defined() -> None:
 
 def _check_operand_types(rank: int, has_bias: bool) -> None:
     """Check matrix products and collectives in a step of two split linear layers."""
-    mesh = build(tiny_config(parallelism={"tensor_parallel_degree": 2}), World(rank, 2, rank, torch.device("cpu")))
+    mesh = build(
+        tiny_config(parallelism={"tensor_parallel_degree": 2}),
+        World(rank, 2, rank, torch.device("cpu")),
+    )
     torch.manual_seed(0)
     unsplit = torch.nn.Sequential(torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias))
     split = copy.deepcopy(unsplit)
@@ -168,7 +177,11 @@ class Uses(torch.nn.Module):
 class Chain(torch.nn.Module):
     def __init__(self, vocab: int) -> None:
         super().__init__()
-        self.embed, self.norm, self.block = torch.nn.Embedding(vocab, 8), torch.nn.RMSNorm(8), Uses()
+        self.embed, self.norm, self.block = (
+            torch.nn.Embedding(vocab, 8),
+            torch.nn.RMSNorm(8),
+            Uses(),
+        )
         self.head = torch.nn.Linear(8, vocab)
         self.recomputes = False
 
@@ -199,7 +212,10 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         unsplit = Chain(vocab).double()
         split = copy.deepcopy(unsplit)
         tensor_parallel.apply(split, layout, mesh, config)
-        tokens_BT, positions_BT = torch.randint(vocab, (3, 4 * ranks)), torch.arange(4 * ranks).expand(3, -1)
+        tokens_BT, positions_BT = (
+            torch.randint(vocab, (3, 4 * ranks)),
+            torch.arange(4 * ranks).expand(3, -1),
+        )
         back_BTV = torch.randn(3, 4 * ranks, vocab, dtype=torch.float64)
         expected_BTV, out_BTV = unsplit(tokens_BT, positions_BT), split(tokens_BT, positions_BT)
         rows = -(-vocab // ranks)
@@ -248,7 +264,10 @@ class Mixer(torch.nn.Module):
 
 
 def _check_rowwise_on_full_features(rank: int) -> None:
-    mesh = build(tiny_config(parallelism={"tensor_parallel_degree": 2}), World(rank, 2, rank, torch.device("cpu")))
+    mesh = build(
+        tiny_config(parallelism={"tensor_parallel_degree": 2}),
+        World(rank, 2, rank, torch.device("cpu")),
+    )
     generator = torch.Generator().manual_seed(0)
     x_BTD, back_BTD = (torch.randn(3, 4, 8, generator=generator) for _ in range(2))
     torch.manual_seed(0)

@@ -129,7 +129,12 @@ def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
     life.spend(3.0, "restart")
     phases = Phases(lambda: life.now)
     ledger = Ledger(
-        tmp_path, phases, 5, 2, {"SHARDTRAIN_JOB": life.job, "SHARDTRAIN_STARTED": str(life.now)}, lambda: life.now
+        tmp_path,
+        phases,
+        5,
+        2,
+        {"SHARDTRAIN_JOB": life.job, "SHARDTRAIN_STARTED": str(life.now)},
+        lambda: life.now,
     )
     phases.begin("compile")
     life.spend(9.0)
@@ -139,7 +144,10 @@ def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
     live = ledger.measures()
     accounted = life.account()
     assert live == pytest.approx(
-        {"goodput": accounted.goodput, **{f"goodput_{k}_seconds": v for k, v in accounted.seconds.items()}}
+        {
+            "goodput": accounted.goodput,
+            **{f"goodput_{k}_seconds": v for k, v in accounted.seconds.items()},
+        }
     )
     assert live["goodput_lost_seconds"] == pytest.approx(9.0) and live["goodput_restart_seconds"] == pytest.approx(3.0)
 
@@ -255,7 +263,10 @@ def test_the_time_between_two_commands_is_idle_with_every_launcher(tmp_path, mon
     first = {**environment, "TORCHELASTIC_RESTART_COUNT": "0"}
     if "SHARDTRAIN_JOB" in environment:
         first |= {"SHARDTRAIN_JOB": "a:90", "SHARDTRAIN_STARTED": "90"}
-    for names, parent, started, ended in ((first, 90.0, 90.0, 110.0), (environment, parent_started, 140.0, 150.0)):
+    for names, parent, started, ended in (
+        (first, 90.0, 90.0, 110.0),
+        (environment, parent_started, 140.0, 150.0),
+    ):
         began = lambda now, otherwise, pid="self", rank=started, agent=parent: rank if pid == "self" else agent  # noqa: E731
         monkeypatch.setattr(ledger, "process_started", began)
         now = [started]
@@ -278,7 +289,11 @@ def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
     started_at = ledger.process_started(now, now)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
     assert ledger.process_started(now, now) == max(started_at, int(now - 1))  # excludes the time of the script before
-    for text in (str(int(started_at - 100)), "yesterday", ""):  # of an earlier process, or not a time
+    for text in (
+        str(int(started_at - 100)),
+        "yesterday",
+        "",
+    ):  # of an earlier process, or not a time
         monkeypatch.setenv(ledger.HANDED_OVER, text)
         assert ledger.process_started(now, now) == pytest.approx(started_at, abs=0.1)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now + 100)))
@@ -292,10 +307,24 @@ def test_a_file_that_cannot_be_written_does_not_stop_a_run(tmp_path):
         assert ledger.measures() == {}
 
 
-GOOD = [Start("a", "j", 1.0, 2.0, 0, 1, 0), AttemptProgress("a", 3.0, 1, 0, {"step": 1.0}, False), Death("j", 4.0)]
+GOOD = [
+    Start("a", "j", 1.0, 2.0, 0, 1, 0),
+    AttemptProgress("a", 3.0, 1, 0, {"step": 1.0}, False),
+    Death("j", 4.0),
+]
 DEATH, START, PROGRESS = events.line(GOOD[2]), events.line(GOOD[0]), events.line(GOOD[1])
 BAD = [
-    *[b"", b"x", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff\xfe", b'{"kind": "start"}', b'{"kind": []}'],
+    *[
+        b"",
+        b"x",
+        b"[]",
+        b"{}",
+        b"null",
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"kind": "start"}',
+        b'{"kind": []}',
+    ],
     *[DEATH.replace(b"4.0", value) for value in (b"NaN", b"1e400", b"-1", b"true", b'"4"', b"null", b'4.0, "more": 1')],
     DEATH.replace(b'"j"', b"1"),
     START.replace(b'"step": 0', b'"step": 1.5'),

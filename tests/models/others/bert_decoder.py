@@ -87,7 +87,9 @@ class Layer(nn.Module):
         self.attention = SelfAttention(c)
         self.attention_norm = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
         self.mlp = nn.Sequential(
-            nn.Linear(c.hidden_size, c.intermediate_size), nn.GELU(), nn.Linear(c.intermediate_size, c.hidden_size)
+            nn.Linear(c.hidden_size, c.intermediate_size),
+            nn.GELU(),
+            nn.Linear(c.intermediate_size, c.hidden_size),
         )
         self.output_norm = nn.LayerNorm(c.hidden_size, eps=c.layer_norm_eps)
 

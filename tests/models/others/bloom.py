@@ -65,7 +65,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(c.dim), nn.LayerNorm(c.dim)
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.LayerNorm(c.dim),
+            nn.LayerNorm(c.dim),
+        )
         self.self_attention, self.mlp = Attention(c), MLP(c)
 
     def forward(self, x, documents_BT=None):

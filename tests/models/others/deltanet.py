@@ -46,7 +46,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -65,7 +68,10 @@ class Conv(nn.Module):
 class Decay(nn.Module):
     def __init__(self, heads):
         super().__init__()
-        self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(heads)),
+            nn.Parameter(torch.empty(heads)),
+        )
 
     def forward(self, a):
         return -self.A_log.exp() * F.softplus(a + self.dt_bias)
@@ -96,7 +102,12 @@ class Delta(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.mix_norm, self.delta, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Delta(c), nn.RMSNorm(c.dim), MLP(c)
+        self.mix_norm, self.delta, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(c.dim),
+            Delta(c),
+            nn.RMSNorm(c.dim),
+            MLP(c),
+        )
 
     def forward(self, x):
         x = x + self.delta(self.mix_norm(x))

@@ -43,7 +43,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -71,7 +74,12 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c, index):
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Attention(c), nn.RMSNorm(c.dim), MLP(c)
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(c.dim),
+            Attention(c),
+            nn.RMSNorm(c.dim),
+            MLP(c),
+        )
         self.router = nn.Linear(c.dim, 1) if index % 2 else None
 
     def forward(self, x, positions):

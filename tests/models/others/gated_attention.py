@@ -44,7 +44,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -64,7 +67,11 @@ class Attention(nn.Module):
         self.width = c.dim // c.num_heads
         self.q = nn.Linear(c.dim, 2 * c.dim, bias=False)  # per head: a query and its gate
         self.k, self.v, self.u, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
-        self.nq, self.nk, self.core = nn.RMSNorm(self.width), nn.RMSNorm(self.width), AttentionCore()
+        self.nq, self.nk, self.core = (
+            nn.RMSNorm(self.width),
+            nn.RMSNorm(self.width),
+            AttentionCore(),
+        )
 
     def forward(self, x, positions):
         q, gate = self.q(x).unflatten(-1, (-1, 2 * self.width)).chunk(2, -1)
@@ -79,7 +86,12 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Attention(c), nn.RMSNorm(c.dim), MLP(c)
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(c.dim),
+            Attention(c),
+            nn.RMSNorm(c.dim),
+            MLP(c),
+        )
 
     def forward(self, x, positions):
         x = x + self.attn(self.attn_norm(x), positions)

@@ -99,8 +99,14 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(c, bool((i + 1) % c.sliding_window_pattern))
         self.mlp = MLP(c)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(c.hidden_size), RMSNorm(c.hidden_size)
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = RMSNorm(c.hidden_size), RMSNorm(c.hidden_size)
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(c.hidden_size),
+            RMSNorm(c.hidden_size),
+        )
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
+            RMSNorm(c.hidden_size),
+            RMSNorm(c.hidden_size),
+        )
 
     def forward(self, x, global_angles, local_angles, documents_BT):
         residual = x

@@ -109,7 +109,13 @@ class Model(nn.Module):
 
 FLAVORS = {
     "tiny": {},
-    "124M": {"vocab_size": 50304, "dim": 768, "num_layers": 12, "num_heads": 12, "max_positions": 1024},
+    "124M": {
+        "vocab_size": 50304,
+        "dim": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "max_positions": 1024,
+    },
 }
 
 

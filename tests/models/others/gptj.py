@@ -72,7 +72,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.fc_in, self.fc_out = nn.Linear(c.n_embd, 4 * c.n_embd), nn.Linear(4 * c.n_embd, c.n_embd)
+        self.fc_in, self.fc_out = (
+            nn.Linear(c.n_embd, 4 * c.n_embd),
+            nn.Linear(4 * c.n_embd, c.n_embd),
+        )
 
     def forward(self, x):
         return self.fc_out(F.gelu(self.fc_in(x), approximate="tanh"))

@@ -50,7 +50,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -59,7 +62,10 @@ class MLP(nn.Module):
 class Conv(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(width, 1, 4)), nn.Parameter(torch.empty(width))
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(width, 1, 4)),
+            nn.Parameter(torch.empty(width)),
+        )
 
     def forward(self, x):
         y = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), self.weight, self.bias, groups=self.weight.size(0))
@@ -90,7 +96,11 @@ class RGLRU(nn.Module):
 class Recurrent(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.x, self.y, self.out = nn.Linear(c.dim, c.dim), nn.Linear(c.dim, c.dim), nn.Linear(c.dim, c.dim)
+        self.x, self.y, self.out = (
+            nn.Linear(c.dim, c.dim),
+            nn.Linear(c.dim, c.dim),
+            nn.Linear(c.dim, c.dim),
+        )
         self.conv, self.lru = Conv(c.dim), RGLRU(c.num_heads, c.dim // c.num_heads)
 
     def forward(self, x, positions):

@@ -44,7 +44,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -99,7 +102,12 @@ class Operator(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.op_norm, self.op, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Operator(c), nn.RMSNorm(c.dim), MLP(c)
+        self.op_norm, self.op, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(c.dim),
+            Operator(c),
+            nn.RMSNorm(c.dim),
+            MLP(c),
+        )
 
     def forward(self, x):
         x = x + self.op(self.op_norm(x))

@@ -57,7 +57,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, c.ffn_dim, bias=False),
+            nn.Linear(c.ffn_dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -76,7 +79,12 @@ class Layer(nn.Module):
     def __init__(self, c, drop):
         super().__init__()
         self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.attn, self.mlp, self.ls_attn, self.ls_mlp = Attention(c), MLP(c), LayerScale(c.dim), LayerScale(c.dim)
+        self.attn, self.mlp, self.ls_attn, self.ls_mlp = (
+            Attention(c),
+            MLP(c),
+            LayerScale(c.dim),
+            LayerScale(c.dim),
+        )
         self.drop_path = drop
 
     def path(self, x):

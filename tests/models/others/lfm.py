@@ -43,7 +43,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, c.ffn_dim, bias=False),
+            nn.Linear(c.ffn_dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -66,7 +69,10 @@ class ShortConv(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.in_proj, self.out_proj = nn.Linear(c.dim, 3 * c.dim, bias=False), nn.Linear(c.dim, c.dim, bias=False)
+        self.in_proj, self.out_proj = (
+            nn.Linear(c.dim, 3 * c.dim, bias=False),
+            nn.Linear(c.dim, c.dim, bias=False),
+        )
         self.dw = Depthwise(c.dim)
 
     def forward(self, x):

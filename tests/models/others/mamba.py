@@ -43,7 +43,10 @@ LAYOUT = Layout(
 class Conv(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(width, 1, 4)), nn.Parameter(torch.empty(width))
+        self.weight, self.bias = (
+            nn.Parameter(torch.empty(width, 1, 4)),
+            nn.Parameter(torch.empty(width)),
+        )
 
     def forward(self, x):
         y = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), self.weight, self.bias, groups=self.weight.size(0))
@@ -58,7 +61,10 @@ class Scan(nn.Module):
         self.rank, self.states = c.dt_rank, c.states
         self.x_proj = nn.Linear(width, c.dt_rank + 2 * c.states, bias=False)
         self.dt_proj = nn.Linear(c.dt_rank, width)
-        self.A_log, self.D = nn.Parameter(torch.empty(width, c.states)), nn.Parameter(torch.empty(width))
+        self.A_log, self.D = (
+            nn.Parameter(torch.empty(width, c.states)),
+            nn.Parameter(torch.empty(width)),
+        )
 
     def forward(self, x):
         dt, B, C = self.x_proj(x).split([self.rank, self.states, self.states], -1)
@@ -74,7 +80,10 @@ class Mixer(nn.Module):
     def __init__(self, c):
         super().__init__()
         width = 2 * c.dim
-        self.in_proj, self.out_proj = nn.Linear(c.dim, 2 * width, bias=False), nn.Linear(width, c.dim, bias=False)
+        self.in_proj, self.out_proj = (
+            nn.Linear(c.dim, 2 * width, bias=False),
+            nn.Linear(width, c.dim, bias=False),
+        )
         self.conv, self.scan = Conv(width), Scan(c, width)
 
     def forward(self, x):

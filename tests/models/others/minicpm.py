@@ -91,7 +91,10 @@ class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.scale = c.scale_depth / math.sqrt(c.num_layers)
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(c.hidden_size), nn.RMSNorm(c.hidden_size)
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(c.hidden_size),
+            nn.RMSNorm(c.hidden_size),
+        )
         self.self_attn, self.mlp = Attention(c), MLP(c)
 
     def forward(self, x, angles, documents_BT):

@@ -105,7 +105,10 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.rope_dim, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c, i < c.num_dense_layers) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim, eps=1e-6), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(c.dim, eps=1e-6),
+            nn.Linear(c.dim, c.vocab_size, bias=False),
+        )
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
         x, angles = self.embed(tokens_BT), self.rope(positions_BT)

@@ -50,7 +50,10 @@ class MupCore(nn.Module):
 class Embed(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.tokens, self.places = nn.Embedding(c.vocab_size, c.width), nn.Embedding(c.max_tokens, c.width)
+        self.tokens, self.places = (
+            nn.Embedding(c.vocab_size, c.width),
+            nn.Embedding(c.max_tokens, c.width),
+        )
 
     def forward(self, tokens, positions):
         return 4.0 * self.tokens(tokens) + self.places(positions)

@@ -69,7 +69,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, c.ffn_dim, bias=False),
+            nn.Linear(c.ffn_dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.relu(self.up(x)).pow(2))

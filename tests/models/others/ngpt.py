@@ -108,7 +108,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.u, self.v = UnitLinear(c.dim, c.ffn_dim, bias=False), UnitLinear(c.dim, c.ffn_dim, bias=False)
+        self.u, self.v = (
+            UnitLinear(c.dim, c.ffn_dim, bias=False),
+            UnitLinear(c.dim, c.ffn_dim, bias=False),
+        )
         self.o = UnitOut(c.ffn_dim, c.dim, bias=False)
         self.scale = c.dim**0.5
 
@@ -119,7 +122,12 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.attn, self.mlp, self.step_a, self.step_m = Attention(c), MLP(c), Step(c.dim), Step(c.dim)
+        self.attn, self.mlp, self.step_a, self.step_m = (
+            Attention(c),
+            MLP(c),
+            Step(c.dim),
+            Step(c.dim),
+        )
 
     def forward(self, x, angles):
         x = self.step_a(x, self.attn(x, angles))

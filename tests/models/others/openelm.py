@@ -44,7 +44,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.head_dim
         self.qkv = nn.Linear(c.dim, groups * 4 * c.head_dim, bias=False)  # per group: two q, one k, one v
-        self.q_norm, self.k_norm = nn.RMSNorm(c.head_dim, eps=1e-6), nn.RMSNorm(c.head_dim, eps=1e-6)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(c.head_dim, eps=1e-6),
+            nn.RMSNorm(c.head_dim, eps=1e-6),
+        )
         self.core = AttentionCore()
         self.out = nn.Linear(groups * 2 * c.head_dim, c.dim, bias=False)
 
@@ -84,7 +87,10 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.head_dim, 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim, eps=1e-6), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(c.dim, eps=1e-6),
+            nn.Linear(c.dim, c.vocab_size, bias=False),
+        )
 
     def forward(self, tokens_BT, positions_BT, documents_BT=None):
         x, angles = self.embed(tokens_BT), self.rope(positions_BT)

@@ -58,7 +58,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, c.ffn_dim, bias=False),
+            nn.Linear(c.ffn_dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -68,7 +71,11 @@ class Layer(nn.Module):
     def __init__(self, c, i):
         super().__init__()
         self.i = i
-        self.attn_norm, self.mlp_norm, self.post_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
+        self.attn_norm, self.mlp_norm, self.post_norm = (
+            nn.RMSNorm(c.dim),
+            nn.RMSNorm(c.dim),
+            nn.RMSNorm(c.dim),
+        )
         self.attn, self.mlp = Attention(c), MLP(c)
         self.gate, self.project = nn.Linear(c.dim, 8, bias=False), nn.Linear(8, c.dim, bias=False)
 

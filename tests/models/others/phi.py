@@ -61,7 +61,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(c.dim, c.intermediate_size), nn.Linear(c.intermediate_size, c.dim)
+        self.fc1, self.fc2 = (
+            nn.Linear(c.dim, c.intermediate_size),
+            nn.Linear(c.intermediate_size, c.dim),
+        )
 
     def forward(self, x):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -84,7 +87,10 @@ class Model(nn.Module):
         self.embed_tokens = nn.Embedding(c.vocab_size, c.dim)
         self.rotary = RotaryAngles(int(c.partial_rotary_factor * (c.dim // c.num_heads)), 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.final_layernorm, self.lm_head = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=True)
+        self.final_layernorm, self.lm_head = (
+            nn.LayerNorm(c.dim),
+            nn.Linear(c.dim, c.vocab_size, bias=True),
+        )
 
     def forward(self, tokens, positions, documents_BT=None):
         x, angles = self.embed_tokens(tokens), self.rotary(positions)

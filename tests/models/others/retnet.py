@@ -43,7 +43,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -80,7 +83,12 @@ class Retention(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ret_norm, self.ret, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Retention(c), nn.RMSNorm(c.dim), MLP(c)
+        self.ret_norm, self.ret, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(c.dim),
+            Retention(c),
+            nn.RMSNorm(c.dim),
+            MLP(c),
+        )
 
     def forward(self, x):
         x = x + self.ret(self.ret_norm(x))

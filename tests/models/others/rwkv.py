@@ -75,7 +75,10 @@ class ChannelMix(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.shift = Shift(dim)
-        self.key, self.value = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+        self.key, self.value = (
+            nn.Linear(dim, 4 * dim, bias=False),
+            nn.Linear(4 * dim, dim, bias=False),
+        )
 
     def forward(self, x):
         return self.value(self.key(self.shift(x)).relu().square())

@@ -87,7 +87,10 @@ class Model(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.dim // c.num_heads, 150000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.norm, self.head = nn.RMSNorm(c.dim, eps=1e-5), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(c.dim, eps=1e-5),
+            nn.Linear(c.dim, c.vocab_size, bias=False),
+        )
 
     def forward(self, tokens, positions):
         x, angles = self.embed(tokens), self.rope(positions)

@@ -62,7 +62,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 4 * c.dim, bias=False), nn.Linear(4 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 4 * c.dim, bias=False),
+            nn.Linear(4 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.relu(self.up(x)).square())

@@ -50,7 +50,10 @@ class Attention(nn.Module):
         self.rotary_dim = int(c.partial_rotary_factor * self.head_dim)
         self.q_proj, self.k_proj, self.v_proj, self.dense = (nn.Linear(c.dim, c.dim) for _ in range(4))
         self.core = AttentionCore()
-        self.q_norm, self.k_norm = PerHead(c.num_heads, self.head_dim), PerHead(c.num_heads, self.head_dim)
+        self.q_norm, self.k_norm = (
+            PerHead(c.num_heads, self.head_dim),
+            PerHead(c.num_heads, self.head_dim),
+        )
 
     def forward(self, x, angles, documents):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
@@ -75,7 +78,10 @@ class PerHead(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(c.dim, c.intermediate_size), nn.Linear(c.intermediate_size, c.dim)
+        self.fc1, self.fc2 = (
+            nn.Linear(c.dim, c.intermediate_size),
+            nn.Linear(c.intermediate_size, c.dim),
+        )
 
     def forward(self, x):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -98,7 +104,10 @@ class Model(nn.Module):
         self.embed_tokens = nn.Embedding(c.vocab_size, c.dim)
         self.rotary = RotaryAngles(int(c.partial_rotary_factor * (c.dim // c.num_heads)), 10000.0)
         self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
-        self.final_layernorm, self.lm_head = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+        self.final_layernorm, self.lm_head = (
+            nn.LayerNorm(c.dim),
+            nn.Linear(c.dim, c.vocab_size, bias=False),
+        )
 
     def forward(self, tokens, positions, documents_BT=None):
         x, angles = self.embed_tokens(tokens), self.rotary(positions)

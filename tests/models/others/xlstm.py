@@ -43,7 +43,10 @@ LAYOUT = Layout(
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         return self.down(F.silu(self.up(x)))
@@ -65,7 +68,10 @@ class Cell(nn.Module):
         total, top, out = memory[..., 0], q.new_full((q.size(0), q.size(2)), -1e4), []
         for t in range(x.size(1)):
             higher = torch.maximum(f[:, t] + top, i[:, t])
-            keep, take = (f[:, t] + top - higher).exp()[..., None], (i[:, t] - higher).exp()[..., None]
+            keep, take = (
+                (f[:, t] + top - higher).exp()[..., None],
+                (i[:, t] - higher).exp()[..., None],
+            )
             memory = keep[..., None] * memory + take[..., None] * v[:, t, :, :, None] * k[:, t, :, None]
             total, top = keep * total + take * k[:, t], higher
             size = (total * q[:, t]).sum(-1, keepdim=True).abs().maximum((-top).exp()[..., None])
@@ -77,7 +83,12 @@ class Cell(nn.Module):
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.cell_norm, self.cell, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Cell(c), nn.RMSNorm(c.dim), MLP(c)
+        self.cell_norm, self.cell, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(c.dim),
+            Cell(c),
+            nn.RMSNorm(c.dim),
+            MLP(c),
+        )
 
     def forward(self, x):
         x = x + self.cell(self.cell_norm(x))

@@ -110,7 +110,12 @@ def test_number_of_rows_and_heads_per_block_changes_no_number(
     dtype: torch.dtype, scores_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    heads = (9, 3, 3, 9)  # three head groups per row: 1, 2 or all fit into memory, and so do 2 or all rows
+    heads = (
+        9,
+        3,
+        3,
+        9,
+    )  # three head groups per row: 1, 2 or all fit into memory, and so do 2 or all rows
     q, k, v, gradient = (torch.randn(5, 150, count, 16, generator=generator).to(dtype) for count in heads)
     monkeypatch.setattr(blocked_attention, "_SCORES_BYTES", scores_bytes)
     expected = exact([q, k, v, gradient], torch.ones(5, 150, 150, dtype=torch.bool).tril(), None)
@@ -174,7 +179,13 @@ def _by_pytorch(inputs: list[Tensor], visible_BTT: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("deviation", "tokens", "width", "packed"),
     cases(
-        [(1, 65, 64, False), (10, 300, 8, True), (40, 127, 32, False), (100, 201, 256, True), (100, 129, 8, False)],
+        [
+            (1, 65, 64, False),
+            (10, 300, 8, True),
+            (40, 127, 32, False),
+            (100, 201, 256, True),
+            (100, 129, 8, False),
+        ],
         nightly=itertools.product((1, 10, 40, 100), (31, 64, 127, 517), (8, 16, 40, 64, 128, 256), (False, True)),
     ),
 )

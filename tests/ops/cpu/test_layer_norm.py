@@ -18,7 +18,11 @@ from shardtrain.train import trainer
 
 
 def computed(
-    kind: type[nn.LayerNorm], dtype: torch.dtype, shape: tuple[int, ...], bias: bool, eps: float = 1e-5
+    kind: type[nn.LayerNorm],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    bias: bool,
+    eps: float = 1e-5,
 ) -> list[Tensor]:
     """Return the output, and gradients of input, weight and bias."""
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +37,11 @@ def computed(
     out = module(x)
     out.backward(gradient)
     assert out.dtype == dtype and x.grad is not None
-    return [out.detach(), x.grad, *(parameter.grad for parameter in module.parameters() if parameter.grad is not None)]
+    return [
+        out.detach(),
+        x.grad,
+        *(parameter.grad for parameter in module.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.fixture
@@ -77,7 +85,11 @@ def test_float32_mixed_dtypes_and_norms_without_weights_use_pytorch() -> None:
     model = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm((4, 8))])
     before = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
     layer_norm.use(model)
-    assert [type(module) for module in model] == [Float32SumLayerNorm, nn.LayerNorm, Float32SumLayerNorm]
+    assert [type(module) for module in model] == [
+        Float32SumLayerNorm,
+        nn.LayerNorm,
+        Float32SumLayerNorm,
+    ]
     after = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
     assert all(torch.equal(original, replaced) for original, replaced in zip(before, after, strict=True))
     assert torch.equal(model[0](x.bfloat16()), nn.LayerNorm(8)(x.bfloat16()))  # float32 weights
@@ -100,7 +112,14 @@ def gradients(rank: int, config: Config) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", ["mixed precision", "whole model"])
 def test_bfloat16_model_has_the_gradients_of_float32_on_one_process(how: str) -> None:
     """With rows of 2,048 tokens, PyTorch's sums would be off by a tenth."""
-    overrides = {"dim": 16, "num_heads": 2, "head_dim": 8, "ffn_dim": 32, "vocab_size": 320, "num_layers": 2}
+    overrides = {
+        "dim": 16,
+        "num_heads": 2,
+        "head_dim": 8,
+        "ffn_dim": 32,
+        "vocab_size": 320,
+        "num_layers": 2,
+    }
     reduced = {"mixed_precision_param": "bfloat16"} if how == "mixed precision" else {"dtype": "bfloat16"}
 
     def config(**training: str) -> Config:

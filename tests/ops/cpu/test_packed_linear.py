@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
     not packed_linear.is_available(torch.float32), reason="this build of PyTorch has no oneDNN"
 )
 NO_BFLOAT16 = pytest.mark.skipif(
-    not packed_linear.is_available(torch.bfloat16), reason="this processor packs no bfloat16 weights"
+    not packed_linear.is_available(torch.bfloat16),
+    reason="this processor packs no bfloat16 weights",
 )
 
 
@@ -30,7 +31,8 @@ def both_types_and_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), pytest.param(torch.bfloat16, 2**-8, marks=NO_BFLOAT16)]
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), pytest.param(torch.bfloat16, 2**-8, marks=NO_BFLOAT16)],
 )
 def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -> None:
     torch.manual_seed(0)
@@ -40,7 +42,20 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
     packed = nn.Sequential(layer)
     assert packed_linear.use(packed) and type(layer) is PackedLinear
     with torch.inference_mode():
-        for shape in ((1,), (2,), (3,), (4,), (7,), (64,), (0,), (2, 0), (1, 1), (8, 1), (3, 5), (2, 1, 3)):
+        for shape in (
+            (1,),
+            (2,),
+            (3,),
+            (4,),
+            (7,),
+            (64,),
+            (0,),
+            (2, 0),
+            (1, 1),
+            (8, 1),
+            (3, 5),
+            (2, 1, 3),
+        ):
             x = torch.randn(*shape, 96).to(dtype)
             actual = packed(x)
             assert actual.shape == (*shape, 144) and actual.dtype == dtype

@@ -58,11 +58,17 @@ def test_error_against_float64_is_that_of_pytorch(
 ) -> None:
     monkeypatch.setattr(rms_norm, "_CHUNK_NUMEL", 200)  # several chunks, with a shorter last one
     exact = computed(nn.RMSNorm, torch.float64, shape, eps)
-    rowwise, pytorch = computed(RowwiseRMSNorm, dtype, shape, eps), computed(nn.RMSNorm, dtype, shape, eps)
+    rowwise, pytorch = (
+        computed(RowwiseRMSNorm, dtype, shape, eps),
+        computed(nn.RMSNorm, dtype, shape, eps),
+    )
     for actual, pytorch_value, expected in zip(rowwise, pytorch, exact, strict=True):
         error, usual_error = (float((value.double() - expected).norm()) for value in (actual, pytorch_value))
         # half a unit in the last place, in case PyTorch happens to be exact
-        assert error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm()), (error, usual_error)
+        assert error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm()), (
+            error,
+            usual_error,
+        )
 
 
 def test_default_eps_is_that_of_pytorch() -> None:

@@ -34,7 +34,13 @@ BACK = {"spike_policy": "rewind", "spike_rewind_steps": 2, "spike_skip_steps": 2
 
 
 def config(folder: Path, local: int, keys: dict[str, Any] | None = None, **training: Any) -> Config:
-    options = {"steps": STEPS, "local_batch_size": local, "seq_len": 32, "spike_window": 4, **training}
+    options = {
+        "steps": STEPS,
+        "local_batch_size": local,
+        "seq_len": 32,
+        "spike_window": 4,
+        **training,
+    }
     result = shallow_config(
         job={"dump_folder": str(folder)},
         training=options,
@@ -107,7 +113,13 @@ def two_ranks(rank: int, root: Path) -> dict[str, Ended]:
     return {
         "rewind": poisoned(rank, config(root / "rewind-two", 4, **BACK)),
         "pp": poisoned(
-            rank, config(root / "rewind-pp", 8, {"parallelism": Parallelism(pipeline_parallel_degree=2)}, **BACK)
+            rank,
+            config(
+                root / "rewind-pp",
+                8,
+                {"parallelism": Parallelism(pipeline_parallel_degree=2)},
+                **BACK,
+            ),
         ),
         "resumed": poisoned(rank, config(root / "late-two", 4, **BACK)),
     }
@@ -189,7 +201,17 @@ def test_killed_run_with_a_rewind_resumes_bitwise(root: Path, one: dict[str, End
     assert_bitwise(resumed.weights, straight.weights)
     assert_bitwise(resumed.optimizer, straight.optimizer)
     folder = root / ("killed" if name == "resumed" else "late")
-    keys = ("step", "loss", "grad_norm", "lr", "tokens_seen", "order_hash", "rewinds", "spikes", "skipped_updates")
+    keys = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_seen",
+        "order_hash",
+        "rewinds",
+        "spikes",
+        "skipped_updates",
+    )
 
     def columns(place: Path) -> list[list[Any]]:
         return [[record[key] for key in keys] for record in records(place)]

@@ -47,7 +47,11 @@ def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int
 
 
 INF, NAN = float("inf"), float("nan")
-HALF = {"mixed_precision_param": "float16", "initial_loss_scale": 1024.0, "loss_scale_growth_interval": 3}
+HALF = {
+    "mixed_precision_param": "float16",
+    "initial_loss_scale": 1024.0,
+    "loss_scale_growth_interval": 3,
+}
 
 
 def all_runs(rank: int, root: Path) -> dict[str, Ended]:
@@ -60,7 +64,11 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
         "skip": train_with(rank, config(root / "skip", **skip), {3: NAN}),
         "bounded": train_with(rank, config(root / "bounded", **skip, nonfinite_max_skips=2), forever),
         "separate": train_with(rank, config(root / "separate", **skip, nonfinite_max_skips=1), {2: INF, 4: NAN}),
-        "share": train_with(rank, config(root / "share", **skip, nonfinite_max_skip_fraction=0.001), {2: INF, 4: -INF}),
+        "share": train_with(
+            rank,
+            config(root / "share", **skip, nonfinite_max_skip_fraction=0.001),
+            {2: INF, 4: -INF},
+        ),
         "half straight": train_with(rank, config(root / "half-straight", **HALF), {2: INF}),
         "half killed": train_with(rank, half, {2: INF}, stop_after=4),
         "half resumed": train_with(rank, half, {}),
@@ -101,7 +109,9 @@ def test_log_of_the_rank_names_its_samples(root: Path, runs: list[dict[str, Ende
     assert "sample ids" not in (root / "stop/logs/rank-0.log").read_text()
 
 
-def test_run_continues_after_a_skipped_update_and_its_schedule_waits(runs: list[dict[str, Ended]]) -> None:
+def test_run_continues_after_a_skipped_update_and_its_schedule_waits(
+    runs: list[dict[str, Ended]],
+) -> None:
     for rank in runs:
         skipped, good = rank["skip"], rank["good"]
         assert skipped.error is None

@@ -62,7 +62,11 @@ def error_of_run(rank: int, folder: Path, place: str, mode: str, steps: int) -> 
     ("place", "mode", "steps"),
     cases(
         [("a weight", "async", 4)],
-        nightly=[("a weight", "disabled", 8), ("the optimizer", "disabled", 4), ("the optimizer", "async", 8)],
+        nightly=[
+            ("a weight", "disabled", 8),
+            ("the optimizer", "disabled", 4),
+            ("the optimizer", "async", 8),
+        ],
     ),
 )
 def test_nonfinite_update_is_reported_and_not_saved(place: str, mode: str, steps: int, tmp_path: Path) -> None:

@@ -57,7 +57,10 @@ def test_only_true_spikes_are_reported(seed: int) -> None:
     series = healthy(seed, steps)
     assert spikes_of(series) == []
     rng = random.Random(seed)
-    for size, part in ((1.5, 0), (20.0, 1)):  # adds ten standard deviations to the loss, or sets the norm to 26
+    for size, part in (
+        (1.5, 0),
+        (20.0, 1),
+    ):  # adds ten standard deviations to the loss, or sets the norm to 26
         places = sorted(rng.sample(range(500, steps, 300), 5))
         changed = list(series)
         for place in places:
@@ -70,7 +73,10 @@ def test_rule_starts_when_half_of_the_window_is_full() -> None:
     for window, least in ((128, 64), (30, 20), (20, 20), (6, 6), (2, 2)):
         guard = Guard()
         for count in range(least + 1):
-            assert bool(guard.find_spike(100.0, 1.0, window, 6)) == (count >= least), (window, count)
+            assert bool(guard.find_spike(100.0, 1.0, window, 6)) == (count >= least), (
+                window,
+                count,
+            )
             guard.add(1.0 + 1e-3 * (count % 2), 1.0, window)
 
 
@@ -97,7 +103,13 @@ def test_skips_within_a_thousand_steps_are_limited(fraction: float, allowed: int
 
 def test_steps_that_contain_skipped_rows_are_left_out() -> None:
     guard = Guard(rewinds=[Rewind(9, 4, 40, 56), Rewind(9, 4, 50, 60)])
-    assert [guard.leaves_out(row, row + 8) for row in (24, 32, 40, 56, 64)] == [False, False, True, True, False]
+    assert [guard.leaves_out(row, row + 8) for row in (24, 32, 40, 56, 64)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     for first in range(0, 70, 3):
         for step in (4, 8, 16):
             starts = range(first, 96, step)

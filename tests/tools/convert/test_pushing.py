@@ -88,8 +88,19 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
     (tmp_path / "again.toml").write_text(toml)
     from shardtrain import config
 
-    again, first = config.load(tmp_path / "again.toml").config, config.load(trained / "config.resolved.toml").config
-    for section in ("model", "training", "optimizer", "lr_scheduler", "data", "task", "parallelism"):
+    again, first = (
+        config.load(tmp_path / "again.toml").config,
+        config.load(trained / "config.resolved.toml").config,
+    )
+    for section in (
+        "model",
+        "training",
+        "optimizer",
+        "lr_scheduler",
+        "data",
+        "task",
+        "parallelism",
+    ):
         assert getattr(again, section) == getattr(first, section), "the card must contain the configuration of the run"
     assert card.is_own(text) and not card.is_own(text.replace("Steps", "steps"))
     before = len(sent(hub))
@@ -171,7 +182,12 @@ REFUSED = {
     "a name without owner": ({}, TOKEN, ["--push", "name"], "has no organization"),
     "no name": ({}, TOKEN, ["--push", "a/b/c"], "is not a valid repository name"),
     "a token as an argument": ({}, TOKEN, ["--dtype", TOKEN], "looks like an access token"),
-    "private without push": ({}, TOKEN, ["--push", "", "--private"], "has no effect without --push"),
+    "private without push": (
+        {},
+        TOKEN,
+        ["--push", "", "--private"],
+        "has no effect without --push",
+    ),
 }
 
 
@@ -218,7 +234,15 @@ def test_a_card_rejected_by_the_hub_is_reported(hub, folder, monkeypatch, capsys
 def test_a_folder_of_another_checkpoint_is_not_uploaded(hub, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
-    arguments = (str(trained), "--to", str(tmp_path / "hf"), "--push", "org/name", "--dtype", "bfloat16")
+    arguments = (
+        str(trained),
+        "--to",
+        str(tmp_path / "hf"),
+        "--push",
+        "org/name",
+        "--dtype",
+        "bfloat16",
+    )
     assert push(*arguments) != 0
     assert "already exists; name a new folder" in capsys.readouterr().err and not sent(hub)
 

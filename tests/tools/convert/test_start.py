@@ -17,7 +17,10 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transf
 
 @pytest.mark.parametrize("verb", ["import", "export"])
 def test_import_and_export_do_not_import_pytorch_s_compiler_or_dtensor(verb: str, tmp_path: Path) -> None:
-    folder, checkpoint = hub_folders.save(hub_folders.build("llama3-tied"), tmp_path / "hf"), tmp_path / "checkpoint"
+    folder, checkpoint = (
+        hub_folders.save(hub_folders.build("llama3-tied"), tmp_path / "hf"),
+        tmp_path / "checkpoint",
+    )
     arguments = {
         "import": [str(folder), "--to", str(checkpoint)],
         "export": [str(checkpoint), "--to", str(tmp_path / "b")],
@@ -31,6 +34,10 @@ status = cli.main([{verb!r}, *{arguments[verb]!r}, "--check", "weights"])
 print(status, sorted(name for name in {HEAVY!r} if name in sys.modules))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience.seconds(60), check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(60),
+        check=False,
     )
     assert result.stdout.splitlines()[-1] == "0 []", result.stdout + result.stderr

@@ -33,7 +33,15 @@ def texts(count: int = 40) -> list[dict[str, str]]:
 
 
 def arguments_for(path: Path, *more: str) -> list[str]:
-    return ["--training.dataset", "jsonl", "--training.dataset_path", str(path), "--training.seq_len", "64", *more]
+    return [
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        str(path),
+        "--training.seq_len",
+        "64",
+        *more,
+    ]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -84,18 +92,36 @@ def test_sequences_per_epoch_are_those_of_training(
 
 
 def test_every_kind_of_bad_row_is_reported_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong: list[Any] = ["{broken\n", {"other": 1}, {"text": 7}, {"text": None}, "[1]\n", {"text": ""}]
+    wrong: list[Any] = [
+        "{broken\n",
+        {"other": 1},
+        {"text": 7},
+        {"text": None},
+        "[1]\n",
+        {"text": ""},
+    ]
     path = jsonl(tmp_path / "a.jsonl", [*texts(10), *wrong, *texts(5), "{broken\n"])
     code, report = run(capsys, *arguments_for(path))
     table = report["datasets"]["jsonl"]
     assert code == 3
-    assert (table["rows"], table["documents"], table["bad rows"], table["empty rows"]) == (22, 15, 6, 1)
+    assert (table["rows"], table["documents"], table["bad rows"], table["empty rows"]) == (
+        22,
+        15,
+        6,
+        1,
+    )
     reasons = "\n".join(table["reasons"])
     assert all(f"a.jsonl:{line}" in reasons for line in (11, 12, 13, 14, 15, 16, 22))
     assert any("6 bad of 22 rows" in problem for problem in report["problems"])
-    code, _ = run(capsys, *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"))
+    code, _ = run(
+        capsys,
+        *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.5"),
+    )
     assert code == 0
-    code, _ = run(capsys, *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"))
+    code, _ = run(
+        capsys,
+        *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "0.2"),
+    )
     assert code == 3
 
 
@@ -118,7 +144,10 @@ def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.Capture
         texts()[7],
     ]
     path = jsonl(tmp_path / "a.jsonl", rows)
-    _, report = run(capsys, *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"))
+    _, report = run(
+        capsys,
+        *arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"),
+    )
     table = report["datasets"]["jsonl"]
     assert table["duplicates"] == 2
     assert [line.count(".jsonl:") for line in table["first duplicates"]] == [2, 2]
@@ -176,7 +205,14 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     path, folder = jsonl(tmp_path / "a.jsonl", [*texts(3000), texts()[0]]), tmp_path / "o"
     prepare.main(["--output", str(folder), "--processes", "1", *arguments_for(path)])
     capsys.readouterr()
-    arguments = ["--training.dataset", "tokens", "--training.dataset_path", str(folder), "--training.seq_len", "64"]
+    arguments = [
+        "--training.dataset",
+        "tokens",
+        "--training.dataset_path",
+        str(folder),
+        "--training.seq_len",
+        "64",
+    ]
     code, report = run(capsys, *arguments)
     table, (_, direct) = report["datasets"]["tokens"], run(capsys, *arguments_for(path))
     assert code == 0
@@ -237,7 +273,12 @@ def test_unopenable_data_is_status_2(arguments: list[str], match: str) -> None:
 
 def test_without_a_world_size_steps_follow_from_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts()), "--training.local_batch_size", "2")
-    mesh = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.data_parallel_shard_degree", "3"]
+    mesh = [
+        "--parallelism.tensor_parallel_degree",
+        "2",
+        "--parallelism.data_parallel_shard_degree",
+        "3",
+    ]
     _, report = run(capsys, *arguments, *mesh)
     assert report["datasets"]["jsonl"]["sequences per step"] == 6
 
@@ -275,7 +316,11 @@ def test_steps_of_a_row_task_match_its_stream(
 ) -> None:
     pairs = [{"prompt": "a", "chosen": f"good {number}", "rejected": "bad"} for number in range(10)]
     arguments = arguments_for(
-        jsonl(tmp_path / "a.jsonl", pairs), "--task.name", "orpo", "--training.local_batch_size", "2"
+        jsonl(tmp_path / "a.jsonl", pairs),
+        "--task.name",
+        "orpo",
+        "--training.local_batch_size",
+        "2",
     )
     arguments += ["--training.last_batch", last_batch]
     _, report = run(capsys, *arguments, "--world_size", "2")
@@ -323,7 +368,12 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
     table = report["datasets"]["jsonl"]
     stream = open_task(load(None, arguments).config).open_dataloader(batch_rank=0, num_batch_ranks=2, accumulation=1)
     assert (code, report["problems"]) == (0, [])
-    assert (table["rows"], table["documents"], table["bad rows"], table["duplicates"]) == (30, 30, 0, 29)
+    assert (table["rows"], table["documents"], table["bad rows"], table["duplicates"]) == (
+        30,
+        30,
+        0,
+        29,
+    )
     assert table["tokens"] == 30 * TOKENS_OF_TASKS[task]
     assert table["sequences per epoch"] == stream.num_samples == (10 if task == "kto" else 30)
     assert table["steps per epoch"] == stream.num_samples // 2

@@ -157,12 +157,27 @@ REFUSALS = {
         None,
         r"is gated; accept its license at https://huggingface.co/org/name",
     ),
-    "gated for this account": (403, {"X_Error_Code": "GatedRepo"}, TOKEN, "is gated; accept its license"),
-    "private": (401, {"X_Error_Code": "RepoNotFound"}, None, "does not exist, or is private or gated; .* set HF_TOKEN"),
+    "gated for this account": (
+        403,
+        {"X_Error_Code": "GatedRepo"},
+        TOKEN,
+        "is gated; accept its license",
+    ),
+    "private": (
+        401,
+        {"X_Error_Code": "RepoNotFound"},
+        None,
+        "does not exist, or is private or gated; .* set HF_TOKEN",
+    ),
     "expired": (401, {}, TOKEN, r"is not readable with the current token \(status 401\)"),
     "forbidden": (403, {}, TOKEN, r"\(status 403\)"),
     "absent": (404, {"X_Error_Code": "RepoNotFound"}, TOKEN, '--repo_id="org/name" does not exist'),
-    "revision": (404, {"X_Error_Code": "RevisionNotFound"}, None, '--revision="main" is not a revision of org/name'),
+    "revision": (
+        404,
+        {"X_Error_Code": "RevisionNotFound"},
+        None,
+        '--revision="main" is not a revision of org/name',
+    ),
 }
 
 
@@ -281,7 +296,11 @@ def test_log_messages_after_the_time_limit_are_not_printed(hub, capsys, monkeypa
     handler = logging.StreamHandler(stream := io.StringIO())
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     hub_client.Hub("org/name")
-    logger, timed_out, ended = logging.getLogger("huggingface_hub.file_download"), threading.Event(), threading.Event()
+    logger, timed_out, ended = (
+        logging.getLogger("huggingface_hub.file_download"),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def call() -> None:
         logger.warning("trying to resume")

@@ -234,9 +234,15 @@ def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -
         (["--output"], "--output has no value"),
         (["--output", "a", "--output", "b"], "--output is given twice"),
         (["--output", "a", "--processes", "0"], '--processes="0" must be a whole number above 0'),
-        (["--output", "a", "--shard_tokens=many"], '--shard_tokens="many" must be a whole number above 0'),
+        (
+            ["--output", "a", "--shard_tokens=many"],
+            '--shard_tokens="many" must be a whole number above 0',
+        ),
         (["--output", "a", "--training.datset", "x"], "training.datset"),
-        (["--output", "a", "--training.dataset", "tokens", "--training.dataset_path", "x"], "is prepared already"),
+        (
+            ["--output", "a", "--training.dataset", "tokens", "--training.dataset_path", "x"],
+            "is prepared already",
+        ),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(arguments: list[str], match: str) -> None:
@@ -260,7 +266,13 @@ def bad_rows(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("processes", ["1", "2", "4"])
 def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str) -> None:
     """Also if another process reaches a later bad row earlier."""
-    arguments = ["--output", str(tmp_path / "o"), "--processes", processes, *arguments_for(bad_rows(tmp_path))]
+    arguments = [
+        "--output",
+        str(tmp_path / "o"),
+        "--processes",
+        processes,
+        *arguments_for(bad_rows(tmp_path)),
+    ]
     with pytest.raises(DataError, match=r"a\.jsonl:58: .*data\.bad_rows=.skip.") as caught:
         prepare.main(arguments)
     assert "\n" not in str(caught.value)
@@ -270,7 +282,13 @@ def test_the_first_bad_row_of_the_source_stops_it(tmp_path: Path, processes: str
 
 @pytest.mark.parametrize("processes", ["1", "2", "4"])
 def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes: str) -> None:
-    arguments = ["--output", str(tmp_path / "o"), "--processes", processes, *arguments_for(bad_rows(tmp_path))]
+    arguments = [
+        "--output",
+        str(tmp_path / "o"),
+        "--processes",
+        processes,
+        *arguments_for(bad_rows(tmp_path)),
+    ]
     arguments += ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction"]
     with pytest.raises(DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"):
         prepare.main([*arguments, "0.005"])

@@ -38,7 +38,14 @@ def arguments(tmp_path: Path) -> list[str]:
     rows = [{"prompt": "p" * draw.randint(0, 40), "completion": str(draw.random())} for _ in range(200)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = str(tmp_path / "a.jsonl")
-    options = ["--training.dataset", "jsonl", "--training.dataset_path", path, "--data.format", "prompt_completion"]
+    options = [
+        "--training.dataset",
+        "jsonl",
+        "--training.dataset_path",
+        path,
+        "--data.format",
+        "prompt_completion",
+    ]
     return ["--shard_tokens", "3000", *options]
 
 
@@ -150,7 +157,8 @@ def test_a_process_that_dies_is_named_and_costs_nothing(
 
     monkeypatch.setattr(work_units, "write_unit", dies)
     with pytest.raises(
-        PeerError, match=r"process \d+ died at unit 2 with signal 9 \(SIGKILL\); the machine may be out"
+        PeerError,
+        match=r"process \d+ died at unit 2 with signal 9 \(SIGKILL\); the machine may be out",
     ):
         prepare.main(["--output", str(folder), "--processes", "1", *arguments])
     monkeypatch.setattr(work_units, "write_unit", write)

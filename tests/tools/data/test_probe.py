@@ -28,7 +28,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("debugmodel", {**GROUPED, "moe_ffn_dim": 32, "num_experts": 4}),
     "deepseek_v3": (
         "debugmodel",
-        {**COMMON, "num_heads": 2, "kv_lora_rank": 16, "ffn_dim": 64, "moe_ffn_dim": 32, "num_experts": 4, "top_k": 2},
+        {
+            **COMMON,
+            "num_heads": 2,
+            "kv_lora_rank": 16,
+            "ffn_dim": 64,
+            "moe_ffn_dim": 32,
+            "num_experts": 4,
+            "top_k": 2,
+        },
     ),
 }
 
@@ -39,7 +47,10 @@ def model_of(family: str) -> nn.Module:
     model = models.build(module, models.shape_of(module, flavor, overrides, "rmsnorm")).to_empty(device="cpu")
     for name, parameter in model.named_parameters():
         init_weights.draw_(
-            parameter, name, Draw("normal", std=parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 1.0), 0
+            parameter,
+            name,
+            Draw("normal", std=parameter.size(-1) ** -0.5 if parameter.ndim > 1 else 1.0),
+            0,
         )
     for buffer in model.buffers():
         buffer.zero_()
@@ -170,7 +181,10 @@ def test_batches_with_a_single_document_are_rejected() -> None:
     with pytest.raises(ValueError, match="without documents_BT"):
         probe(model_of("llama3"), dataclasses.replace(batch, documents_BT=None))
     with pytest.raises(ValueError, match="one document"):
-        probe(model_of("llama3"), dataclasses.replace(batch, documents_BT=torch.zeros_like(batch.tokens_BT)))
+        probe(
+            model_of("llama3"),
+            dataclasses.replace(batch, documents_BT=torch.zeros_like(batch.tokens_BT)),
+        )
 
 
 @pytest.fixture

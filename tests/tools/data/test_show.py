@@ -60,7 +60,9 @@ def test_split_documents_continue_in_the_next_sequence(pairs, capsys):
 def test_colors_mark_targets_and_text_cannot_control_the_terminal():
     pieces = [show.TokenRun(False, [256, 65]), show.TokenRun(True, [66, 27, 257])]
     text = show.render(
-        show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, pieces)], 0), ByteTokenizer(), color=True
+        show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, pieces)], 0),
+        ByteTokenizer(),
+        color=True,
     )
     assert "\033[90m<bos>A\033[0m\033[32mB\\x1b<eos>\033[0m" in text
 
@@ -71,11 +73,20 @@ def test_pieces_are_cut_from_the_text_of_the_entire_document():
     ids = tokenizer.encode("Q: what?\nA: two words").tolist()
     tail = tokenizer.encode("x two words").tolist()[1:]
     pieces = [show.TokenRun(False, ids[: -len(tail)]), show.TokenRun(True, tail)]
-    text = show.render(show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, pieces)], 0), tokenizer, color=False)
-    assert text.splitlines()[2:] == ["Q: what?", "A:« two words»"]
-    half_characters = [show.TokenRun(False, [0xC3]), show.TokenRun(True, [0xA9, 0x21])]  # é is two bytes
     text = show.render(
-        show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, half_characters)], 0), ByteTokenizer(), color=False
+        show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, pieces)], 0),
+        tokenizer,
+        color=False,
+    )
+    assert text.splitlines()[2:] == ["Q: what?", "A:« two words»"]
+    half_characters = [
+        show.TokenRun(False, [0xC3]),
+        show.TokenRun(True, [0xA9, 0x21]),
+    ]  # é is two bytes
+    text = show.render(
+        show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, half_characters)], 0),
+        ByteTokenizer(),
+        color=False,
     )
     assert text.splitlines()[-1] == "«é!»"
 

@@ -42,7 +42,18 @@ def trained(corpus, tmp_path_factory):
 
 
 def run(source, folder, *arguments: str) -> int:
-    return tool.main(["train", "--input", str(source), "--vocab_size", "300", "--output", str(folder), *arguments])
+    return tool.main(
+        [
+            "train",
+            "--input",
+            str(source),
+            "--vocab_size",
+            "300",
+            "--output",
+            str(folder),
+            *arguments,
+        ]
+    )
 
 
 def test_the_folder_is_a_tokenizer_with_its_ends(trained):
@@ -50,7 +61,10 @@ def test_the_folder_is_a_tokenizer_with_its_ends(trained):
     assert tokenizer.vocab_size == 300
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 2)
     assert tokenizer.special_ids == {0, 1, 2, 3, 4}
-    assert sorted(file.name for file in trained.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(file.name for file in trained.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 @settings(max_examples=60, derandomize=True)
@@ -80,10 +94,21 @@ def test_transformers_reads_the_tokenizer_equally(trained):
 
 def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
     code = "import sys; from shardtrain.tools.data.tokenizer import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["train", "--input", str(corpus), "--vocab_size", "300", "--output", str(tmp_path / "again")]
+    arguments = [
+        "train",
+        "--input",
+        str(corpus),
+        "--vocab_size",
+        "300",
+        "--output",
+        str(tmp_path / "again"),
+    ]
     arguments += ["--special", "<|im_start|>", "<|im_end|>"]
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=patience.seconds(120)
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(120),
     )
     assert result.returncode == 0, result.stderr
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -117,7 +142,8 @@ def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
 def test_a_tokenizer_is_only_overwritten_with_force(trained, corpus, tmp_path):
     before = (trained / "tokenizer.json").read_bytes()
     with pytest.raises(
-        ConfigError, match=r"--output=.* already contains tokenizer.json and tokenizer_config.json; .*--force"
+        ConfigError,
+        match=r"--output=.* already contains tokenizer.json and tokenizer_config.json; .*--force",
     ):
         run(corpus, trained)
     assert (trained / "tokenizer.json").read_bytes() == before
@@ -157,7 +183,10 @@ def test_a_bad_row_stops_with_its_location_unless_skipping_is_enabled(tmp_path, 
     file = tmp_path / "a.jsonl"
     rows = [json.dumps({"text": line}) for line in lines(20)]
     file.write_text("\n".join([*rows, '{"body": 1}', '{"text": ""}', "{"]) + "\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:21: has no column 'text'; its columns are body; .*--skip_bad_rows"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl:21: has no column 'text'; its columns are body; .*--skip_bad_rows",
+    ):
         run(file, tmp_path / "x")
     assert run(file, tmp_path / "x", "--skip_bad_rows") == 0
     assert "2 bad rows skipped" in capsys.readouterr().out

@@ -20,7 +20,12 @@ from shardtrain.tools.dcp import naming
 from shardtrain.tools.dcp.stored import DcpFolder
 from shardtrain.utils.errors import ConfigError
 
-OURS = {"tok_embeddings": "embed", "output": "head", "attention_norm": "attn_norm", "attention": "attn"}
+OURS = {
+    "tok_embeddings": "embed",
+    "output": "head",
+    "attention_norm": "attn_norm",
+    "attention": "attn",
+}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -61,7 +66,10 @@ def test_a_pytorch_checkpoint_imports_bitwise(ranks: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
 def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
+    options: dict[str, Any] = {
+        "model": {"overrides": OVERRIDES},
+        "job": {"dump_folder": str(tmp_path / "run")},
+    }
     options["training"] = {"steps": 2, "local_batch_size": 1, "global_batch_size": 4}
     options["checkpoint"] = {"enable": True, "interval": 2}
     options["parallelism"] = {"data_parallel_shard_degree": ranks}
@@ -70,7 +78,10 @@ def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: P
     assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
     loaded, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
     assert_equal({our_name(name): rows(name, tensor) for name, tensor in loaded.items()}, tensors_of(step))
-    assert counters == {"step": 2, "ntokens_seen": manifest.read(step).facts["state"]["tokens_seen"]}
+    assert counters == {
+        "step": 2,
+        "ntokens_seen": manifest.read(step).facts["state"]["tokens_seen"],
+    }
     assert {**group, "betas": tuple(group["betas"])} == {
         **GROUP,
         "eps": tiny_config().optimizer.eps,
@@ -81,9 +92,15 @@ def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: P
 def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: Any) -> None:
     schedule = tmp_path / "my_schedule.py"
     schedule.write_text("def factor(step, total_steps):\n    return 0.5\n")
-    options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
+    options: dict[str, Any] = {
+        "model": {"overrides": OVERRIDES},
+        "job": {"dump_folder": str(tmp_path / "run")},
+    }
     options["training"] = {"steps": 1, "local_batch_size": 1, "global_batch_size": 1}
-    options |= {"checkpoint": {"enable": True, "interval": 1}, "lr_scheduler": {"name": str(schedule)}}
+    options |= {
+        "checkpoint": {"enable": True, "interval": 1},
+        "lr_scheduler": {"name": str(schedule)},
+    }
     assert run_ranks(1, train_whole, tiny_config(**options))[0].error is None
 
     schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
@@ -102,7 +119,18 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
     assert cli.main(main) == 0
     config = tmp_path / "run.toml"
     config.write_text("".join(f"{option[2:].replace('=', ' = ')}\n" for option in words()))
-    assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
+    assert (
+        cli.main(
+            [
+                "checkpoint",
+                "to-dcp",
+                str(tmp_path / "ours"),
+                str(tmp_path / "b"),
+                f"--config={config}",
+            ]
+        )
+        == 0
+    )
     before, after = DcpFolder(folder), DcpFolder(tmp_path / "b")
     assert_equal({n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors})
     assert {name: after.value(name) for name in after.objects if name.startswith("train_state")} == {
@@ -121,7 +149,10 @@ def test_weights_without_optimizer_survive_a_round_trip_with_either_naming(
     assert cli.main(["checkpoint", "to-dcp", ours, str(tmp_path / "out"), f"--names={kind}"]) == 0
     assert "without the optimizer's state" in capsys.readouterr().out
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *words()]) == 0
-    assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (0, 1)  # the name of the step differs
+    assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (
+        0,
+        1,
+    )  # the name of the step differs
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
     assert f"with names of {kind}" in capsys.readouterr().out
 
@@ -150,7 +181,10 @@ def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> Non
     ("options", "message"),
     [
         (words(num_layers=3), "9 missing: layers.2.attention_norm.weight"),
-        (words(num_layers=1), "has tensors that llama3 debugmodel does not have: layers.1.attention"),
+        (
+            words(num_layers=1),
+            "has tensors that llama3 debugmodel does not have: layers.1.attention",
+        ),
         (words(ffn_dim=64), "layers.0.feed_forward.w1.weight [48, 32] instead of [64, 32]"),
         (["--model.name=neox"], "is not neox debugmodel"),
         ([*words(), "--optimizer=maybe"], "--optimizer=maybe must be true or false"),
@@ -160,7 +194,10 @@ def test_a_folder_of_another_model_is_rejected_without_writing(
     options: list[str], message: str, tmp_path: Path, capfd: Any
 ) -> None:
     folder = saved_one(tmp_path / "step-3")
-    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *options]) in (2, 5)
+    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *options]) in (
+        2,
+        5,
+    )
     error = capfd.readouterr().err
     assert message in error and len(error.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
@@ -214,7 +251,10 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
         no_dist=True,
     )
     assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]) == 0
-    assert_equal(tensors_of(tmp_path / "a"), {our_name(name): rows(name, tensor) for name, tensor in plain.items()})
+    assert_equal(
+        tensors_of(tmp_path / "a"),
+        {our_name(name): rows(name, tensor) for name, tensor in plain.items()},
+    )
 
 
 def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, capsys: Any) -> None:
@@ -223,7 +263,10 @@ def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, c
     assert "rotary angles" not in capsys.readouterr().out
     before = DcpFolder(folder)
     weights = {our_name(n): rows(n, before.tensor(n)) for n in before.tensors if not n.startswith(("optim", "train"))}
-    assert_equal({name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")}, weights)
+    assert_equal(
+        {name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")},
+        weights,
+    )
     assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
     after = DcpFolder(tmp_path / "b")
     assert_equal({n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors})
@@ -292,20 +335,34 @@ def test_different_rotary_angles_in_torchtitan_are_reported() -> None:
     deep = config("deepseek_v3", rope_factor=40.0)
     assert not _other_angles("deepseek_v3", deep, 8192) and len(_other_angles("deepseek_v3", deep, None)) == 1
     with pytest.raises(
-        ConfigError, match=r"rope_factor=40.0 differs from torchtitan's angles with training.seq_len=2048"
+        ConfigError,
+        match=r"rope_factor=40.0 differs from torchtitan's angles with training.seq_len=2048",
     ):
         _other_angles("deepseek_v3", deep, 2048)
     assert not _other_angles("deepseek_v3", config("deepseek_v3", rope_factor=1.0), 2048)
 
 
-def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(tmp_path: Path) -> None:
+def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(
+    tmp_path: Path,
+) -> None:
     folder = saved_one(tmp_path / "step-3")
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 0
     config = tmp_path / "run.toml"
     config.write_text('[optimizer]\nname = "Adam"\n' + "".join(f"{w[2:].replace('=', ' = ')}\n" for w in words()))
     text = config.read_text()
     config.write_text("\n".join(sorted(text.splitlines(), key=lambda line: "model" not in line)))
-    assert cli.main(["checkpoint", "to-dcp", str(tmp_path / "ours"), str(tmp_path / "b"), f"--config={config}"]) == 0
+    assert (
+        cli.main(
+            [
+                "checkpoint",
+                "to-dcp",
+                str(tmp_path / "ours"),
+                str(tmp_path / "b"),
+                f"--config={config}",
+            ]
+        )
+        == 0
+    )
     exported = DcpFolder(tmp_path / "b")
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
     schedule_state = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0).state_dict()

@@ -243,7 +243,12 @@ def test_every_changed_byte_of_a_tensor_is_reported(good_folder: Path, tmp_path:
 
 
 def test_plain_values_of_any_pickle_protocol_are_read() -> None:
-    value = {"a": [1, 2.5, (True, None, "é"), b"x", -(2**70)], "b": {}, "c": [[], [[]]], "d": (1, 2, 3, 4)}
+    value = {
+        "a": [1, 2.5, (True, None, "é"), b"x", -(2**70)],
+        "b": {},
+        "c": [[], [[]]],
+        "d": (1, 2, 3, 4),
+    }
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         if protocol < 3:
             value = {**value, "a": [1, 2.5, (True, None, "é"), -(2**70)]}

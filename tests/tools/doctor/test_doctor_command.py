@@ -52,7 +52,11 @@ def here(tmp_path, monkeypatch, capfd):
     for name in UNWANTED:
         monkeypatch.delenv(name, raising=False)
     # The verb sets these variables if unset. Set them here, so monkeypatch restores them.
-    defaults = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+    }
     loopback = "lo" if sys.platform == "linux" else "lo0"
     for name, value in (defaults | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}).items():
         monkeypatch.setenv(name, value)
@@ -74,7 +78,17 @@ def test_the_doctor_examines_two_ranks_and_leaves_no_files(tmp_path, here):
     failed = {row["area"] for row in report["findings"] if row["verdict"] == "fail"}
     assert failed <= {"limits", "memory"}, "only areas that depend on this machine may fail"
     areas = {row["area"] for row in report["findings"]}
-    assert areas >= {"versions", "hosts", "config", "limits", "memory", "clock", "storage", "devices", "network"}
+    assert areas >= {
+        "versions",
+        "hosts",
+        "config",
+        "limits",
+        "memory",
+        "clock",
+        "storage",
+        "devices",
+        "network",
+    }
     assert err.startswith("shardtrain ") and "doctor with 2 processes (from --nproc)" in err
     assert leftovers(tmp_path) == [] and doctor_command.FOLDER not in os.environ
 
@@ -157,7 +171,11 @@ def test_help_names_every_option_and_status(capsys):
 def test_parsing_the_arguments_imports_no_torch():
     line = "import sys; from shardtrain import cli; cli.main(['doctor', '--help']); sys.exit('torch' in sys.modules)"
     result = subprocess.run(
-        [sys.executable, "-c", line], cwd=ROOT, capture_output=True, timeout=patience.seconds(60), check=False
+        [sys.executable, "-c", line],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=patience.seconds(60),
+        check=False,
     )
     assert result.returncode == 0
 

@@ -55,7 +55,11 @@ def test_similar_ranks_are_not_slow(rates):
     assert slow(dict(enumerate(rates))) == []
 
 
-@given(st.dictionaries(st.integers(0, 63), st.floats(1.0, 1e3), min_size=1), st.randoms(), st.integers(-9, 40))
+@given(
+    st.dictionaries(st.integers(0, 63), st.floats(1.0, 1e3), min_size=1),
+    st.randoms(),
+    st.integers(-9, 40),
+)
 def test_order_and_unit_do_not_affect_slow_ranks(rates, random, power):
     shuffled = list(rates.items())
     random.shuffle(shuffled)

@@ -169,13 +169,20 @@ def _hangs(rank):
     _loopback(rank)
     if rank == 2:
         measure = network.COLLECTIVES["all_reduce"]
-        network.COLLECTIVES["all_reduce"] = lambda here, group: (measure(here, group), time.sleep(60))[0]
+        network.COLLECTIVES["all_reduce"] = lambda here, group: (
+            measure(here, group),
+            time.sleep(60),
+        )[0]
 
 
 def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
     started = time.monotonic()
     reports = examined(
-        3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=patience.seconds(1.5)
+        3,
+        tmp_path,
+        ["hosts", "clock", "storage", "network"],
+        _absent,
+        limit_seconds=patience.seconds(1.5),
     )
     assert time.monotonic() - started < patience.seconds(60)
     findings = [

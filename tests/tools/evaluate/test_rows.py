@@ -29,7 +29,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " there"}]},
 }
 ROWS["sharegpt"] = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": " there"}]}
-FIRST_TARGET = {"text": 1, "prompt_completion": len("_hi"), "chat": len("uhi;a"), "sharegpt": len("uhi;a")}
+FIRST_TARGET = {
+    "text": 1,
+    "prompt_completion": len("_hi"),
+    "chat": len("uhi;a"),
+    "sharegpt": len("uhi;a"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +77,20 @@ def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(opened
         assert result["tokens"] == sum(count for _, count in sums)
         assert result["bytes"] == sum(len(text.encode()) for text in TEXTS)
         lengths = [len(text.encode()) + 1 for text in TEXTS]
-        assert (result["rows"], result["sequences"]) == (len(TEXTS), sum(-(-length // SEQ_LEN) for length in lengths))
+        assert (result["rows"], result["sequences"]) == (
+            len(TEXTS),
+            sum(-(-length // SEQ_LEN) for length in lengths),
+        )
 
 
 @pytest.mark.parametrize("packing", ["padded", "first_fit", "best_fit"])
 def test_rows_without_a_target_are_ignored(
     opened: OpenedModel, tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "the cat"}, {"text": ""}, {"text": "x" * 60}])
+    path = jsonl(
+        tmp_path / "rows.jsonl",
+        [{"text": "a"}, {"text": "the cat"}, {"text": ""}, {"text": "x" * 60}],
+    )
     options = {"data.add_bos": False, "data.add_eos": False, "data.packing": packing}
     result = api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)
     assert (result["rows"], result["tokens"]) == (2, len("the cat") - 1 + 60 - 1)
@@ -117,9 +128,22 @@ def test_the_format_of_rows_is_detected_by_their_columns(
 
 def test_the_format_can_be_set_like_in_training(folder: Path, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "hi", "reply": " there", "text": "other"}])
-    arguments = ["--from", str(folder), "--data", f"set={path}", "--data.format", "prompt_completion"]
+    arguments = [
+        "--from",
+        str(folder),
+        "--data",
+        f"set={path}",
+        "--data.format",
+        "prompt_completion",
+    ]
     read = evaluate_request.read(
-        [*arguments, "--data.prompt_field=question", "--data.completion_field=reply", "--add_bos", "false"]
+        [
+            *arguments,
+            "--data.prompt_field=question",
+            "--data.completion_field=reply",
+            "--add_bos",
+            "false",
+        ]
     )
     assert read is not None
     assert read.data_options == {

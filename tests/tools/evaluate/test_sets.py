@@ -24,7 +24,11 @@ from shardtrain.tools.evaluate import evaluate_request, sets
 from shardtrain.tools.generate.trained_model import open_model
 from shardtrain.train.run_folder import write_resolved_config
 
-TEXTS = ["mesh and shard, in step", "the rank that gathers last, é 東京", "a loss of seven; a norm of eleven " * 4]
+TEXTS = [
+    "mesh and shard, in step",
+    "the rank that gathers last, é 東京",
+    "a loss of seven; a norm of eleven " * 4,
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,13 @@ def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_pa
     opened = open_model(folder, tokenizer_path="bytes")
     result = sets.measure(opened, section(rows))
     stream = data.open_dataloader(
-        opened.config, section=section(rows), batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+        opened.config,
+        section=section(rows),
+        batch_rank=0,
+        num_batch_ranks=1,
+        accumulation=1,
+        shuffle=False,
+        loop=False,
     )
     total, tokens = 0.0, 0
     for batch in stream:
@@ -79,11 +89,21 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def run_of(folder: Path, dataset: str, path: Path, num_ranks: int, **sections: Any) -> float:
     """Train for two steps, and return the loss of the last validation."""
-    validation = {"enable": True, "freq": 2, "dataset": dataset, "dataset_path": str(path), "seq_len": 64}
+    validation = {
+        "enable": True,
+        "freq": 2,
+        "dataset": dataset,
+        "dataset_path": str(path),
+        "seq_len": 64,
+    }
     sections = {**sections, "validation": {**validation, **sections.get("validation", {})}}
     config = shallow_config(
         job={"dump_folder": str(folder)},
-        **{"training": {"steps": 2, "local_batch_size": 4}, "checkpoint": {"enable": True}, **sections},
+        **{
+            "training": {"steps": 2, "local_batch_size": 4},
+            "checkpoint": {"enable": True},
+            **sections,
+        },
     )
     assert run_ranks(num_ranks, train_whole, config)[0].error is None
     write_resolved_config(Loaded(config), folder, num_ranks)
@@ -129,7 +149,10 @@ BY_DEFAULT = ("steps", "data-parallel ranks", "prompts and completions")
 def test_the_loss_equals_the_validation_loss_of_the_run(case: str, held_out: dict[str, Path], tmp_path: Path) -> None:
     num_ranks, kind, sections, sequences = RUNS[case]
     if kind == "pairs":
-        sections = {**sections, "training": {**sections["training"], "dataset_path": str(held_out[kind])}}
+        sections = {
+            **sections,
+            "training": {**sections["training"], "dataset_path": str(held_out[kind])},
+        }
     expected = run_of(tmp_path, "text" if kind == "text" else "jsonl", held_out[kind], num_ranks, **sections)
     result = run_ranks(1, measured, tmp_path, 1)[0]
     assert result["loss"] == pytest.approx(expected, rel=1e-6)  # different summation order

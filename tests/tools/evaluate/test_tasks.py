@@ -23,10 +23,18 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
 
 ROWS = [
-    {"question": "the cat sat on the", "choices": [" mat", " dog", " fire, and the cat"], "answer": 0},
+    {
+        "question": "the cat sat on the",
+        "choices": [" mat", " dog", " fire, and the cat"],
+        "answer": 0,
+    },
     {"question": "Hello! How are", "choices": [" you", " we", " they today"], "answer": 0},
     {"question": "def main():\n    return", "choices": [" 42", " the", " naïve café"], "answer": 0},
-    {"question": "the dog lay by the fire.", "choices": [" I", " am well", " thank you"], "answer": 2},
+    {
+        "question": "the dog lay by the fire.",
+        "choices": [" I", " am well", " thank you"],
+        "answer": 2,
+    },
 ]
 COMMON = """
 task: {name}
@@ -83,7 +91,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
 
 
 def options_of(place: Path, batch_size: int = 3) -> EvaluateOptions:
-    arguments = ["--from", str(place / "hf"), "--tasks", ",".join(TASKS), "--include_path", str(place / "include")]
+    arguments = [
+        "--from",
+        str(place / "hf"),
+        "--tasks",
+        ",".join(TASKS),
+        "--include_path",
+        str(place / "include"),
+    ]
     options = read([*arguments, "--batch_size", str(batch_size)])
     assert options is not None
     return options

@@ -52,7 +52,8 @@ def prompts(*lengths):
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
-    "family", [name for name in model_names() if getattr(find(name), "CAUSAL", True) and name != "transformers"]
+    "family",
+    [name for name in model_names() if getattr(find(name), "CAUSAL", True) and name != "transformers"],
 )
 def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
     model, layout = tiny(family)
@@ -173,7 +174,11 @@ def test_generation_does_not_change_the_model():
     Generator(model, layout).generate(prompts(2), 2)
     assert {name: type(module) for name, module in model.named_modules()} == before
     tokens = torch.zeros(2, 3, dtype=torch.int64)
-    assert model(tokens, torch.arange(3).expand(2, -1)).shape == (2, 3, VOCAB)  # the head computes all tokens again
+    assert model(tokens, torch.arange(3).expand(2, -1)).shape == (
+        2,
+        3,
+        VOCAB,
+    )  # the head computes all tokens again
 
 
 def test_weights_that_are_not_finite_are_an_error():
@@ -223,7 +228,10 @@ def test_a_core_with_other_math_is_rejected_and_works_without_a_cache():
     for layer in model.layers.values():
         layer.attn.core = Doubled()
     with (
-        pytest.raises(ConfigError, match=r'^LAYOUT\.context="layers\.0\.attn\.core": add --no_cache, or .*; reason: '),
+        pytest.raises(
+            ConfigError,
+            match=r'^LAYOUT\.context="layers\.0\.attn\.core": add --no_cache, or .*; reason: ',
+        ),
         installed(model, layout),
     ):
         pass

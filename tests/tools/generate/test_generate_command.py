@@ -32,7 +32,12 @@ from shardtrain.train import resume, trainer
 from shardtrain.train.run_folder import write_resolved_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
-SENTENCES = ["mesh and shard, in step.", "the rank that gathers last", "a loss of seven; a norm", "tokens flow: é 東京"]
+SENTENCES = [
+    "mesh and shard, in step.",
+    "the rank that gathers last",
+    "a loss of seven; a norm",
+    "tokens flow: é 東京",
+]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -76,7 +81,12 @@ def answer(capfd, *arguments):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_CPP_LOG_LEVEL",
+    ):
         monkeypatch.setenv(name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)  # the command changes it for its process
@@ -90,7 +100,14 @@ def test_memorized_text_is_generated_and_ends(trained, capfd):
 
 
 def test_a_stop_text_ends_the_output(trained, capfd):
-    arguments = ["--from", str(trained / "checkpoint" / "step-60"), "--prompt", "mesh", "--stop", " step"]
+    arguments = [
+        "--from",
+        str(trained / "checkpoint" / "step-60"),
+        "--prompt",
+        "mesh",
+        "--stop",
+        " step",
+    ]
     assert answer(capfd, *arguments)[:2] == (0, " and shard, in\n")
 
 
@@ -103,9 +120,23 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
     out = tmp_path / "out.jsonl"
-    arguments = ["--from", str(trained / "checkpoint"), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+    arguments = [
+        "--from",
+        str(trained / "checkpoint"),
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(out),
+    ]
     code, _, err = answer(
-        capfd, *arguments, "--max_new_tokens", "36", "--prediction_field", "answer", "--batch_size", "2"
+        capfd,
+        *arguments,
+        "--max_new_tokens",
+        "36",
+        "--prediction_field",
+        "answer",
+        "--batch_size",
+        "2",
     )
     assert code == 0, err
     written = out.read_text(encoding="utf-8").splitlines()
@@ -120,7 +151,14 @@ def test_weights_are_packed_for_the_requested_passes_and_rows(trained, tmp_path,
     monkeypatch.setattr(packed_linear, "use_where_it_pays", lambda model, passes, rows: calls.append((passes, rows)))
     answer(capfd, "--from", str(trained), "--prompt", "mesh", "--max_new_tokens", "20")
     (tmp_path / "in.jsonl").write_text('{"prompt": "mesh "}\n' * 3)
-    arguments = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    arguments = [
+        "--from",
+        str(trained),
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+    ]
     assert answer(capfd, *arguments, "--max_new_tokens", "20", "--batch_size", "2")[0] == 0
     assert calls == [(20, 1), (40, 2)]
 
@@ -183,7 +221,10 @@ MOE = {"moe_ffn_dim": 64, "top_k": 2}
     [
         ("qwen3", {"tied_embeddings": True}),
         ("mixtral", {**MOE, "num_experts": 4}),
-        ("mixtral", {**MOE, "num_experts": 3}),  # not divisible by two ranks: each rank has all experts
+        (
+            "mixtral",
+            {**MOE, "num_experts": 3},
+        ),  # not divisible by two ranks: each rank has all experts
         ("deepseek_v3", {**MOE, "num_experts": 4, "kv_lora_rank": 32, "num_dense_layers": 1}),
     ],
     ids=["qwen3", "mixtral", "mixtral-3-experts", "deepseek_v3"],
@@ -219,7 +260,14 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(train
         .replace('hf_assets_path = "bytes"', f'hf_assets_path = "{folder}"')
     )
     (tmp_path / "run.toml").write_text(config)
-    arguments = ["--from", str(trained), "--config", str(tmp_path / "run.toml"), "--max_new_tokens", "3"]
+    arguments = [
+        "--from",
+        str(trained),
+        "--config",
+        str(tmp_path / "run.toml"),
+        "--max_new_tokens",
+        "3",
+    ]
     options = generate_request.read([*arguments, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"])
     opened = open_model(options.source, options.config)
     answers, tokenizer = Answers(options, opened), opened.tokenizer
@@ -250,10 +298,16 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(train
         (["--from", "x", "--prompt", "a", "--output", "b"], "has no effect with --prompt"),
         (["--from", "x", "--prompt", "a", "--top_k", "5"], "has no effect at --temperature 0"),
         (["--from", "x", "--prompt", "a", "--seed", "5"], "has no effect at --temperature 0"),
-        (["--from", "x", "--prompt", "a", "--top_p", "0", "--temperature", "1"], "--top_p=0.0 must be above 0"),
+        (
+            ["--from", "x", "--prompt", "a", "--top_p", "0", "--temperature", "1"],
+            "--top_p=0.0 must be above 0",
+        ),
         (["--from", "x", "--prompt", "a", "--temperature", "nan"], "--temperature=nan"),
         (["--from", "x", "--prompt", "a", "--temperature", "1e6"], "--temperature=1000000.0"),
-        (["--from", "x", "--prompt", "a", "--max_new_tokens", "0"], "--max_new_tokens=0 must be at least 1"),
+        (
+            ["--from", "x", "--prompt", "a", "--max_new_tokens", "0"],
+            "--max_new_tokens=0 must be at least 1",
+        ),
         (["--from", "x", "--prompt", "a", "--nproc", "0"], "--nproc=0"),
         (["--from", "x", "--prompt", "a", "--stop", ""], "--stop"),
         (["--from", "x", "--prompt", "a", "--tempurature", "1"], "--tempurature"),
@@ -281,7 +335,14 @@ def test_a_wrong_request_is_one_line(capfd, arguments, message):
 )
 def test_a_bad_row_is_named_without_writing_output(trained, tmp_path, capfd, line, message):
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "fine"}\n\n' + line + b"\n")
-    arguments = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    arguments = [
+        "--from",
+        str(trained),
+        "--input",
+        str(tmp_path / "in.jsonl"),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+    ]
     code, _, err = answer(capfd, *arguments)
     assert code == 3 and message in err and "in.jsonl:3: " in err
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -347,7 +408,14 @@ def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, 
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, overrides={}))
     run_ranks(1, train_one, config)
     run = tmp_path / "run"
-    arguments = ("--from", str(run), "--config", str(run / "config.resolved.toml"), "--prompt", "ab")
+    arguments = (
+        "--from",
+        str(run),
+        "--config",
+        str(run / "config.resolved.toml"),
+        "--prompt",
+        "ab",
+    )
     code, _, err = answer(capfd, *arguments)
     assert code == 2 and "add --no_cache" in err and "mixes tokens outside of the attention core" in err
     code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")

@@ -8,7 +8,11 @@ from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.tools.generate.generated_text import Printer, Text
 
-SENTENCES = ["the cat sat on the mat, naïve café 🦜 парадокс 東京.", "  def main():\n    return 42\n\n", "日本"]
+SENTENCES = [
+    "the cat sat on the mat, naïve café 🦜 парадокс 東京.",
+    "  def main():\n    return 42\n\n",
+    "日本",
+]
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe", "sentencepiece", "tiktoken"])

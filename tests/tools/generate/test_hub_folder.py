@@ -61,7 +61,9 @@ def test_tokens_from_a_folder_equal_those_of_transformers(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "phi"])
-def test_tokens_of_architectures_without_a_native_model_equal_those_of_transformers(name: str) -> None:
+def test_tokens_of_architectures_without_a_native_model_equal_those_of_transformers(
+    name: str,
+) -> None:
     """Includes tied embeddings, whose head is not a separate module."""
     model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
     assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
@@ -115,7 +117,15 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
         save(build(family, vocab_size=open_tokenizer(str(place)).vocab_size), place)
         (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
         out = tmp_path / f"{family}-{chat}.jsonl"
-        arguments = ["generate", "--from", str(place), "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]
+        arguments = [
+            "generate",
+            "--from",
+            str(place),
+            "--input",
+            str(tmp_path / "in.jsonl"),
+            "--output",
+            str(out),
+        ]
         assert main([*arguments, "--max_new_tokens", str(NEW), *(["--chat"] if chat else [])]) == 0
         model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -127,7 +137,10 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
                 prompt = tokenizer(text)
             ids = torch.tensor([prompt.input_ids])
             # With --chat, a row also ends at the end of a turn in the template, which transformers ignores.
-            ends = [model.generation_config.eos_token_id, *([tokenizer.eos_token_id] if chat else [])]
+            ends = [
+                model.generation_config.eos_token_id,
+                *([tokenizer.eos_token_id] if chat else []),
+            ]
             generated = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
             expected = tokenizer.decode(generated[0, ids.size(1) :], skip_special_tokens=True)
             assert json.loads(line)["prediction"] == expected, (family, chat, text)
@@ -251,5 +264,18 @@ def test_missing_and_ineffective_options_are_reported(
         error = capfd.readouterr().err
         assert message in error and error.count("\n") == 1, error
     assert (
-        main(["generate", "--prompt", "a", "--from", str(bare), "--tokenizer", "bytes", "--max_new_tokens", "2"]) == 0
+        main(
+            [
+                "generate",
+                "--prompt",
+                "a",
+                "--from",
+                str(bare),
+                "--tokenizer",
+                "bytes",
+                "--max_new_tokens",
+                "2",
+            ]
+        )
+        == 0
     )

@@ -21,7 +21,13 @@ THEIRS = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 EXPERTS = {"moe_ffn_dim": 16, "num_experts": 8, "top_k": 2}
 FAMILIES = [
     ("llama3", {**GROUPED, "ffn_dim": 48}, "Llama", {"head_dim": 8}),
@@ -29,10 +35,24 @@ FAMILIES = [
     ("mixtral", {**GROUPED, **EXPERTS, "moe_ffn_dim": 48}, "Mixtral", {"num_local_experts": 8}),
     (
         "deepseek_v3",
-        {**OURS, **LATENT, **EXPERTS, "ffn_dim": 48, "num_dense_layers": 1, "rope_factor": 1.0, "num_groups": 1}
+        {
+            **OURS,
+            **LATENT,
+            **EXPERTS,
+            "ffn_dim": 48,
+            "num_dense_layers": 1,
+            "rope_factor": 1.0,
+            "num_groups": 1,
+        }
         | {"top_groups": 1},
         "DeepseekV3",
-        {**LATENT, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1}
+        {
+            **LATENT,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+        }
         | {"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16},
     ),
 ]
@@ -43,7 +63,9 @@ FAMILIES = [
 def test_greedy_tokens_equal_those_of_transformers(name, ours, prefix, changed, packed, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{prefix}Config")(
-        **{**THEIRS, **changed}, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, pad_token_id=0
+        **{**THEIRS, **changed},
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+        pad_token_id=0,
     )
     config.eos_token_id = None
     reference = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()

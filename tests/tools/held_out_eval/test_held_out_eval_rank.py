@@ -38,10 +38,20 @@ OVERRIDES = {"lr": 3e-3, "eps": 1e-8}
 def trained_config(folder: Path, **sections: Any) -> Config:
     return config(
         job={"dump_folder": str(folder)},
-        training={"steps": 30, "local_batch_size": 8, "global_batch_size": -1, "on_data_end": "repeat"},
+        training={
+            "steps": 30,
+            "local_batch_size": 8,
+            "global_batch_size": -1,
+            "on_data_end": "repeat",
+        },
         validation={"enable": True, "freq": 10},
         optimizer=OVERRIDES,
-        checkpoint={"enable": True, "interval": 10, "keep_best": "validation.accuracy", "keep_latest_k": 3},
+        checkpoint={
+            "enable": True,
+            "interval": 10,
+            "keep_best": "validation.accuracy",
+            "keep_latest_k": 3,
+        },
         **sections,
     )
 
@@ -59,7 +69,13 @@ def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardtrain", *arguments]
     return forked.run(
-        command, capture_output=True, text=True, timeout=patience.seconds(150), env=environment, cwd=ROOT, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(150),
+        env=environment,
+        cwd=ROOT,
+        check=False,
     )
 
 
@@ -107,7 +123,10 @@ def test_rows_without_labels_only_get_predictions(ranks: int) -> None:
     )
     _, with_labels = run_ranks(ranks, choose, labelled, None, ("test",))[0]
     for _, files in run_ranks(ranks, choose, unlabelled, None, ("test",)):
-        assert files == {"test_results.json": None, "test_prediction.txt": with_labels["test_prediction.txt"]}
+        assert files == {
+            "test_results.json": None,
+            "test_prediction.txt": with_labels["test_prediction.txt"],
+        }
 
 
 @pytest.mark.parametrize(
@@ -124,7 +143,9 @@ def test_any_checkpoint_can_be_named(wanted: str, expected: str | None) -> None:
         assert result[0] == expected
 
 
-def test_without_a_best_checkpoint_the_newest_is_used_unless_the_best_is_requested(tmp_path: Path) -> None:
+def test_without_a_best_checkpoint_the_newest_is_used_unless_the_best_is_requested(
+    tmp_path: Path,
+) -> None:
     shutil.copytree(trained() / "checkpoint", tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "best.json").unlink()
     run_config = trained_config(tmp_path)
@@ -141,8 +162,18 @@ def test_files_of_an_earlier_test_that_would_mislead_are_removed(tmp_path: Path)
 def test_a_wrong_row_leaves_no_file(tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.write_text("good\t1\nbad\t2\n")
-    options = ["--task.test_dataset_path", str(bad), "--output", str(tmp_path / "out"), "--nproc", "1"]
-    arguments, stderr_file = ["test", str(trained() / "config.resolved.toml"), *options], tmp_path / "stderr"
+    options = [
+        "--task.test_dataset_path",
+        str(bad),
+        "--output",
+        str(tmp_path / "out"),
+        "--nproc",
+        "1",
+    ]
+    arguments, stderr_file = (
+        ["test", str(trained() / "config.resolved.toml"), *options],
+        tmp_path / "stderr",
+    )
     assert end(fork(main, arguments, stderr_file)) == 3
     assert f"{bad}:2: label '2' in column '1' is not one of 0, 1" in stderr_file.read_text()
     assert "Traceback" not in stderr_file.read_text() and not (tmp_path / "out").exists()
@@ -163,7 +194,13 @@ def test_a_config_without_a_held_out_set_is_refused(capsys: pytest.CaptureFixtur
 
 
 def test_a_language_model_is_tested_by_its_loss() -> None:
-    held_out = {"enable": True, "dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 2}
+    held_out = {
+        "enable": True,
+        "dataset": "text",
+        "dataset_path": text_file(),
+        "seq_len": 64,
+        "steps": 2,
+    }
     run_config = shallow_config(validation=held_out)
     loss, files = run_ranks(1, language_model, run_config)[0]
     assert list(files) == ["dev_results.json"] and json.loads(files["dev_results.json"])["loss"] == pytest.approx(loss)

@@ -40,7 +40,11 @@ def test_without_a_plan_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(("memory_mib", "changes"), [(0, 3), (2**20, 0), (60, 3), (38, 2), (20, 0)])
 def test_only_sufficient_changes_are_suggested(memory_mib: int, changes: int) -> None:
     """The plan of a single rank needs 51 MiB. With the changes, it needs 37, 41 and 37 MiB."""
-    options = ["--training.seq_len=64", "--training.local_batch_size=4", "--model.hf_assets_path=bytes"]
+    options = [
+        "--training.seq_len=64",
+        "--training.local_batch_size=4",
+        "--model.hf_assets_path=bytes",
+    ]
     run_config = config.load("debug", options).config
     lines = after_run.after_out_of_memory(run_config, 1, is_cpu=True, memory_bytes=memory_mib * 2**20)
     assert len(lines[1:]) == changes, lines
@@ -58,8 +62,20 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
     memory = {"total": 90 * 2**20, "available": 2**20} if ranks == 2 else {"total": 60 * 2**20, "available": 2**20}
     monkeypatch.setattr(limits, "host_memory", lambda: memory)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: (0, 0))
-    command = [sys.executable, "-m", "shardtrain", "train", "debug", f"--nproc={ranks}", "--training.seq_len=64"]
-    command += ["--training.local_batch_size=4", "--model.hf_assets_path=bytes", f"--job.dump_folder={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain",
+        "train",
+        "debug",
+        f"--nproc={ranks}",
+        "--training.seq_len=64",
+    ]
+    command += [
+        "--training.local_batch_size=4",
+        "--model.hf_assets_path=bytes",
+        f"--job.dump_folder={tmp_path}",
+    ]
     result = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
     assert result.returncode == 7, result.stderr
     lines = result.stderr.splitlines()
@@ -73,7 +89,12 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
 def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Path:
     """Write the files of an 8B run on 8 devices whose first half was slow."""
     rows = [
-        {"step": step, "loss": 3.0, "tps": tps / 9 if step <= steps // 2 else tps, "memory_gib": memory_gib}
+        {
+            "step": step,
+            "loss": 3.0,
+            "tps": tps / 9 if step <= steps // 2 else tps,
+            "memory_gib": memory_gib,
+        }
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -81,7 +102,9 @@ def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Pa
     return folder
 
 
-def test_planned_and_measured_values_are_compared_and_large_differences_warn(tmp_path: Path) -> None:
+def test_planned_and_measured_values_are_compared_and_large_differences_warn(
+    tmp_path: Path,
+) -> None:
     plan = planning.make(config.load("llama3_8b").config, 8, hardware.find("h100"))
     gib = plan.fullest.peak / 2**30
     run = finished(tmp_path, 1.1 * plan.tps, 0.5 * gib)

@@ -21,7 +21,12 @@ def folder(tmp_path):
     def write(seconds=3.0, count=10):
         shutil.copy(next(iter(presets.__path__)) + "/debug.toml", tmp_path / "config.resolved.toml")
         lines = [
-            {"step": step, "step_seconds": seconds * (5 if step == 1 else 1), "tokens_per_second": 20.0, "tps": 10.0}
+            {
+                "step": step,
+                "step_seconds": seconds * (5 if step == 1 else 1),
+                "tokens_per_second": 20.0,
+                "tps": 10.0,
+            }
             for step in range(1, count + 1)
         ]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -55,7 +60,12 @@ def report(tmp_path):
     def write(name="NVIDIA H100 80GB HBM3", rate=400e12, links=200e9, network=40e9):
         reports = patients.healthy()
         for number, facts in reports.facts.items():
-            facts["devices"] = {**facts["devices"], "name": name, "dtype": "bfloat16", "rate": rate * (1 + number)}
+            facts["devices"] = {
+                **facts["devices"],
+                "name": name,
+                "dtype": "bfloat16",
+                "rate": rate * (1 + number),
+            }
             near = {
                 "axis": "tp",
                 "name": "all_gather",
@@ -94,7 +104,9 @@ def test_a_slower_device_of_the_report_makes_a_slower_plan(report):
     loaded = config.load("llama3_8b", [])
     steps = [
         planning.make(
-            loaded.config, 8, calibrate.learn_report(report(rate=rate), hardware.find("h100")).device
+            loaded.config,
+            8,
+            calibrate.learn_report(report(rate=rate), hardware.find("h100")).device,
         ).time.seconds
         for rate in (400e12, 300e12, 200e12)
     ]
@@ -104,7 +116,14 @@ def test_a_slower_device_of_the_report_makes_a_slower_plan(report):
 def test_a_report_of_another_device_or_no_report_is_refused(report, tmp_path):
     with pytest.raises(ConfigError, match="--device h100"):
         calibrate.learn_report(report(), hardware.find("a100"))
-    for text in ("", "[]", "{}", '{"rates": 3}', '{"rates": {"flops": {}}, "device": "x"}', "[" * 100_000):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        '{"rates": 3}',
+        '{"rates": {"flops": {}}, "device": "x"}',
+        "[" * 100_000,
+    ):
         (tmp_path / "wrong.json").write_text(text)
         with pytest.raises(ConfigError, match=r"is not a report|impossible rates"):
             calibrate.learn_report(tmp_path / "wrong.json", hardware.find("h100"))

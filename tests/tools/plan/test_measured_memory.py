@@ -27,7 +27,10 @@ SIZES = {"dim": 128, "num_heads": 8, "vocab_size": 512, "num_layers": 4}
 GROUPED = {**SIZES, "num_kv_heads": 4, "head_dim": 16}
 LLAMA = {"name": "llama3", "flavor": "debugmodel", "overrides": {**GROUPED, "ffn_dim": 384}}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"flavor": "debugmodel", "overrides": {**GROUPED, "ffn_dim": 384, "tied_embeddings": True}},
+    "qwen3": {
+        "flavor": "debugmodel",
+        "overrides": {**GROUPED, "ffn_dim": 384, "tied_embeddings": True},
+    },
     "qwen3_moe": {
         "flavor": "debugmodel_moe",
         "overrides": {**GROUPED, "moe_ffn_dim": 96, "num_experts": 8, "top_k": 2},
@@ -46,7 +49,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "top_k": 2,
         },
     },
-    "mixtral": {"flavor": "debugmodel", "overrides": {**GROUPED, "moe_ffn_dim": 128, "num_experts": 4}},
+    "mixtral": {
+        "flavor": "debugmodel",
+        "overrides": {**GROUPED, "moe_ffn_dim": 128, "num_experts": 4},
+    },
     "llama4": {
         "flavor": "debugmodel",
         "overrides": {**GROUPED, "ffn_dim": 384, "moe_ffn_dim": 128, "num_experts": 4},
@@ -121,14 +127,21 @@ def planned_bytes(config: Any, size: int, kernels: rank_memory.Kernels = "cpu") 
 
 
 def check(
-    size: int, sections: dict[str, Any], model: dict[str, Any], most: float, kernels: rank_memory.Kernels = "cpu"
+    size: int,
+    sections: dict[str, Any],
+    model: dict[str, Any],
+    most: float,
+    kernels: rank_memory.Kernels = "cpu",
 ) -> None:
     training = {
         "seq_len": 512, "mixed_precision_param": "bfloat16", "local_batch_size": 2, "global_batch_size": -1
     } | sections.get("training", {})  # fmt: skip
     config = tiny_config(**{**sections, "training": training})
     config = dataclasses.replace(config, model=Model(**model))
-    measured, planned = run_ranks(size, measured_bytes, config, kernels), planned_bytes(config, size, kernels)
+    measured, planned = (
+        run_ranks(size, measured_bytes, config, kernels),
+        planned_bytes(config, size, kernels),
+    )
     per_place = size // len(planned)
     for place, bytes_planned in enumerate(planned):
         bytes_measured = max(measured[place * per_place : (place + 1) * per_place])
@@ -140,8 +153,14 @@ def mesh(**degrees: Any) -> dict[str, Any]:
 
 
 def piped(name: str, **degrees: Any) -> dict[str, Any]:
-    ends = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
-    return {**mesh(pipeline_parallel_degree=2, pipeline_parallel_schedule=name, **ends, **degrees), **EIGHT_ROWS}
+    ends = {
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+    }
+    return {
+        **mesh(pipeline_parallel_degree=2, pipeline_parallel_schedule=name, **ends, **degrees),
+        **EIGHT_ROWS,
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,10 +183,20 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
             (2, {"training": {"global_batch_size": 8}}),
             (2, {"training": {"global_batch_size": 8}, **FULL}),
             (2, mesh(data_parallel_replicate_degree=2, data_parallel_shard_degree=1)),
-            (2, mesh(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, shard_optimizer_states=True)),
+            (
+                2,
+                mesh(
+                    data_parallel_replicate_degree=2,
+                    data_parallel_shard_degree=1,
+                    shard_optimizer_states=True,
+                ),
+            ),
             (4, mesh(data_parallel_replicate_degree=2)),
             (2, mesh(tensor_parallel_degree=2)),
-            (2, {**mesh(tensor_parallel_degree=2), "training": {"local_batch_size": 16}}),  # the loss in chunks
+            (
+                2,
+                {**mesh(tensor_parallel_degree=2), "training": {"local_batch_size": 16}},
+            ),  # the loss in chunks
             (2, {**mesh(tensor_parallel_degree=2), **FULL}),
             (2, {**mesh(tensor_parallel_degree=2), **PER_OPERATION}),
             (4, mesh(tensor_parallel_degree=2)),

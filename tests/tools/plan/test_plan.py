@@ -30,7 +30,14 @@ def test_the_output_fits_a_screen_and_names_memory_time_and_bottleneck(capsys):
     code, out, err = answer(capsys, "llama3_8b", "--gpus", "8", "--tokens", "1T", "--price", "2")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    for part in ("8.03B parameters on 8 x h100", "activations", "MFU", "changes that reduce", "device hours", "fits: "):
+    for part in (
+        "8.03B parameters on 8 x h100",
+        "activations",
+        "MFU",
+        "changes that reduce",
+        "device hours",
+        "fits: ",
+    ):
         assert part in out
 
 
@@ -106,7 +113,8 @@ def test_wrong_plan_arguments_are_rejected_in_one_line_each(capsys, arguments, m
 
 
 @pytest.mark.parametrize(
-    ("output", "message"), [("mine.toml", "is the configuration that is planned"), (".", "is a folder")]
+    ("output", "message"),
+    [("mine.toml", "is the configuration that is planned"), (".", "is a folder")],
 )
 def test_an_output_that_must_not_be_written_is_rejected_before_the_search(
     tmp_path, monkeypatch, capsys, output, message
@@ -240,7 +248,11 @@ def test_the_largest_values_of_a_layout_are_reported_on_request(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest")
     assert code == 0
     limits = dict(line.strip().split("=") for line in out.partition("if only one is changed:\n")[2].splitlines())
-    assert set(limits) == {"training.seq_len", "training.local_batch_size", "model.overrides.num_layers"}
+    assert set(limits) == {
+        "training.seq_len",
+        "training.local_batch_size",
+        "model.overrides.num_layers",
+    }
     assert int(limits["training.seq_len"]) > 8192 and int(limits["model.overrides.num_layers"]) > 32
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest", "--json")
     assert json.loads(out)["largest"] == {option: int(number) for option, number in limits.items()}
@@ -263,7 +275,18 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
     assert "one failure in 50,677 device hours" in " ".join(capsys.readouterr().out.split())
     assert cli.main([*arguments, "--checkpoint.enable=false"]) == 0
     assert "no checkpoint is saved" in capsys.readouterr().out
-    assert cli.main([*arguments, "--checkpoint.interval_type", "seconds", "--checkpoint.interval", "1000000"]) == 0
+    assert (
+        cli.main(
+            [
+                *arguments,
+                "--checkpoint.interval_type",
+                "seconds",
+                "--checkpoint.interval",
+                "1000000",
+            ]
+        )
+        == 0
+    )
     assert "training never ends with failures: save more often" in capsys.readouterr().out
 
 
@@ -331,7 +354,10 @@ SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.device
             ["llama3_70b", "--launch.device", "a100-40gb"],
             'launch.device="a100-40gb" has 39.40 GiB, but each of 16 ranks is planned to need',
         ),
-        (["llama3_8b", "--launch.device", "h1000"], 'launch.device="h1000" is not a known device; did you mean h100'),
+        (
+            ["llama3_8b", "--launch.device", "h1000"],
+            'launch.device="h1000" is not a known device; did you mean h100',
+        ),
     ],
 )
 def test_a_job_that_cannot_fit_is_rejected_before_submission(arguments, message, capsys) -> None:

@@ -125,7 +125,9 @@ def test_a_pipeline_holds_the_micro_batches_in_flight(name, rank):
         "pipeline_parallel_last_stage_less_layers": 0,
     }
     config = wide(
-        parallelism=degrees, training={"local_batch_size": 8, "global_batch_size": -1}, model={"num_layers": 8}
+        parallelism=degrees,
+        training={"local_batch_size": 8, "global_batch_size": -1},
+        model={"num_layers": 8},
     )
     run, plan = traced(config, rank * 4, 8), planned(config, rank, 8)
     assert plan.in_flight == run.traced.most_in_flight
@@ -151,7 +153,11 @@ def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, s
     [
         {},
         {"optimizer.name": "AdamW8bit", "optimizer.bf16_stochastic_round": "false"},
-        {"optimizer.early_step_in_backward": "true", "training.max_norm": "inf", "training.global_batch_size": "-1"},
+        {
+            "optimizer.early_step_in_backward": "true",
+            "training.max_norm": "inf",
+            "training.global_batch_size": "-1",
+        },
     ],
     ids=str,
 )
@@ -181,7 +187,10 @@ def test_a_shape_from_sizes_equals_that_of_the_model():
     config = load("llama3_8b", []).config
     read_shape = shapes.read(config)
     from_sizes = shapes.decoder("llama3 8B", 32, 4096, 32, 8, 14336, 128256, config.training.seq_len)
-    assert (from_sizes.num_params, from_sizes.flops_per_token) == (read_shape.num_params, read_shape.flops_per_token)
+    assert (from_sizes.num_params, from_sizes.flops_per_token) == (
+        read_shape.num_params,
+        read_shape.flops_per_token,
+    )
     sizes = job_sizes.of_config(config, 8, 32)
     assert rank_memory.of_rank(from_sizes, sizes, 0, (), "cuda") == rank_memory.of_rank(
         read_shape, sizes, 0, (), "cuda"

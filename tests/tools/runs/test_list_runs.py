@@ -55,11 +55,17 @@ def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path, capsys:
     assert cli.main(["runs", str(tmp_path)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["STATE", "STEP", "LOSS", "AGE", "RUN"]
-    assert [line.split()[-1] for line in lines] == [str(tmp_path / "sweep/new"), str(tmp_path / "sweep/old")]
+    assert [line.split()[-1] for line in lines] == [
+        str(tmp_path / "sweep/new"),
+        str(tmp_path / "sweep/old"),
+    ]
     assert lines[0].startswith("under way") and lines[0].split()[2:4] == ["7", "2.5"]
     assert cli.main(["runs", str(tmp_path), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row["state"], row["step"], row["loss"]) for row in rows] == [("under way", 7, 2.5), ("ended", 7, 2.5)]
+    assert [(row["state"], row["step"], row["loss"]) for row in rows] == [
+        ("under way", 7, 2.5),
+        ("ended", 7, 2.5),
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "[1]\n", "{" * 1000, '{"step": "x"}\n', "\x00\n" * 100])

@@ -45,7 +45,12 @@ def runs(rank: int, root: Path) -> None:
         return "planted" if (len(guard.losses), len(guard.rewinds)) in ((6, 0), (8, 1)) else ""
 
     Guard.find_spike = planted  # type: ignore[method-assign]
-    options = {"spike_policy": "rewind", "spike_rewind_steps": 2, "spike_skip_steps": 2, "steps": 11}
+    options = {
+        "spike_policy": "rewind",
+        "spike_rewind_steps": 2,
+        "spike_skip_steps": 2,
+        "steps": 11,
+    }
     assert train_whole(rank, config(root / "rewound", **options)).error is None
     Guard.find_spike = find  # type: ignore[method-assign]
 
@@ -159,7 +164,11 @@ def test_an_impossible_replay_is_reported_in_one_line(root: Path, tmp_path: Path
         (("3", str(root / "run"), "--nproc", "none"), 2, '--nproc="none" must be a whole number'),
         (("3", str(root / "run"), "--output", str(root / "run")), 2, "is the run's own folder"),
         (("3", str(root / "run"), "--training.stepz", "4"), 2, "training.stepz"),
-        (("3", "--job.dump_folder", str(tmp_path)), 5, "has neither metrics.jsonl nor a checkpoint"),
+        (
+            ("3", "--job.dump_folder", str(tmp_path)),
+            5,
+            "has neither metrics.jsonl nor a checkpoint",
+        ),
     ):
         status, output = replay(root, *arguments)
         assert (status, text in output) == (code, True), output
@@ -184,7 +193,12 @@ def test_opening_a_folder_runs_no_code_named_by_its_configuration(
     folder, code = tmp_path / "run", tmp_path / "code.py"
     folder.mkdir()
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    keys = {"model": ["name", "tokenizer_path"], "task": ["name"], "optimizer": ["name"], "training": ["dataset"]}
+    keys = {
+        "model": ["name", "tokenizer_path"],
+        "task": ["name"],
+        "optimizer": ["name"],
+        "training": ["dataset"],
+    }
     keys |= {"lr_scheduler": ["name"], "validation": ["dataset"], "data.sources.web": ["dataset"]}
     named = [f"{section}.{key}" for section, names in keys.items() for key in names]
     lines = []

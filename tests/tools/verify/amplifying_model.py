@@ -36,7 +36,10 @@ class Reservoir(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.rounds = c.rounds
-        self.drive, self.out = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+        self.drive, self.out = (
+            nn.Linear(c.dim, 2 * c.dim, bias=False),
+            nn.Linear(2 * c.dim, c.dim, bias=False),
+        )
 
     def forward(self, x):
         state = self.drive(x).sigmoid()

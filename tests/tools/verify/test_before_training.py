@@ -213,7 +213,14 @@ def changed(changes: Changes) -> str:
 
 
 def run_of(path: Path, mesh: str, flavor: str = "small", **sections: dict[str, Any]) -> Config:
-    arguments = ["--model.name", str(path), "--model.flavor", flavor, "--activation_checkpoint.mode", "none"]
+    arguments = [
+        "--model.name",
+        str(path),
+        "--model.flavor",
+        flavor,
+        "--activation_checkpoint.mode",
+        "none",
+    ]
     for axis, degree in meshes.read(mesh).items():
         if axis in AXES:
             arguments += [f"--parallelism.{AXES[axis]}_parallel_degree", str(degree)]
@@ -296,11 +303,21 @@ def test_the_meshes_of_a_run_need_no_more_than_eight_ranks() -> None:
     for arguments, expected in {
         ("--parallelism.tensor_parallel_degree", "2"): ["tp=2"],
         ("--parallelism.tensor_parallel_degree", "16"): ["tp=2"],
-        ("--parallelism.tensor_parallel_degree", "8", "--parallelism.pipeline_parallel_degree", "4"): [
+        (
+            "--parallelism.tensor_parallel_degree",
+            "8",
+            "--parallelism.pipeline_parallel_degree",
+            "4",
+        ): [
             "tp=2,pp=2",
             "tp=8",
         ],
-        ("--parallelism.expert_parallel_degree", "8", "--parallelism.context_parallel_degree", "6"): [
+        (
+            "--parallelism.expert_parallel_degree",
+            "8",
+            "--parallelism.context_parallel_degree",
+            "6",
+        ): [
             "cp=2,ep=2",
         ],
     }.items():

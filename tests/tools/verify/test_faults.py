@@ -22,7 +22,14 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from shardtrain import optim
 from shardtrain.config import stages
-from shardtrain.distributed import expert_parallel, fsdp, grad_clip, pipeline_parallel, runner, zero1
+from shardtrain.distributed import (
+    expert_parallel,
+    fsdp,
+    grad_clip,
+    pipeline_parallel,
+    runner,
+    zero1,
+)
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel import gather, masks, ulysses
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
@@ -95,7 +102,12 @@ def gradients_averaged_over_parts_of_the_sequence(monkeypatch):
 
 @fault("dp_replicate=2", "scaled by 2", "dp_replicate", "counted 2 times")
 def gradients_counted_once_for_each_replica(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * 2) / 2)
+    wrap(
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, b, weight * 2) / 2,
+    )
 
 
 @fault("dp_replicate=2,dp_shard=2", "missing reduction over dp_replicate")
@@ -119,17 +131,32 @@ def norms_of_the_split_sequence_not_reduced(monkeypatch):
 
 @fault("dp_shard=2", "micro-batches dropped", "only the last of 4")
 def only_the_last_micro_batch_counts(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b[-1:], weight))
+    wrap(
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, b[-1:], weight),
+    )
 
 
 @fault("tp=2", "micro-batch dropped", "the first of 4")
 def the_first_micro_batch_dropped(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b[1:], weight))
+    wrap(
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, b[1:], weight),
+    )
 
 
 @fault("dp_shard=2", "micro-batch counted twice", "the first of 4")
 def the_first_micro_batch_counted_twice(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, [b[0], *b], weight))
+    wrap(
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, [b[0], *b], weight),
+    )
 
 
 @fault("dp_shard=2", "no gradient")
@@ -158,7 +185,10 @@ def a_gradient_without_its_positive_numbers(monkeypatch):
     wrap(monkeypatch, grad_clip, "gradient_norm", clamp)
 
 
-@fault("dp_replicate=2", "unsynchronised: copies of the gradient differ between ranks of axis dp_replicate")
+@fault(
+    "dp_replicate=2",
+    "unsynchronised: copies of the gradient differ between ranks of axis dp_replicate",
+)
 def noise_in_one_copy_of_a_gradient(monkeypatch):
     def noise(norm, parameters, mesh):
         parameters = list(parameters)
@@ -198,19 +228,37 @@ def a_layer_that_is_frozen(monkeypatch):
 
 @fault("dp_shard=2", "divided twice by the", "target tokens")
 def the_loss_divided_twice(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * weight))
+    wrap(
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, b, weight * weight),
+    )
 
 
 @fault("dp_shard=2", "scaled by 1.25", "which is not a size of an axis")
 def a_wrong_divisor(monkeypatch):
     wrap(
-        monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight * 1.25) / 1.25
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, b, weight * 1.25) / 1.25,
     )
 
 
-@fault("dp_shard=2", "each data rank divided by its own count of target tokens", "a mean of means", by_default=True)
+@fault(
+    "dp_shard=2",
+    "each data rank divided by its own count of target tokens",
+    "a mean of means",
+    by_default=True,
+)
 def each_rank_divides_by_its_own_count(monkeypatch):
-    wrap(monkeypatch, Mesh, "sum_of_all", lambda _total, self, values: values * self.size(*BATCH_AXES))
+    wrap(
+        monkeypatch,
+        Mesh,
+        "sum_of_all",
+        lambda _total, self, values: values * self.size(*BATCH_AXES),
+    )
 
 
 @fault("tp=2", "each micro-batch divided by its own count of target tokens", "a mean of means")
@@ -251,7 +299,12 @@ def the_vocabulary_of_each_rank_starts_at_zero(monkeypatch):
 
 @fault("dp_replicate=2", "same samples", "dp_replicate")
 def all_ranks_read_the_same_samples(monkeypatch):
-    wrap(monkeypatch, Mesh, "rank", lambda f, self, *axes: 0 if axes == BATCH_AXES else f(self, *axes))
+    wrap(
+        monkeypatch,
+        Mesh,
+        "rank",
+        lambda f, self, *axes: 0 if axes == BATCH_AXES else f(self, *axes),
+    )
 
 
 @fault("pp=2", "the reported loss is scaled by 2", "axis pp")
@@ -336,7 +389,13 @@ class Unsummed(RowwiseParallel):
         return DTensor.from_local(partial.contiguous(), mesh, (Shard(1),), run_check=False).to_local()
 
 
-@fault("tp=2", "first differs", "module layers.0.attn.wo", 'LAYOUT.tensor calls "rowwise"', by_default=True)
+@fault(
+    "tp=2",
+    "first differs",
+    "module layers.0.attn.wo",
+    'LAYOUT.tensor calls "rowwise"',
+    by_default=True,
+)
 def the_sum_after_a_rowwise_linear_missing(monkeypatch):
     def style(make, path, module, name, splitting):
         if name == "rowwise":
@@ -372,7 +431,12 @@ class WithoutPipelineSum:
 
 @fault("pp=2", "norm not reduced over pp")
 def norm_not_reduced_over_pipeline_stages(monkeypatch):
-    wrap(monkeypatch, grad_clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, WithoutPipelineSum(mesh)))
+    wrap(
+        monkeypatch,
+        grad_clip,
+        "gradient_norm",
+        lambda f, parameters, mesh: f(parameters, WithoutPipelineSum(mesh)),
+    )
 
 
 def forget_axis(monkeypatch, forgotten):
@@ -395,12 +459,22 @@ def norm_not_reduced_over_shards(monkeypatch):
 
 @fault("dp_replicate=2", "norm counts whole tensors once for each rank of axis dp_replicate")
 def norm_counts_each_replica(monkeypatch):
-    wrap(monkeypatch, grad_clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, mesh) * 2**0.5)
+    wrap(
+        monkeypatch,
+        grad_clip,
+        "gradient_norm",
+        lambda f, parameters, mesh: f(parameters, mesh) * 2**0.5,
+    )
 
 
 @fault("dp_shard=2", "clipped by another factor", "rank 0: 1", "rank 1: 0.5")
 def each_rank_clips_by_its_own_factor(monkeypatch):
-    wrap(monkeypatch, grad_clip, "scale_gradients", lambda f, parameters, by: f(parameters, by / (1 + dist.get_rank())))
+    wrap(
+        monkeypatch,
+        grad_clip,
+        "scale_gradients",
+        lambda f, parameters, by: f(parameters, by / (1 + dist.get_rank())),
+    )
 
 
 @fault("tp=2", "step 2", "clipped by another factor")
@@ -439,7 +513,12 @@ def copies_of_a_parameter_drift_apart(monkeypatch):
 
 @fault("dp_replicate=2", "unsynchronised parameter", "axis dp_replicate")
 def a_learning_rate_of_each_rank(monkeypatch):
-    wrap(monkeypatch, trainer, "learning_rate", lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()))
+    wrap(
+        monkeypatch,
+        trainer,
+        "learning_rate",
+        lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()),
+    )
 
 
 @fault("dp_shard=2", "step 2", "stale weights", "the weights from the start of step 1")
@@ -460,7 +539,14 @@ def weights_of_the_step_before(monkeypatch):
 # initial weights
 
 
-@fault("dp_shard=2", "before step 1", "initial weights depend on the rank", "rank 1", "seed", by_default=True)
+@fault(
+    "dp_shard=2",
+    "before step 1",
+    "initial weights depend on the rank",
+    "rank 1",
+    "seed",
+    by_default=True,
+)
 def a_seed_of_each_rank(monkeypatch):
     def shifted(draw, parameter, name, how, seed):
         return draw(parameter, name, how, seed + dist.get_rank())
@@ -494,7 +580,12 @@ def tokens_of_one_expert_dropped(monkeypatch):
 
 @fault("ep=2", "first differs", "module layers.0.moe", model="qwen3_moe")
 def rows_come_back_from_experts_in_another_order(monkeypatch):
-    wrap(monkeypatch, expert_parallel.AllToAllDispatch, "forward", lambda f, self, *inputs: f(self, *inputs).flip(0))
+    wrap(
+        monkeypatch,
+        expert_parallel.AllToAllDispatch,
+        "forward",
+        lambda f, self, *inputs: f(self, *inputs).flip(0),
+    )
 
 
 @fault("ep=2", "scaled by 1/2", "averaged where it must be summed", model="qwen3_moe")
@@ -577,7 +668,8 @@ def benches(make_bench):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if fault.by_default else pytest.mark.nightly) for n, fault in FAULTS.items()]
+    "name",
+    [pytest.param(n, marks=() if fault.by_default else pytest.mark.nightly) for n, fault in FAULTS.items()],
 )
 def test_a_fault_in_the_engine_is_detected_and_named(name, benches, monkeypatch):
     planted = FAULTS[name]
@@ -598,7 +690,11 @@ def test_the_recorded_claim_counts_these_faults():
     assert claims["faults_in_the_engine"]["named"] == named
 
 
-OF_LLAMA = ("a layer that is frozen", "one parameter is not updated", "a module that fails on a mesh")
+OF_LLAMA = (
+    "a layer that is frozen",
+    "one parameter is not updated",
+    "a module that fails on a mesh",
+)
 EVERYWHERE = [
     name
     for name, fault in FAULTS.items()

@@ -20,7 +20,10 @@ def test_results_are_in_rank_order(tmp_path):
         dist.all_reduce(total)
         return [rank, num_ranks, start + total.item()]
 
-    assert forked_workers.run(2, add, 10, folder=tmp_path, backend="gloo") == [[0, 2, 11.0], [1, 2, 11.0]]
+    assert forked_workers.run(2, add, 10, folder=tmp_path, backend="gloo") == [
+        [0, 2, 11.0],
+        [1, 2, 11.0],
+    ]
 
 
 def fail(rank, num_ranks):
@@ -51,7 +54,11 @@ def refuse(rank, num_ranks):
     [
         (fail, r"^rank 1: ValueError: planted \(test_forked_workers.py:\d+\)$", False),
         (die, "^rank 1: died: exit status 3$", False),
-        (killed, "^rank 0: died: killed by SIGKILL, as the system does when memory runs out$", False),
+        (
+            killed,
+            "^rank 0: died: killed by SIGKILL, as the system does when memory runs out$",
+            False,
+        ),
         (refuse, "^this cannot be$", True),
     ],
 )

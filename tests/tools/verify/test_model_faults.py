@@ -21,7 +21,11 @@ from shardtrain.tools import verify
 from shardtrain.utils.errors import ConfigError
 
 DROPPED = "dropout: switched off (dropout with p=0.1), because each mesh drops different elements"
-BY_DEFAULT = ("a call counter", "a norm on the sequence declared replicated", "a core with a bias by distance")
+BY_DEFAULT = (
+    "a call counter",
+    "a norm on the sequence declared replicated",
+    "a core with a bias by distance",
+)
 """Faults tested with the full command by default. The others are tested without it, in one launch."""
 SOUND = (Path(__file__).parent / "sound_model.py").read_text()
 
@@ -55,7 +59,10 @@ def cached(*lines: str) -> list[tuple[str, str]]:
     """Return changes for a core that computes its mask m for n tokens with the lines. ``kept`` is a class attribute."""
     body = "\n        ".join(["n = q.size(2)", *lines, CORE.replace("is_causal=True", "attn_mask=m")])
     mask = "def mask(n):\n    return torch.ones(n, n, dtype=torch.bool).tril()\n\n\n"
-    return [("class Core(nn.Module):\n", f"{mask}class Core(nn.Module):\n    kept = None\n\n"), (CORE, body)]
+    return [
+        ("class Core(nn.Module):\n", f"{mask}class Core(nn.Module):\n    kept = None\n\n"),
+        (CORE, body),
+    ]
 
 
 def before_ffn(*lines: str) -> list[tuple[str, str]]:
@@ -494,7 +501,8 @@ WITHOUT_MESH = [name for name, fault in FAULTS.items() if not fault.needs_mesh]
 
 
 @pytest.mark.parametrize(
-    "name", cases(WITHOUT_MESH[::3], nightly=[name for name in WITHOUT_MESH if name not in WITHOUT_MESH[::3]])
+    "name",
+    cases(WITHOUT_MESH[::3], nightly=[name for name in WITHOUT_MESH if name not in WITHOUT_MESH[::3]]),
 )
 def test_a_fault_visible_without_a_mesh_is_named(name, results):
     fault, result = FAULTS[name], results[name]
@@ -526,7 +534,8 @@ def test_a_correct_model_has_the_same_results_on_every_mesh(name, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
+    "name",
+    [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS],
 )
 def test_the_command_names_a_fault_in_a_model_file(name, tmp_path):
     fault = FAULTS[name]

@@ -70,7 +70,13 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(*answer: str, options: tuple[str, ...] = (), mesh: str = "dp_shard=2", on: str = "", steps: int = 1) -> Any:
+def fault(
+    *answer: str,
+    options: tuple[str, ...] = (),
+    mesh: str = "dp_shard=2",
+    on: str = "",
+    steps: int = 1,
+) -> Any:
     """Register a function that plants a fault, under its name. ``on`` is the row that must differ."""
 
     def register(plant: Any) -> Any:
@@ -89,7 +95,12 @@ def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) ->
 # forward
 
 
-@fault("module layers.0.moe.router.gate", "computed in bfloat16", "although the result is float32", options=QWEN3_MOE)
+@fault(
+    "module layers.0.moe.router.gate",
+    "computed in bfloat16",
+    "although the result is float32",
+    options=QWEN3_MOE,
+)
 def a_router_in_bfloat16(monkeypatch):
     def in_bfloat16(self, x):
         return F.linear(x.bfloat16(), self.weight.bfloat16()).float()
@@ -139,10 +150,19 @@ def rotary_frequencies_rounded(monkeypatch):
 
 @fault("module rope", "differs from float64")
 def positions_in_bfloat16(monkeypatch):
-    wrap(monkeypatch, layers.RotaryAngles, "forward", lambda f, self, positions: f(self, positions.bfloat16()))
+    wrap(
+        monkeypatch,
+        layers.RotaryAngles,
+        "forward",
+        lambda f, self, positions: f(self, positions.bfloat16()),
+    )
 
 
-@fault("own code", "computed in bfloat16, or rounded to it, although the result is float32", options=FLOAT32)
+@fault(
+    "own code",
+    "computed in bfloat16, or rounded to it, although the result is float32",
+    options=FLOAT32,
+)
 def a_residual_stream_rounded_in_a_float32_run(monkeypatch):
     def rounded(forward, self, x, *others):
         return forward(self, x.bfloat16().float(), *others)
@@ -195,7 +215,12 @@ def the_softmax_of_the_loss_in_bfloat16(monkeypatch):
     steps=2,
 )
 def gradients_reduced_in_bfloat16(monkeypatch):
-    wrap(monkeypatch, fsdp, "precision_policy", lambda f, c: dataclasses.replace(f(c), reduce_dtype=torch.bfloat16))
+    wrap(
+        monkeypatch,
+        fsdp,
+        "precision_policy",
+        lambda f, c: dataclasses.replace(f(c), reduce_dtype=torch.bfloat16),
+    )
 
 
 @fault("each number of the gradient is a bfloat16", "added over micro-batches in bfloat16", steps=2)
@@ -208,19 +233,38 @@ def gradients_of_micro_batches_added_in_bfloat16(monkeypatch):
     wrap(monkeypatch, compute_copies.ComputeCopies, "_add_gradient", rounded)
 
 
-@fault("scaled by 1024, the loss scale of float16: they are not divided by it", options=FLOAT16, steps=2)
+@fault(
+    "scaled by 1024, the loss scale of float16: they are not divided by it",
+    options=FLOAT16,
+    steps=2,
+)
 def a_loss_scale_that_is_not_divided(monkeypatch):
-    wrap(monkeypatch, trainer, "_update", lambda f, run, factor, *others: f(run, factor * scale_of(run), *others))
+    wrap(
+        monkeypatch,
+        trainer,
+        "_update",
+        lambda f, run, factor, *others: f(run, factor * scale_of(run), *others),
+    )
 
 
 @fault("the loss scale of float16: they are divided by it twice", options=FLOAT16, steps=2)
 def a_loss_scale_that_is_divided_twice(monkeypatch):
-    wrap(monkeypatch, trainer, "_update", lambda f, run, factor, *others: f(run, factor / scale_of(run), *others))
+    wrap(
+        monkeypatch,
+        trainer,
+        "_update",
+        lambda f, run, factor, *others: f(run, factor / scale_of(run), *others),
+    )
 
 
 @fault("gradient norm of rank 0", "computed or added in a shorter dtype than float32", steps=2)
 def a_gradient_norm_in_bfloat16(monkeypatch):
-    wrap(monkeypatch, grad_clip, "gradient_norm", lambda f, parameters, mesh: f(parameters, mesh).bfloat16().float())
+    wrap(
+        monkeypatch,
+        grad_clip,
+        "gradient_norm",
+        lambda f, parameters, mesh: f(parameters, mesh).bfloat16().float(),
+    )
 
 
 @fault("gradient", "no simple cause fits", on="dp_shard=2", options=GATHERED_IN_FLOAT8)
@@ -249,7 +293,12 @@ def a_master_weight_rounded_after_its_update(monkeypatch):
 
 @fault("all weights after the update", "weight decay", "is lost", options=STOCHASTIC, steps=2)
 def stochastic_rounding_without_weight_decay(monkeypatch):
-    wrap(monkeypatch, low_bits.LowBitsAdam, "_update", lambda f, self, p, state, lr, decay: f(self, p, state, lr, 0.0))
+    wrap(
+        monkeypatch,
+        low_bits.LowBitsAdam,
+        "_update",
+        lambda f, self, p, state, lr, decay: f(self, p, state, lr, 0.0),
+    )
 
 
 @fault("states are kept in a shorter dtype than configured", steps=2)
@@ -262,9 +311,19 @@ def squared_gradients_kept_in_bfloat16(monkeypatch):
     wrap(monkeypatch, runner.Runner, "update", rounded)
 
 
-@fault("ranks 0 and 1 hold different copies", on="dp_replicate=2", mesh="dp_replicate=2", options=STOCHASTIC)
+@fault(
+    "ranks 0 and 1 hold different copies",
+    on="dp_replicate=2",
+    mesh="dp_replicate=2",
+    options=STOCHASTIC,
+)
 def stochastic_rounding_that_differs_between_replicas(monkeypatch):
-    wrap(monkeypatch, low_bits.stochastic_rounding, "key_of", lambda f, seed, name: f(seed + rank(), name))
+    wrap(
+        monkeypatch,
+        low_bits.stochastic_rounding,
+        "key_of",
+        lambda f, seed, name: f(seed + rank(), name),
+    )
 
 
 @fault("the update is not that of AdamW", options=STOCHASTIC)
@@ -287,7 +346,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-BY_DEFAULT = ("a router in bfloat16", "gradients reduced in bfloat16", "stochastic rounding without weight decay")
+BY_DEFAULT = (
+    "a router in bfloat16",
+    "gradients reduced in bfloat16",
+    "stochastic rounding without weight decay",
+)
 
 
 @pytest.mark.parametrize("name", cases(BY_DEFAULT, [name for name in FAULTS if name not in BY_DEFAULT]))
@@ -328,7 +391,8 @@ IN_BOTH.remove(("rotary angles in the dtype of the model", "float16"))
 
 
 @pytest.mark.nightly(
-    "model files", by="tests/tools/verify/test_precision.py::test_a_fault_of_low_precision_is_detected_and_named"
+    "model files",
+    by="tests/tools/verify/test_precision.py::test_a_fault_of_low_precision_is_detected_and_named",
 )
 @pytest.mark.parametrize(("name", "dtype"), IN_BOTH)
 def test_a_fault_of_low_precision_in_a_model_file_is_detected_and_named(name, dtype, tmp_path):
@@ -337,7 +401,11 @@ def test_a_fault_of_low_precision_in_a_model_file_is_detected_and_named(name, dt
     assert old in text
     path = tmp_path / "model.py"
     path.write_text(text.replace(old, new))
-    options = (f"--model.name={path}", "--model.flavor=small", f"--training.mixed_precision_param={dtype}")
+    options = (
+        f"--model.name={path}",
+        "--model.flavor=small",
+        f"--training.mixed_precision_param={dtype}",
+    )
     row = rows_of(tmp_path / "runs", options, "dp_shard=2", steps=1)["one process"]
     assert row.verdict == "differs" and where in row.first, row
 
@@ -347,7 +415,10 @@ def test_a_fault_of_low_precision_in_a_model_file_is_detected_and_named(name, dt
 
 SOUND = {
     "llama3 bf16": ((), ("dp_shard=2",)),
-    "llama3 bf16 on meshes": ((), ("tp=2", "cp=2", "pp=2", "dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2")),
+    "llama3 bf16 on meshes": (
+        (),
+        ("tp=2", "cp=2", "pp=2", "dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2"),
+    ),
     "llama3 fp16": (FLOAT16, ("dp_shard=2", "tp=2")),
     "llama3 float32": (FLOAT32, ("dp_shard=2", "tp=2")),
     "llama3 weights in bf16": (STORED_IN_BFLOAT16, ("dp_shard=2",)),
@@ -390,7 +461,12 @@ def test_tolerances_have_a_key_for_each_number(tmp_path):
     loaded = config.load(None, ["--activation_checkpoint.mode", "none"])
     request = verify_request.VerifyOptions(meshes=("dp_shard=2",), steps=1, precision="own")
     allowed = precision.tolerances(verify.plan(loaded, request), trainer, tmp_path)
-    assert {"loss/0", "norm/0", "gradient/0/embed.weight", "weights/0/layers.1.ffn.w2.weight"} <= allowed.keys()
+    assert {
+        "loss/0",
+        "norm/0",
+        "gradient/0/embed.weight",
+        "weights/0/layers.1.ffn.w2.weight",
+    } <= allowed.keys()
     of_gradients = [value for key, value in allowed.items() if key.startswith("gradient/")]
     assert all(0.004 < value < 0.5 for value in of_gradients), allowed
     assert len(set(of_gradients)) == len(of_gradients)  # measured, not a constant

@@ -208,7 +208,10 @@ BROKEN = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return ask(folder, {name: spoiled(*changes) for name, (changes, _) in BROKEN.items() if name not in COMMAND})
+    return ask(
+        folder,
+        {name: spoiled(*changes) for name, (changes, _) in BROKEN.items() if name not in COMMAND},
+    )
 
 
 COMMAND = ("missing part", "fails in itself")

@@ -25,7 +25,14 @@ from shardtrain.train import trainer
 from shardtrain.utils import temporary
 from shardtrain.utils.errors import ConfigError
 
-SMALL = real.Sizes(numbers=1 << 20, far_rows=4099, far_samples=10_007, vocabularies=(1000,), tokens=256, losses=1 << 18)
+SMALL = real.Sizes(
+    numbers=1 << 20,
+    far_rows=4099,
+    far_samples=10_007,
+    vocabularies=(1000,),
+    tokens=256,
+    losses=1 << 18,
+)
 PRESETS = (
     ("llama3", "8B"),
     ("llama3", "70B"),
@@ -110,7 +117,11 @@ def test_the_end_of_a_tensor_beyond_2_31_is_drawn_ordered_and_read_correctly(tmp
 def test_a_partially_scaled_gradient_is_detected(monkeypatch):
     assert beyond.scaled(0, 1, 100) == {"wrong": 0}
     scale = grad_clip.scale_gradients
-    monkeypatch.setattr(grad_clip, "scale_gradients", lambda ps, factor: scale(ps, 1.0) or ps[0].grad[:-1].mul_(factor))
+    monkeypatch.setattr(
+        grad_clip,
+        "scale_gradients",
+        lambda ps, factor: scale(ps, 1.0) or ps[0].grad[:-1].mul_(factor),
+    )
     assert beyond.scaled(0, 1, 100) == {"wrong": beyond.COLUMNS}
 
 
@@ -143,7 +154,11 @@ def _tiled(rank):
 
 def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
     torch.manual_seed(0)
-    kinds = (torch.nn.Embedding(50, 24), torch.nn.Linear(24, 40), torch.nn.Linear(40, 50, bias=False))
+    kinds = (
+        torch.nn.Embedding(50, 24),
+        torch.nn.Linear(24, 40),
+        torch.nn.Linear(40, 50, bias=False),
+    )
     model = torch.nn.Sequential(*kinds)
     ids = torch.randint(0, 50, (3, 5))
 

@@ -48,7 +48,15 @@ def evidence(gradients: list[torch.Tensor], reference_gradient: torch.Tensor) ->
         parts = {"initial/w": torch.zeros_like(reference_gradient), "gradient/0/w": gradient}
         place = {"dp_replicate": rank, "dp_shard": 0, "pp": 0, "cp": 0, "tp": 0}
         slices = dict.fromkeys(parts, (slice(0, len(reference_gradient)),))
-        return RankRecord(rank, place, [4.0], [float(reference_gradient.norm())], parts, slices, {"balanced": False})
+        return RankRecord(
+            rank,
+            place,
+            [4.0],
+            [float(reference_gradient.norm())],
+            parts,
+            slices,
+            {"balanced": False},
+        )
 
     single = record(0, reference_gradient)
     expected = Expected(single, Layout(("w",), "layers", ()))
@@ -56,7 +64,13 @@ def evidence(gradients: list[torch.Tensor], reference_gradient: torch.Tensor) ->
     training = dataclasses.replace(Config().training, global_batch_size=4, local_batch_size=2, seq_len=16)
     run_config = dataclasses.replace(Config(), training=training)
     return Evidence(
-        run_config, {"dp_replicate": 2}, expected, records, First("gradient", 0, ["w"], 5e-5), single, USUAL
+        run_config,
+        {"dp_replicate": 2},
+        expected,
+        records,
+        First("gradient", 0, ["w"], 5e-5),
+        single,
+        USUAL,
     )
 
 
@@ -76,7 +90,8 @@ def test_a_cause_that_explains_nothing_is_not_named() -> None:
 
 
 @pytest.mark.nightly(
-    "ranks with small differences", by=f"{BY.partition('::')[0]}::test_a_cause_that_explains_nothing_is_not_named"
+    "ranks with small differences",
+    by=f"{BY.partition('::')[0]}::test_a_cause_that_explains_nothing_is_not_named",
 )
 @pytest.mark.parametrize("size", [2e-5, 1e-4])
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
@@ -104,7 +119,14 @@ def test_a_small_difference_is_detected_without_an_arithmetic_cause(make_bench, 
 
 
 def make(make_bench, rounds: int, meshes=MESHES, steps: int = 2):
-    arguments = ("--model.name", str(AMPLIFYING), "--model.flavor", "tiny", "--model.overrides.rounds", str(rounds))
+    arguments = (
+        "--model.name",
+        str(AMPLIFYING),
+        "--model.flavor",
+        "tiny",
+        "--model.overrides.rounds",
+        str(rounds),
+    )
     return make_bench(meshes, *arguments, steps=steps)
 
 
@@ -123,7 +145,14 @@ def test_a_correct_model_that_amplifies_rounding_causes_no_alarm(make_bench) -> 
 def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns(make_bench, tmp_path) -> None:
     row = make(make_bench, 20, ("tp=2",)).run("tp=2")
     assert row.verdict == "differs" and row.cause.startswith(verify_report.BLIND), row
-    arguments = ["--model.name", str(AMPLIFYING), "--model.flavor", "tiny", "--model.overrides.rounds", "20"]
+    arguments = [
+        "--model.name",
+        str(AMPLIFYING),
+        "--model.flavor",
+        "tiny",
+        "--model.overrides.rounds",
+        "20",
+    ]
     run_config = config.load(None, [*arguments, "--parallelism.tensor_parallel_degree", "2"]).config
     verdict = before_training.judge(run_config)
     assert not verdict.refused and not verdict.compared and verify_report.BLIND in verdict.left_out[0], verdict

@@ -10,7 +10,14 @@ from shardtrain.train import trainer
 
 TEXT = Path(__file__).parents[3] / "README.md"
 HIDDEN = [
-    *("--model.name", "encoder", "--task.name", "masked_language_model", "--task.options.mask_token_id", "3"),
+    *(
+        "--model.name",
+        "encoder",
+        "--task.name",
+        "masked_language_model",
+        "--task.options.mask_token_id",
+        "3",
+    ),
     *("--training.dataset", "text", "--training.dataset_path", str(TEXT), "--steps", "1"),
 ]
 

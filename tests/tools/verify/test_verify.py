@@ -75,7 +75,10 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
             ["--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide the 16 attention heads"],
         ),
         (["--mesh", "pp=16"], ["parallelism.pipeline_parallel_degree=16 exceeds the 6 layers"]),
-        (["--mesh", "pp=2", "--schedule", "2F2B"], ['pipeline_parallel_schedule="2F2B" is not a schedule']),
+        (
+            ["--mesh", "pp=2", "--schedule", "2F2B"],
+            ['pipeline_parallel_schedule="2F2B" is not a schedule'],
+        ),
         (["--mesh", "ep=2"], ["expert_parallel_degree=2"]),
         (["--mesh", "tp=2", "--schedule", "1F1B"], ["has no effect without pipeline stages"]),
         (["--mesh"], ["--mesh has no value"]),
@@ -101,7 +104,11 @@ def test_a_wrong_mesh_is_refused_without_torch():
 
 
 def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
-    degrees = {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 64, "context_parallel_degree": 2}
+    degrees = {
+        "tensor_parallel_degree": 4,
+        "data_parallel_shard_degree": 64,
+        "context_parallel_degree": 2,
+    }
     arguments = [f"--parallelism.{name}={value}" for name, value in degrees.items()]
     loaded = config.load(None, [*arguments, "--model.overrides.num_kv_heads=1"])
     plans = meshes.default(loaded, ())
@@ -117,7 +124,11 @@ def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
 def test_each_schedule_is_tried_on_each_mesh_with_stages():
     loaded = config.load(None, [])
     plans = meshes.requested(loaded, ["pp=2", "tp=2"], ("1F1B", "ZBVZeroBubble"))
-    assert [(plan.name, plan.schedule) for plan in plans] == [("pp=2", "1F1B"), ("pp=2", "ZBVZeroBubble"), ("tp=2", "")]
+    assert [(plan.name, plan.schedule) for plan in plans] == [
+        ("pp=2", "1F1B"),
+        ("pp=2", "ZBVZeroBubble"),
+        ("tp=2", ""),
+    ]
     task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
     assert task.reference.model.overrides["num_layers"] == 4  # two stages per rank
 
@@ -158,13 +169,27 @@ def test_the_arguments_of_a_request_are_parsed():
         "--json",
     ]
     expected = verify_request.VerifyOptions(
-        "run.toml", ("tp=2", "pp=2", "cp=2"), steps=5, full=True, json=True, overrides=("--debug.seed", "3")
+        "run.toml",
+        ("tp=2", "pp=2", "cp=2"),
+        steps=5,
+        full=True,
+        json=True,
+        overrides=("--debug.seed", "3"),
     )
     assert verify_request.read(arguments) == expected
 
 
 def test_schedules_and_the_command_line_end_to_end(capsys):
-    arguments = ["verify", "--mesh", "pp=2", "--schedule", "Interleaved1F1B", "ZBVZeroBubble", "--steps", "1"]
+    arguments = [
+        "verify",
+        "--mesh",
+        "pp=2",
+        "--schedule",
+        "Interleaved1F1B",
+        "ZBVZeroBubble",
+        "--steps",
+        "1",
+    ]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert "num_layers 6 -> 4" in out and "AdamW with eps 0.01" in out and "bfloat16 -> float32" in out
@@ -182,7 +207,15 @@ def test_full_keeps_the_model_and_its_weights(capsys):
         "vocab_size": 96,
     }
     arguments = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
-    arguments += ["--mesh", "dp_shard=2", "--steps", "1", "--full", "--json", "--training.seq_len=24"]
+    arguments += [
+        "--mesh",
+        "dp_shard=2",
+        "--steps",
+        "1",
+        "--full",
+        "--json",
+        "--training.seq_len=24",
+    ]
     assert verify.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert not any("->" in note and "model" in note for note in report["notes"])
@@ -219,7 +252,10 @@ def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
     assert cli.main(arguments) == json.loads(capsys.readouterr().out)["exit_code"] == 4
     assert cli.main([*arguments, "--allow-impossible"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["mesh"], row["verdict"]) for row in rows] == [("pp=2", "not possible"), ("dp_shard=2", "same")]
+    assert [(row["mesh"], row["verdict"]) for row in rows] == [
+        ("pp=2", "not possible"),
+        ("dp_shard=2", "same"),
+    ]
 
 
 def test_a_mesh_that_the_configuration_rules_out_is_a_row_if_allowed():

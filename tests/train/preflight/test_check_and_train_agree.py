@@ -24,7 +24,10 @@ MESHES: dict[str, tuple[int, list[str]]] = {
     "fsdp": (2, []),
     "tp": (2, ["--parallelism.tensor_parallel_degree=2"]),
     "pp": (2, ["--parallelism.pipeline_parallel_degree=2"]),
-    "zero-1": (2, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.shard_optimizer_states"]),
+    "zero-1": (
+        2,
+        ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.shard_optimizer_states"],
+    ),
     "cp": (2, ["--parallelism.context_parallel_degree=2"]),
 }
 TARGETS = ["layers.*.attn.wq", "layers.*.attn.wo", "layers.*.w2"]
@@ -53,9 +56,18 @@ def draw(seed: int) -> tuple[int, list[str]]:
     return num_processes, arguments
 
 
-SMALL = ["--model.overrides.dim=36", "--model.overrides.head_dim=6", "--model.overrides.ffn_dim=100"]
+SMALL = [
+    "--model.overrides.dim=36",
+    "--model.overrides.head_dim=6",
+    "--model.overrides.ffn_dim=100",
+]
 WIDE = ["--model.overrides.dim=192", "--model.overrides.ffn_dim=768"]
-NF4 = ["--lora.enable", "--lora.random_base", "--lora.base_dtype=nf4", "--lora.target_modules=layers.*.attn.wq"]
+NF4 = [
+    "--lora.enable",
+    "--lora.random_base",
+    "--lora.base_dtype=nf4",
+    "--lora.target_modules=layers.*.attn.wq",
+]
 KNOWN: dict[str, tuple[int, list[str], str]] = {
     "blocks of 8-bit states split by tp": (
         2,

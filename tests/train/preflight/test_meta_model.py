@@ -22,7 +22,10 @@ CUTS = {
     "layers on each rank": ("1F1B", [["embed", *LAYERS[:2]], [*LAYERS[2:], "norm", "head"]]),
     "only an embedding": ("1F1B", [["embed"], [*LAYERS, "norm", "head"]]),
     "only a head": ("1F1B", [["tok_embeddings", *LAYERS], ["norm", "output"]]),
-    "both ends on one rank": ("ZBVZeroBubble", [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]]),
+    "both ends on one rank": (
+        "ZBVZeroBubble",
+        [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]],
+    ),
     "ends on two ranks": ("Interleaved1F1B", [["embed"], LAYERS[:2], LAYERS[2:], ["norm", "head"]]),
 }
 
@@ -41,7 +44,12 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
             pipeline_parallel_schedule=schedule,
             module_fqns_per_model_part=[list(part) for part in parts],
         ),
-        lora=Lora(enable=True, random_base=True, target_modules=["layers.*.attn.wq"], modules_to_save=list(saved)),
+        lora=Lora(
+            enable=True,
+            random_base=True,
+            target_modules=["layers.*.attn.wq"],
+            modules_to_save=list(saved),
+        ),
     )
     config = replace(config, model=replace(config.model, overrides={**config.model.overrides, "num_layers": 4}))
     module = models.find(config.model.name)
@@ -73,7 +81,11 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
     [
         (2, {"filter_fqns": ["attn"]}, ""),
         (1, {}, "quantize.grouped_mm.float8.fqns=['experts'] names no experts of this model"),
-        (2, {"filter_fqns": ["nothing"]}, "contains 'nothing', which matches no module of this model"),
+        (
+            2,
+            {"filter_fqns": ["nothing"]},
+            "contains 'nothing', which matches no module of this model",
+        ),
         (2, {"filter_fqns": ["layers", "head"]}, "leaves no linear layer to compute in float8"),
     ],
 )
@@ -90,7 +102,10 @@ def test_float8_options_that_match_no_module_are_rejected_before_ranks_start(
     )
     quantize = replace(
         config.quantize,
-        linear=replace(config.quantize.linear, float8=replace(config.quantize.linear.float8, emulate=True, **sections)),
+        linear=replace(
+            config.quantize.linear,
+            float8=replace(config.quantize.linear.float8, emulate=True, **sections),
+        ),
         grouped_mm=replace(
             config.quantize.grouped_mm,
             float8=replace(config.quantize.grouped_mm.float8, emulate=True, fqns=["experts"]),

@@ -23,7 +23,14 @@ from shardtrain import cli, config
 from shardtrain.launch import local
 from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.train import trainer
-from shardtrain.train.preflight import judge, machine, memory_fit, meta_model, require, require_in_child
+from shardtrain.train.preflight import (
+    judge,
+    machine,
+    memory_fit,
+    meta_model,
+    require,
+    require_in_child,
+)
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.units import format_bytes
 
@@ -302,7 +309,11 @@ def test_check_counts_ranks_of_other_nodes(capsys: pytest.CaptureFixture[str]) -
     errors = capsys.readouterr().err.splitlines()
     assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in errors])
     assert len(errors) == 1 and "the rendezvous endpoint is not set" in errors[0]
-    arguments = ["--nnodes=2", "--rdzv_endpoint=here:29500", "--parallelism.data_parallel_shard_degree=2"]
+    arguments = [
+        "--nnodes=2",
+        "--rdzv_endpoint=here:29500",
+        "--parallelism.data_parallel_shard_degree=2",
+    ]
     assert cli.main(["config", "check", "run.toml", "--nproc=1", *arguments]) == 0  # two ranks in total
 
 
@@ -336,12 +347,19 @@ def test_disk_without_space_for_a_checkpoint_is_rejected_with_the_numbers(
     for free, code, message in (
         (int(1.1 * size), 8, "a save requires 1.2 times that"),
         (int(3 * 1.2 * size) + 9, 0, "room for 3"),
-        (int(11 * 1.2 * size) + 9, 0, ""),  # ten are kept, and the eleventh is written before the first is deleted
+        (
+            int(11 * 1.2 * size) + 9,
+            0,
+            "",
+        ),  # ten are kept, and the eleventh is written before the first is deleted
     ):
         small_disks(free)
         verdict = judge(loaded, machine.this_machine(loaded, 1))
         lines = [line for line in (*verdict.lines, *verdict.warnings) if "checkpoint" in line]
-        assert (verdict.exit_code, len(lines)) == (code, 1 if message else 0) and message in "".join(lines), lines
+        assert (verdict.exit_code, len(lines)) == (
+            code,
+            1 if message else 0,
+        ) and message in "".join(lines), lines
         assert not message or (format_bytes(size) in lines[0] and format_bytes(free) in lines[0])
         if message and not code:
             require(loaded, machine.this_machine(loaded, 1))
@@ -370,7 +388,8 @@ def threads() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and ranks are forked only on Linux")
 @pytest.mark.parametrize(
-    "arguments", [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]]
+    "arguments",
+    [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]],
 )
 @pytest.mark.usefixtures("no_steps")
 def test_process_that_will_fork_opens_no_files_itself(folder: Path, arguments: list[str]) -> None:
@@ -394,8 +413,18 @@ def test_process_that_will_fork_opens_no_files_itself(folder: Path, arguments: l
 
 @pytest.mark.usefixtures("no_steps")
 def test_machine_option_decides_which_checks_run(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["config", "check", "run.toml", "--training.dataset_path=absent", "--model.hf_assets_path=absent"]
-    large = ["--model.overrides.dim=8192", "--model.overrides.ffn_dim=32768", "--model.overrides.num_layers=32"]
+    arguments = [
+        "config",
+        "check",
+        "run.toml",
+        "--training.dataset_path=absent",
+        "--model.hf_assets_path=absent",
+    ]
+    large = [
+        "--model.overrides.dim=8192",
+        "--model.overrides.ffn_dim=32768",
+        "--model.overrides.num_layers=32",
+    ]
     # only the file: rules, but no paths or memory
     assert cli.main([*arguments, *large, "--for-machine", "none"]) == 0
     assert cli.main([*arguments, "--for-machine=none", "--training.seq_len=0"]) == 2
@@ -415,16 +444,31 @@ def test_machine_option_decides_which_checks_run(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(("rank", "ranks", "begins"), [("0", "65", False), ("3", "65", True), ("3", "64", False)])
 @pytest.mark.usefixtures("no_steps")
 def test_first_of_many_ranks_checks_files_for_all(
-    rank: str, ranks: str, begins: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rank: str,
+    ranks: str,
+    begins: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Rank 0 checks shared storage once before rendezvous. Every rank checks its local resources."""
-    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    names = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in {**names, "MASTER_PORT": "29999"}.items():
         monkeypatch.setenv(name, value)
     begun: list[str] = []
     monkeypatch.setattr(local, "run_rank", lambda *_: begun.append(rank) or 0)
     monkeypatch.setattr(local, "leave", lambda code: None)
-    arguments = ["train", "run.toml", "--training.global_batch_size=520", "--training.dataset_path=broken.jsonl"]
+    arguments = [
+        "train",
+        "run.toml",
+        "--training.global_batch_size=520",
+        "--training.dataset_path=broken.jsonl",
+    ]
     if ranks == "64":
         arguments[2] = "--training.global_batch_size=512"
     status = cli.main(arguments)

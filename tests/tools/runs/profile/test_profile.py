@@ -22,7 +22,12 @@ def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, *
 
 
 def memory(ts: float, total: int, device: int) -> dict[str, Any]:
-    return {"ph": "i", "name": "[memory]", "ts": ts, "args": {"Total Allocated": total, "Device Type": device}}
+    return {
+        "ph": "i",
+        "name": "[memory]",
+        "ts": ts,
+        "args": {"Total Allocated": total, "Device Type": device},
+    }
 
 
 ON_CPU = [
@@ -42,7 +47,13 @@ ON_GPU = [
     event("aten::linear", 0, 4000),
     event("gemm", 100, 500, "kernel", tid=7),
     event("gemm", 700, 500, "kernel", tid=7),
-    event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 400, 600, "kernel", tid=8),
+    event(
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        400,
+        600,
+        "kernel",
+        tid=8,
+    ),
     event("Memcpy HtoD", 1500, 10, "gpu_memcpy", tid=7),
     memory(10, 1000, 0),
     memory(20, 7000, 1),
@@ -56,7 +67,9 @@ def write(path: Path, events: list[Any]) -> Path:
     return path
 
 
-def test_self_times_exclude_callees_and_overlapped_communication_is_not_exposed(tmp_path: Path) -> None:
+def test_self_times_exclude_callees_and_overlapped_communication_is_not_exposed(
+    tmp_path: Path,
+) -> None:
     summary = read(write(tmp_path / "a.json", ON_CPU))
     assert [(op.name, op.calls, op.self_us, op.total_us) for op in summary.operations] == [
         ("aten::linear", 2, 200, 400), ("aten::addmm", 1, 200, 200),
@@ -69,7 +82,11 @@ def test_self_times_exclude_callees_and_overlapped_communication_is_not_exposed(
 def test_device_traces_count_kernels_and_overlap_between_streams(tmp_path: Path) -> None:
     summary = read(write(tmp_path / "a.json.gz", ON_GPU))
     assert (summary.steps, summary.on_device) == ([1000, 3000], True)
-    assert (summary.operations[0].name, summary.operations[0].calls, summary.operations[0].self_us) == ("gemm", 2, 1000)
+    assert (
+        summary.operations[0].name,
+        summary.operations[0].calls,
+        summary.operations[0].self_us,
+    ) == ("gemm", 2, 1000)
     assert (summary.compute_us, summary.communication_us, summary.exposed_us) == (1010, 600, 100)
     assert summary.memory == [(0, 7000)]
 
@@ -98,7 +115,8 @@ def test_self_times_of_nested_operators_add_up_to_the_total(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"traceEvents": 3}', "[" * 10_000, '{"traceEvents": [1, {"ph": "X"}]}']
+    "text",
+    ["", "[]", "{}", '{"traceEvents": 3}', "[" * 10_000, '{"traceEvents": [1, {"ph": "X"}]}'],
 )
 def test_a_file_without_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -110,7 +128,8 @@ def test_a_file_without_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_p
 
 @pytest.mark.parametrize("key", ["name", "cat", "ts", "dur", "pid", "tid", "args"])
 @pytest.mark.parametrize(
-    "value", ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "true", "null", '"a"', "[]", '{"a": []}']
+    "value",
+    ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "true", "null", '"a"', "[]", '{"a": []}'],
 )
 def test_events_with_any_value_are_summed_or_skipped(key: str, value: str, tmp_path: Path) -> None:
     """All numbers of the summary must be finite."""

@@ -87,7 +87,10 @@ def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
     page_text = Elements(text).text
     assert "f_1(<b>)" in page_text and "f_99(<b>)" in page_text and 2 <= page_text.count("def f_") <= 8
     assert "peak memory in GiB" in page_text and "+50%" in page_text and "wrong" not in page_text
-    assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == ["run books", "run web"]
+    assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == [
+        "run books",
+        "run web",
+    ]
     assert "rows_of/web" not in charts(text)
 
 
@@ -96,7 +99,10 @@ def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None
     second = run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
     text = written(tmp_path, first, second)
     lines = charts(text)["Loss"]["lines"]
-    assert [line["name"] for line in lines] == [str(first), str(second)]  # both folders are named "run"
+    assert [line["name"] for line in lines] == [
+        str(first),
+        str(second),
+    ]  # both folders are named "run"
     assert [len(line["x"]) for line in lines] == [5, 9] and lines[0]["color"] != lines[1]["color"]
     page_text = Elements(text).text
     assert "training.lr" in page_text and "training.seq_len" not in page_text
@@ -118,7 +124,12 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
 
 
 def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
-    obeyed = "".join(map(chr, [*range(1, 9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x202E, 0x2066, 0x2028]))
+    obeyed = "".join(
+        map(
+            chr,
+            [*range(1, 9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x202E, 0x2066, 0x2028],
+        )
+    )
     # Every name and text of a run may contain control characters, but file names contain no newline.
     folder = run_folder(tmp_path / f"a{obeyed}", more={f"b{obeyed}": 1.0, "text": obeyed}, note=f"c{obeyed}")
     (folder / "exit.json").write_text(json.dumps({"code": 3, "message": obeyed}))

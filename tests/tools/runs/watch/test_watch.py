@@ -30,7 +30,16 @@ from shardtrain.tools.runs.watch.screen import Terminal, frame
 
 def lines(first: int, last: int, **more: Any) -> str:
     return "".join(
-        json.dumps({"step": step, "loss": 10 / step, "tokens_per_second": 100.0, "step_seconds": 0.5, **more}) + "\n"
+        json.dumps(
+            {
+                "step": step,
+                "loss": 10 / step,
+                "tokens_per_second": 100.0,
+                "step_seconds": 0.5,
+                **more,
+            }
+        )
+        + "\n"
         for step in range(first, last + 1)
     )
 
@@ -96,7 +105,13 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, mo
 
 @pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{" * 5000 + "\n", '{"step": "x"}\n', "\x00" * 100, "x" * 10**6])
 def test_any_file_content_yields_a_frame(text: str, tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "validation.jsonl", "logs/rank-0.log", "exit.json", "config.resolved.toml"):
+    for name in (
+        "metrics.jsonl",
+        "validation.jsonl",
+        "logs/rank-0.log",
+        "exit.json",
+        "config.resolved.toml",
+    ):
         add(tmp_path, text, name)
     run = FollowedRun(tmp_path)
     run.look()
@@ -164,7 +179,10 @@ def test_every_command_shows_the_same_goodput(
 
 
 def test_watch_and_report_label_the_speed_equally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    add(tmp_path, lines(1, 3, tps=977.6).replace('"tokens_per_second": 100.0', '"tokens_per_second": 1955.2'))
+    add(
+        tmp_path,
+        lines(1, 3, tps=977.6).replace('"tokens_per_second": 100.0', '"tokens_per_second": 1955.2'),
+    )
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     assert re.search(r"^tokens/s, all devices +1,?955", capsys.readouterr().out, re.MULTILINE)
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0

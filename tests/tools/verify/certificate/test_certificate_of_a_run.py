@@ -14,7 +14,14 @@ from shardtrain.config.problems import problems_of
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
 
 TINY = [
-    *("--model.overrides.num_layers", "1", "--model.overrides.dim", "32", "--training.seq_len", "32"),
+    *(
+        "--model.overrides.num_layers",
+        "1",
+        "--model.overrides.dim",
+        "32",
+        "--training.seq_len",
+        "32",
+    ),
     *("--training.local_batch_size", "1", "--training.steps", "2", "--checkpoint.enable", "true"),
     *(
         "--activation_checkpoint.mode",

@@ -187,7 +187,9 @@ def test_validation_does_not_depend_on_ranks_and_batch_size(check):
 def test_a_validation_mean_of_means(check, monkeypatch):
     evaluate = runner.PlainRunner.evaluate
     monkeypatch.setattr(
-        runner.PlainRunner, "evaluate", lambda self, batch: evaluate(self, batch) / max(1, batch.num_targets)
+        runner.PlainRunner,
+        "evaluate",
+        lambda self, batch: evaluate(self, batch) / max(1, batch.num_targets),
     )
     result = check("validation", *VALIDATION)
     assert result.verdict == "differs" and "validation of loss in step 3" in result.comparisons[0].first, result

@@ -36,7 +36,8 @@ def test_such_a_dimension_does_not_hold(verdict: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "axes"), [("tp=1,dp_shard=2", {"dp_shard"}), ("tp=2, 1F1B", {"tp"}), ("tp=10", {"tp"})]
+    ("label", "axes"),
+    [("tp=1,dp_shard=2", {"dp_shard"}), ("tp=2, 1F1B", {"tp"}), ("tp=10", {"tp"})],
 )
 def test_an_axis_of_one_rank_is_not_compared(label: str, axes: set[str]) -> None:
     assert DimensionResult("mesh", "holds", [VariantResult(label, "same")]).compared_axes == axes

@@ -39,7 +39,11 @@ def ttrace(situation: str, file: str, fault: str, issue: int = 0) -> PublicRepor
     """
     if issue:
         return PublicReport(
-            f"Megatron-LM {issue}", f"https://github.com/NVIDIA/Megatron-LM/issues/{issue}", situation, file, fault
+            f"Megatron-LM {issue}",
+            f"https://github.com/NVIDIA/Megatron-LM/issues/{issue}",
+            situation,
+            file,
+            fault,
         )
     return PublicReport("TTrace", TTRACE, situation, file, fault)
 

@@ -31,7 +31,11 @@ from shardtrain.ops.split_cross_entropy import SplitCrossEntropySum
 from shardtrain.ops.targets import IGNORE
 
 PAGE = Path(__file__).parents[4] / "docs/public_faults.md"
-UNNAMED = ("no simple cause fits", "only the gradient norm differs", "only the reported loss differs")
+UNNAMED = (
+    "no simple cause fits",
+    "only the gradient norm differs",
+    "only the reported loss differs",
+)
 """Answers that name no cause."""
 FAULTS: dict[str, Fault] = {}
 BENCHES = {
@@ -119,7 +123,12 @@ def pipeline_gradients_not_divided(monkeypatch):
 
 @fault("tp=2", "the reported loss is scaled by 0.5", by_default=True)
 def the_reported_loss_halved(monkeypatch):
-    wrap(monkeypatch, runner.PlainRunner, "forward_backward", lambda f, self, b, weight: f(self, b, weight) / 2)
+    wrap(
+        monkeypatch,
+        runner.PlainRunner,
+        "forward_backward",
+        lambda f, self, b, weight: f(self, b, weight) / 2,
+    )
 
 
 @fault("tp=2", "step 1: the first gradient that differs")
