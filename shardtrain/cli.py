@@ -543,7 +543,7 @@ VERBS = {
         (("config show  [CONFIG.toml] [--section.key VALUE ...]", "print every option with its origin"),
          ("config check [CONFIG.toml] [--for-machine none|here|NAME]",
           "list what train would refuse; start nothing"),
-         ("config help  [SECTION[.KEY]]", "explain the options"),
+         ("config help  [SECTION[.KEY] [CONFIG]]", "explain the options"),
          ("config schema", "a JSON Schema of all options, for editors of TOML"),
          ("config migrate FILE... -o NEW.toml", "write a configuration of another system as TOML")),
     ),

@@ -19,7 +19,7 @@ def test_files_of_the_page_train_together_and_launch(tmp_path: Path) -> None:
         (ROOT / "docs/extend.md").read_text(),
         re.M | re.S,
     )
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     for name, text in blocks:
         (tmp_path / name).write_text(text)
 

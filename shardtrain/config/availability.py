@@ -14,7 +14,6 @@ from shardtrain.utils.errors import Problem
 
 # Columns: option, predicate that is true for unsupported values, the missing feature, the fix.
 UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    ("job.custom_config_module", bool, "sections of your own", "remove it"),
     (
         "model.converters",
         lambda names: "quantize.grouped_mm.mx" in names,
@@ -31,7 +30,7 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("memory_estimation.enable", bool, "torchtitan's memory estimation", "set it to false"),
     ("fault_tolerance.enable", bool, "replica groups of torchft", "set it to false"),
     ("experimental.custom_import", bool, "importing a module at start", "name your model file in model.name"),
-    ("experimental.custom_args_module", bool, "sections of your own", "remove it"),
+    ("experimental.custom_args_module", bool, "options of a module", "set job.custom_config_module to a file"),
 )
 
 

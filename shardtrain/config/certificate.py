@@ -121,7 +121,7 @@ def facts_of(loaded: Loaded) -> dict[str, Any]:
 def configuration_record(config: Config) -> dict[str, Any]:
     """Return the options, as JSON, that change numbers or were varied when the certificate was written."""
     record = {}
-    for name in options():
+    for name in options(type(config)):
         is_how = name.startswith(_HOW_SECTIONS)
         is_recorded = is_how or name in _ALSO_RECORDED or class_of(name) != "ignore"
         if name not in _FREE and is_recorded:

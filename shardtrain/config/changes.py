@@ -232,7 +232,7 @@ def to_record(
 
     ``files`` is the result of ``file_hashes`` at the start of the run.
     """
-    kept = {name: json_value(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
+    kept = {name: json_value(value_of(config, name)) for name in options(type(config)) if class_of(name) != "ignore"}
     # Store the resolved batch size instead of -1, so a resume on another mesh can detect a change.
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return {**kept, FILES: dict(files)}
@@ -312,11 +312,12 @@ def _same_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def check_accepted(loaded: Loaded) -> Iterator[Problem]:
     """Yield a problem for each name in checkpoint.accept_changes that cannot match a change."""
-    known = [name for name in options() if class_of(name) == "error"]
+    schema = type(loaded.config)
+    known = [name for name in options(schema) if class_of(name) in ("error", None)]
     for word in loaded.config.checkpoint.accept_changes:
         if word in known or word == ALL:
             continue
-        kind = class_of(word) if word in options() else None
+        kind = class_of(word) if word in options(schema) else None
         fix = f'remove it, or use "{ALL}"'
         if kind is None:
             rule = f'contains "{word}", which is not an option'

@@ -14,10 +14,18 @@ def print_options(loaded: Loaded) -> int:
 
 
 def print_help(words: list[str]) -> int:
-    """Print the help of a section or an option; return the exit status."""
+    """Print the help of a section or an option; return the exit status.
+
+    The name may be followed by a configuration, which can add sections with ``job.custom_config_module``.
+    """
     name = words[0].lstrip("-") if words else ""
+    arguments = words[1:]
+    path = None
+    if arguments and not arguments[0].startswith("-"):
+        path = arguments.pop(0)
+    schema = type(config.load(path, arguments).config)
     try:
-        print(config.help_text(name))
+        print(config.help_text(name, schema))
     except KeyError as error:
         raise ConfigError(str(error.args[0])) from None
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from shardtrain.config import nested, presets
+from shardtrain.config import custom_sections, nested, presets
 from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
 from shardtrain.config.command_line import two_files
@@ -103,7 +103,6 @@ def load(
         ConfigError: the file or the arguments have problems, or two files are named. The message lists all problems.
     """
     line = read_arguments(arguments, old_kinds())
-    problems = list(line.problems)
 
     # Choose the file: --job.config_file, ``path``, or the preset if neither is given.
     named = [setting for setting in line.settings if setting.option == CONFIG_FILE]
@@ -113,7 +112,7 @@ def load(
     elif path is not None:
         file = Path(path)
     if named and path is not None and file != Path(path):
-        raise ConfigError([*problems, two_files(str(file), str(path))])
+        raise ConfigError([*line.problems, two_files(str(file), str(path))])
     is_preset_of_ours = file is None and preset is not None
     if is_preset_of_ours:
         file = Path(str(preset))
@@ -122,11 +121,25 @@ def load(
 
     # An unreadable file is an error even with keep_problems, because all its options would have defaults.
     unread: list[Problem] = []
-    settings = []
+    table: dict[str, Any] = {}
+    text = ""
     if file is not None:
-        settings = _read_file(file, unread)
-    problems += unread
-    loaded = _resolve(settings, line.settings, problems, file, keep_problems=keep_problems and not unread)
+        table, text = parse_file(file, unread)
+    settings = _settings_of(table, text, file)
+
+    # A file with sections of the user's own changes how the rest is read.
+    schema = _schema(settings, line.settings)
+    if schema is not Config:
+        settings = _settings_of(table, text, file, schema)
+        line = read_arguments(arguments, old_kinds(), schema)
+    loaded = _resolve(
+        settings,
+        line.settings,
+        [*line.problems, *unread],
+        file,
+        keep_problems=keep_problems and not unread,
+        schema=schema,
+    )
     if not is_preset_of_ours:
         return loaded
     notice = f"no configuration is named: this is the preset {preset}; the presets are {', '.join(presets.names())}"
@@ -141,13 +154,29 @@ def load_settings(
     Without ``follow``, the model is not read from a Hugging Face folder.
     """
     line = read_arguments(arguments, old_kinds())
-    return _resolve(list(settings), line.settings, list(line.problems), path, follow)
+    schema = _schema(settings, line.settings)
+    if schema is not Config:
+        line = read_arguments(arguments, old_kinds(), schema)
+    return _resolve(list(settings), line.settings, list(line.problems), path, follow, schema=schema)
+
+
+def _schema(*sources: Sequence[Setting]) -> type[Config]:
+    """Return ``Config``, or its extension by the file that the last setting of the option names."""
+    named = [setting for settings in sources for setting in settings if setting.option == custom_sections.OPTION]
+    if not named:
+        return Config
+    setting = named[-1]
+    path = setting.value[0] if setting.is_text else setting.value
+    if not path or not isinstance(path, str):
+        return Config  # ``_resolve`` reports a value that is no text
+    return custom_sections.config_class(path, setting.where)
 
 
 def read_settings(path: Path) -> list[Setting]:
     """Return the settings of a TOML file without translating older names. Raises ConfigError."""
     problems: list[Problem] = []
-    settings = _read_file(path, problems)
+    table, text = parse_file(path, problems)
+    settings = _settings_of(table, text, path)
     if problems:
         raise ConfigError(problems)
     return settings
@@ -160,6 +189,7 @@ def _resolve(
     file: Path | None,
     follow: bool = True,
     keep_problems: bool = False,
+    schema: type[Config] = Config,
 ) -> Loaded:
     """Rename, convert and merge the settings of file and command line. Raise or keep all problems."""
     # The command line replaces a value of the file. For a list it replaces all entries.
@@ -169,14 +199,17 @@ def _resolve(
     spread = [part for setting in from_line for part in nested.spread_text(setting)]
 
     # Translate older names.
-    rewritten = rewrite([*kept, *spread])
+    added = options(schema).keys() - options().keys()
+    settings = [*kept, *spread]
+    rewritten = rewrite([setting for setting in settings if setting.option not in added])
+    rewritten.settings += [setting for setting in settings if setting.option in added]
     problems += rewritten.problems
     renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
 
     # Convert and store each setting. The file comes first, so the command line overwrites it. A repeated
     # option within the file or the command line was set under an older and the current name.
     values: dict[str, Any] = {}
-    origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
+    origins: dict[str, str] = dict.fromkeys(options(schema), DEFAULT)
     seen: dict[tuple[str, bool], Setting] = {}
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
@@ -198,7 +231,7 @@ def _resolve(
             )
             continue
         seen[place] = setting
-        _take(setting, values, origins, problems)
+        _take(setting, values, origins, problems, schema)
         if len(problems) >= MAX_PROBLEMS:
             problems.append(
                 Problem(
@@ -211,7 +244,7 @@ def _resolve(
             break
     if problems and not keep_problems:
         raise ConfigError(problems)
-    config = _build("", values)
+    config = _build("", values, schema)
 
     # The config.json of a Hugging Face folder may set the model options that the user left unset.
     followed = with_folder(config, origins) if follow else FolderModel(config)
@@ -225,11 +258,18 @@ def _resolve(
     return Loaded(followed.config, all_origins, notices, file, renames, tuple(problems))
 
 
-def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
+def _take(
+    setting: Setting,
+    values: dict[str, Any],
+    origins: dict[str, str],
+    problems: list[Problem],
+    schema: type[Config],
+) -> None:
     """Convert a setting to its option's type and store it, or add a problem."""
     name = setting.option
     table, _, key = name.rpartition(".")
-    option = options().get(name)
+    known = options(schema)
+    option = known.get(name)
     try:
         place = nested.find(name)
         if place is not None:
@@ -248,9 +288,9 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
                 origins |= {f"{name}.{inner}": setting.where for inner in value}
             else:
                 values[name] = value
-        elif table in options() and options()[table].is_table:
+        elif table in known and known[table].is_table:
             # A key of a free table, such as model.overrides.dim. The type of command-line text is inferred.
-            kind = get_args(options()[table].kind)[1]
+            kind = get_args(known[table].kind)[1]
             value = setting.value
             if setting.is_text:
                 value = setting.value[0]
@@ -259,7 +299,7 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
             values[table] = {**values.get(table, {}), key: coerce(value, kind)}
             origins[table] = setting.where
         else:
-            problems.append(_unknown(setting))
+            problems.append(_unknown(setting, schema))
             return
     except Unfit as unfit:
         problems.append(Problem(name, setting.shown, unfit.rule, unfit.fix, setting.where))
@@ -267,18 +307,18 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
     origins[name] = setting.where
 
 
-def _unknown(setting: Setting) -> Problem:
+def _unknown(setting: Setting, schema: type[Config]) -> Problem:
     """Return the problem of an unknown option."""
     name = setting.option
     # A table in the file is a section. Suggest sections and tables of tables.
     if isinstance(setting.value, dict) and not setting.is_text:
         tables = [option.name for option in options().values() if option.entry]
-        near = nearest(name, [*filter(None, sections()), *tables])
+        near = nearest(name, [*filter(None, sections(schema)), *tables])
         fix = f"did you mean [{near}]?"
         if not near:
-            fix = "sections are " + ", ".join(section for section in sections() if section and "." not in section)
+            fix = "sections are " + ", ".join(section for section in sections(schema) if section and "." not in section)
         return Problem(f"[{name}]", None, "is not a section", fix, setting.where)
-    if name in sections():
+    if name in sections(schema):
         return Problem(
             name,
             setting.shown,
@@ -290,35 +330,43 @@ def _unknown(setting: Setting) -> Problem:
         name,
         setting.shown,
         rule="is not an option",
-        fix=suggestion(name, ALIASES),
+        fix=suggestion(name, ALIASES, schema),
         where=setting.where,
     )
 
 
-def _build(section: str, values: Mapping[str, Any]) -> Value:
+def _build(section: str, values: Mapping[str, Any], schema: type[Config]) -> Value:
     """Build the dataclass of a section. Fields without a value keep their defaults."""
-    cls = sections()[section]
+    cls = sections(schema)[section]
     prefix = f"{section}." if section else ""
     given: dict[str, Any] = {}
     for name in cls.__dataclass_fields__:  # type: ignore[attr-defined]
         dotted = f"{prefix}{name}"
-        if dotted in sections():
-            given[name] = _build(dotted, values)
+        if dotted in sections(schema):
+            given[name] = _build(dotted, values, schema)
         elif dotted in values:
             given[name] = values[dotted]
-            if options()[dotted].entry:
-                given[name] = nested.build(options()[dotted], values[dotted])
+            option = options(schema)[dotted]
+            if option.entry:
+                given[name] = nested.build(option, values[dotted])
     return cls(**given)
 
 
-def _read_file(file: Path, problems: list[Problem]) -> list[Setting]:
-    """Read a TOML file into settings. Add a problem if it cannot be read."""
-    table, text = parse_file(file, problems)
-    return list(_flatten(table, (), key_lines(text), file.name))
+def _settings_of(
+    table: Mapping[str, Any], text: str, file: Path | None, schema: type[Config] = Config
+) -> list[Setting]:
+    """Return the settings of a parsed TOML file, with their lines in ``text``."""
+    if file is None:
+        return []
+    return _flatten(table, (), key_lines(text), file.name, schema)
 
 
 def _flatten(
-    table: Mapping[str, Any], prefix: tuple[str, ...], lines: Mapping[tuple[str, ...], int], file: str
+    table: Mapping[str, Any],
+    prefix: tuple[str, ...],
+    lines: Mapping[tuple[str, ...], int],
+    file: str,
+    schema: type[Config],
 ) -> list[Setting]:
     """Flatten tables into dotted settings. A table that is not a section stays a single setting."""
 
@@ -330,14 +378,14 @@ def _flatten(
         path = (*prefix, key)
         name = ".".join(path)
         is_section = isinstance(value, dict) and (
-            name in sections()
-            or (name in options() and options()[name].is_table)
+            name in sections(schema)
+            or (name in options(schema) and options(schema)[name].is_table)
             or any(old.startswith(f"{name}.") for old in ALIASES)  # a section of an older file
         )
         if nested.holds(path):
             settings += nested.spread(path, value, where)
         elif is_section:
-            settings += _flatten(value, path, lines, file)
+            settings += _flatten(value, path, lines, file, schema)
         else:
             settings.append(Setting(name, value, where(path)))
     return settings

@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin
 from shardtrain.config import nested, presets
 from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import Option, options, sections, suggestion
+from shardtrain.config.schema import Config
 from shardtrain.config.settings import Kind, Setting
 from shardtrain.utils.errors import COMMAND_LINE, Problem
 
@@ -26,13 +27,13 @@ class Arguments:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Arguments:
-    """Parse arguments into settings. ``older`` maps the names of older options to their types.
+def read_arguments(arguments: Sequence[str], older: Mapping[str, Any], schema: type[Config] = Config) -> Arguments:
+    """Parse arguments into settings of ``schema``. ``older`` maps the names of older options to their types.
 
     An argument is ``--x.y=v`` or ``--x.y v``. Booleans can also be ``--x.y`` and ``--x.no_y``.
     Lists take several values. Dashes in names become underscores.
     """
-    kinds = {name: option.kind for name, option in options().items()} | dict(older)
+    kinds = {name: option.kind for name, option in options(schema).items()} | dict(older)
     read = Arguments()
     seen = set[str]()
     at = 0
@@ -63,7 +64,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         if equals:
             values = [attached]
         name, negated = _negation(name, kinds)
-        option = _option_of(name, kinds)
+        option = _option_of(name, kinds, schema)
         kind = _kind(name, option, kinds)
         if not equals and not negated:
             # A list takes all arguments up to the next option. A boolean only takes valid values:
@@ -74,7 +75,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
                     break
                 values.append(arguments[at])
                 at += 1
-        _add(read, seen, name, option, kind, values, negated)
+        _add(read, seen, name, option, kind, values, negated, schema)
     return read
 
 
@@ -136,7 +137,14 @@ def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
 
 
 def _add(
-    read: Arguments, seen: set[str], name: str, option: str | None, kind: Kind, values: list[str], negated: bool
+    read: Arguments,
+    seen: set[str],
+    name: str,
+    option: str | None,
+    kind: Kind,
+    values: list[str],
+    negated: bool,
+    schema: type[Config],
 ) -> None:
     """Add an argument to ``read`` as a setting or as a problem."""
     shown: str | list[str] | None = values or None
@@ -148,16 +156,16 @@ def _add(
 
     if option is None:
         # A section's name is often meant as its switch, and --data as a path of the user's file.
-        if name in sections():
+        if name in sections(schema):
             turned_on = ""
-            if f"{name}.enable" in options() and not values:
+            if f"{name}.enable" in options(schema) and not values:
                 turned_on = f"--{name}.enable, or "
             fix = f"write {turned_on}--{name}.KEY VALUE"
             if name == "data" and values:
                 fix = f"a file of yours is --training.dataset text --training.dataset_path {shown}; " + fix
             wrong("is a section, not an option", fix)
         else:
-            fix = suggestion(name)
+            fix = suggestion(name, schema=schema)
             # Habits of other programs.
             if name in ("config", "config_file", "cfg", "file"):
                 fix = f"the configuration is the first argument: shardtrain train {shown or 'CONFIG.toml'}"
@@ -190,12 +198,12 @@ def _negation(name: str, kinds: Mapping[str, Any]) -> tuple[str, bool]:
     return name, False
 
 
-def _option_of(name: str, kinds: Mapping[str, Any]) -> str | None:
+def _option_of(name: str, kinds: Mapping[str, Any], schema: type[Config]) -> str | None:
     """Return the option that a dotted name sets: itself, or the table that contains it."""
     if name in kinds:
         return name
     table, _, _ = name.rpartition(".")
-    option = options().get(table)
+    option = options(schema).get(table)
     if isinstance(option, Option) and option.is_table:
         return table
     return next((o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None)

@@ -11,7 +11,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from shardtrain.config import schema
 from shardtrain.config.schema import (
@@ -50,11 +50,18 @@ class Option:
         return get_origin(self.kind) is dict and self.entry is None
 
 
+def options(schema: type[Config] = Config) -> Mapping[str, Option]:
+    """Return all options by dotted name, in the order of the schema.
+
+    ``schema`` is the type of the configuration, which ``job.custom_config_module`` may extend.
+    """
+    return _all_options(cast(Any, schema))
+
+
 @functools.cache
-def options() -> Mapping[str, Option]:
-    """Return all options by dotted name, in the order of the schema."""
+def _all_options(schema: Any) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
-    for name, cls in sections().items():
+    for name, cls in sections(schema).items():
         if name:
             found |= options_of(name, cls)
     return types.MappingProxyType(found)
@@ -67,7 +74,9 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
     own = inspect.get_annotations(cls)
     texts: dict[str, str] = {}
     for owner in cls.__mro__:
-        texts |= _help_texts().get(owner.__name__, {})
+        # A class built from a user's file contains its texts, see ``custom_sections``.
+        of_owner = vars(owner).get("option_help")
+        texts |= _help_texts().get(owner.__name__, {}) if of_owner is None else of_owner
     # Inherited fields come last.
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):
         kind = hints[field.name]
@@ -81,11 +90,15 @@ def options_of(section: str, cls: type) -> dict[str, Option]:
     return found
 
 
-@functools.cache
-def sections() -> Mapping[str, type]:
+def sections(schema: type[Config] = Config) -> Mapping[str, type]:
     """Return all sections by dotted name, each followed by its nested sections.
     "" is the full configuration.
     """
+    return _all_sections(cast(Any, schema))
+
+
+@functools.cache
+def _all_sections(schema: Any) -> Mapping[str, type]:
     found: dict[str, type] = {}
 
     def visit(name: str, cls: type) -> None:
@@ -95,7 +108,7 @@ def sections() -> Mapping[str, type]:
             if dataclasses.is_dataclass(hints[field.name]):
                 visit(f"{name}.{field.name}".lstrip("."), hints[field.name])
 
-    visit("", Config)
+    visit("", schema)
     return types.MappingProxyType(found)
 
 
@@ -318,14 +331,16 @@ _FEW_SECTIONS = 3
 """
 
 
-def suggestion(name: str, extra: Iterable[str] = ()) -> str:
+def suggestion(name: str, extra: Iterable[str] = (), schema: type[Config] = Config) -> str:
     """Return the fix for an unknown dotted option: the most similar option, or the command that lists all.
 
     ``extra`` contains further valid names, such as those in older files.
     """
-    known = [*options(), *extra]
+    known_options = options(schema)
+    schema_sections = sections(schema)
+    known = [*known_options, *extra]
     section, _, key = name.rpartition(".")
-    if name.lower() in options():
+    if name.lower() in known_options:
         return f"did you mean {name.lower()}?"
     # A name from another program.
     if name in _WAYS or (key in _WAYS and section.count(".") == 0):
@@ -333,7 +348,7 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
 
     # A misspelled table of tables. The user chooses the names of its entries: data.source.web.weight.
     parts = name.split(".")
-    for option in options().values():
+    for option in known_options.values():
         if option.entry and parts[2:] and nearest(".".join(parts[:2]), [option.name], 0.85):
             return f"did you mean {'.'.join([option.name, *parts[2:]])}?"
 
@@ -349,7 +364,7 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
 
     # An existing key in another section: use the most similar section, or the first of few.
     same_key = {}
-    for other in options():
+    for other in known_options:
         other_section, _, other_key = other.rpartition(".")
         if other_key == key:
             same_key[other_section] = other
@@ -361,10 +376,10 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
 
     # A misspelled section.
     known_sections = {other.rpartition(".")[0] for other in known}
-    known_sections.update(filter(None, sections()))
+    known_sections.update(filter(None, schema_sections))
     near_section = nearest(section, known_sections)
     if near_section and section not in known_sections:
-        if f"{near_section}.{key}" in options():
+        if f"{near_section}.{key}" in known_options:
             return f"did you mean {near_section}.{key}?"
         return f"did you mean a key of [{near_section}]?"
 
@@ -374,19 +389,19 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
         match = nearest(name, known, 0.75)
     if match and nearest(key, [match.rpartition(".")[2]], 0.75):
         return f"did you mean {match}?"
-    if section and section in sections():
+    if section and section in schema_sections:
         return f"`shardtrain config show` lists the options of [{section}]"
     return "`shardtrain config show` lists the options"
 
 
-def help_text(name: str = "") -> str:
+def help_text(name: str = "", schema: type[Config] = Config) -> str:
     """Return the help of a section, of one option, or (without a name) the list of sections.
 
     Raises:
         ConfigError: no section or option has that name.
     """
-    if name in options():
-        option = options()[name]
+    if name in options(schema):
+        option = options(schema)[name]
         below = {}
         if option.entry:
             below = options_of(f"{name}.{entry_name(option)}", option.entry)
@@ -396,32 +411,32 @@ def help_text(name: str = "") -> str:
             texts.append(textwrap.fill(each.help, 100, initial_indent="    ", subsequent_indent="    "))
         return "\n".join(texts)
     # A field of an entry, such as data.sources.web.weight, is described with its table.
-    for option in options().values():
+    for option in options(schema).values():
         if option.entry and name.startswith(f"{option.name}."):
-            return help_text(option.name)
-    if name not in sections():
+            return help_text(option.name, schema)
+    if name not in sections(schema):
         section = None
         if "." not in name:
-            section = nearest(name, filter(None, sections()))
+            section = nearest(name, filter(None, sections(schema)))
         # A key without its section is more likely than a misspelled section.
-        if any(other.rpartition(".")[2] == name for other in options()):
+        if any(other.rpartition(".")[2] == name for other in options(schema)):
             section = None
         raise ConfigError(
             Problem(
                 name,
                 None,
                 rule="is neither a section nor an option",
-                fix=f"did you mean {section}?" if section else suggestion(name),
+                fix=f"did you mean {section}?" if section else suggestion(name, schema=schema),
             )
         )
     if not name:
         lines = ["Sections:"]
-        for section, cls in sections().items():
+        for section, cls in sections(schema).items():
             if section:
                 lines.append(f"  [{section}]  {_first_line(cls)}")
         return "\n".join(lines)
-    lines = [f"[{name}]  {_first_line(sections()[name])}"]
-    lines += [help_text(other) for other in options() if other.startswith(f"{name}.")]
+    lines = [f"[{name}]  {_first_line(sections(schema)[name])}"]
+    lines += [help_text(other, schema) for other in options(schema) if other.startswith(f"{name}.")]
     return "\n".join(lines)
 
 

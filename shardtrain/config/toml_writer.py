@@ -70,23 +70,24 @@ def _render(
     Tables come last in their section.
     """
     blocks = []
-    for section in sections():
+    schema = type(config)
+    for section in sections(schema):
         lines: list[str] = []
         tables: list[str] = []
-        for name in options():
+        for name, option in options(schema).items():
             if name.rpartition(".")[0] != section or (wanted and not wanted(name)):
                 continue
             value = value_of(config, name)
             key = name.rpartition(".")[2]
             # Write an empty list of tables as a value, because a table header cannot express it.
-            if options()[name].entry and (value or isinstance(value, Mapping)):
-                tables += _entries(options()[name], value, comment)
-            elif options()[name].is_table:
+            if option.entry and (value or isinstance(value, Mapping)):
+                tables += _entries(option, value, comment)
+            elif option.is_table:
                 tables += ["", f"[{name}]"]
                 for inner, item in value.items():
                     tables.append(f"{_key(inner)} = {toml_value(item)}{comment(f'{name}.{inner}', item)}")
             else:
-                lines.append(_line(options()[name], key, value, comment))
+                lines.append(_line(option, key, value, comment))
         # Tables come last, because a key after a table header would belong to that table.
         if lines or tables:
             blocks.append("\n".join([f"[{section}]", *lines, *tables]))

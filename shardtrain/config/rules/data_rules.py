@@ -77,7 +77,7 @@ def formats(loaded: Loaded) -> set[str]:
 
 def is_changed(loaded: Loaded, option: str) -> bool:
     """True if a user set an option to a value other than its default."""
-    return loaded.is_set(option) and loaded.value(option) != options()[option].default
+    return loaded.is_set(option) and loaded.value(option) != options(type(loaded.config))[option].default
 
 
 def check_dataset(loaded: Loaded) -> Iterator[Problem]:

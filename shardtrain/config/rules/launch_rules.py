@@ -59,7 +59,7 @@ SECRET = rf"{_DNS}/[-._A-Za-z0-9]+"
 
 def check_launch(loaded: Loaded) -> Iterator[Problem]:
     """Yield problems for [launch] values that no platform accepts or that are unsafe in a script."""
-    for name in options():
+    for name in options(type(loaded.config)):
         if not name.startswith("launch.") or not loaded.is_set(name):
             continue
         # Compare each item of a list, and each key and value of a table.

@@ -131,7 +131,7 @@ def check_secrets(loaded: Loaded) -> Iterator[Problem]:
     """Yield options that contain a secret of the environment, because options are written to files,
     logs and W&B.
     """
-    for name in options():
+    for name in options(type(loaded.config)):
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
             yield Problem(
                 name,

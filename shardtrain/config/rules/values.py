@@ -20,7 +20,7 @@ def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
     to" the default.
     """
     if loaded.is_from_preset(option):
-        fix = fix.replace("remove it", f"set it to {json.dumps(options()[option].default)}")
+        fix = fix.replace("remove it", f"set it to {json.dumps(options(type(loaded.config))[option].default)}")
     return Problem(option, loaded.value(option), rule, fix, loaded.where(option))
 
 

@@ -45,7 +45,9 @@ class Job:
     applies, and checkpoints record its hash (shardtrain).
     """
     custom_config_module: str = ""
-    """Not available: a Python module that adds sections (a torchtitan option)."""
+    """Python file with a dataclass JobConfig, whose fields are sections of your own for your model, task, optimizer
+    or sink. It is parsed and not run; docs/extend.md.
+    """
 
 
 @dataclass(frozen=True)
@@ -472,7 +474,7 @@ class Experimental:
     custom_import: str = ""
     """Not available: a module imported at start."""
     custom_args_module: str = ""
-    """Not available: a module that adds options."""
+    """Not available: a module that adds options; job.custom_config_module names a file."""
 
 
 @dataclass(frozen=True)
