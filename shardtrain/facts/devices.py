@@ -18,7 +18,12 @@ DEVICE_TYPES: tuple[str, ...] = get_args(DeviceType)
 ACCELERATOR_TYPES = tuple(name for name in DEVICE_TYPES if name not in ("auto", "cpu"))
 """Accelerators that can train: PyTorch has collectives and 64-bit numbers on them."""
 
-_ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
+_ALIASES = {
+    "v100": "v100-32gb",
+    "a100": "a100-80gb",
+    "a100-80": "a100-80gb",
+    "a100-40": "a100-40gb",
+}
 
 
 @functools.cache
@@ -45,7 +50,10 @@ def find(name: str) -> str | None:
     known = by_name.get(_ALIASES.get(name.lower(), name.lower()).replace("-", ""))
     if known or re.search(r"\bMIG\b", name):
         return known
-    return next((known for known in rows if re.search(rows[known].get("driver", "(?!)"), name, re.IGNORECASE)), None)
+    return next(
+        (known for known in rows if re.search(rows[known].get("driver", "(?!)"), name, re.IGNORECASE)),
+        None,
+    )
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

@@ -19,7 +19,14 @@ _COUNTS = re.compile(
     r"(num_)?(hidden|encoder|decoder)_layers|num_(decoder_|nextn_predict_)?layers|n_layers?|(num|n)_(\w+_)?experts"
 )
 _TABLES = ("auto_mappings.py", "configuration_auto.py")
-_FP8_KEYS = {"quant_method", "fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert", "scale_fmt"}
+_FP8_KEYS = {
+    "quant_method",
+    "fmt",
+    "activation_scheme",
+    "weight_block_size",
+    "modules_to_not_convert",
+    "scale_fmt",
+}
 MXFP4 = "mxfp4"
 Quantized = tuple[int, int] | Literal["mxfp4"] | None
 """Quantization of weights: fp8 in blocks of (rows, columns), experts in MXFP4, or None."""
@@ -35,7 +42,10 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantized:
     if quantization is None:
         return None
     keys = quantization if isinstance(quantization, dict) else {}
-    if keys.get("quant_method") == MXFP4 and not set(keys) - {"quant_method", "modules_to_not_convert"}:
+    if keys.get("quant_method") == MXFP4 and not set(keys) - {
+        "quant_method",
+        "modules_to_not_convert",
+    }:
         return "mxfp4"
     block = keys.get("weight_block_size")
     unknown = sorted(map(str, set(keys) - _FP8_KEYS))

@@ -107,7 +107,11 @@ def _write(c: Any) -> dict[str, Any]:
 
 def write_shared(c: Any) -> dict[str, Any]:
     """Return the keys of config.json that DeepSeek-V2 and V3 share."""
-    yarn = {"type": "yarn", "mscale_all_dim": c.mscale, **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
+    yarn = {
+        "type": "yarn",
+        "mscale_all_dim": c.mscale,
+        **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()},
+    }
     return {
         **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
         "num_key_value_heads": c.num_heads,

@@ -122,7 +122,12 @@ class MultimodalModel(NamedTuple):
         # The dtype and the quantization of the weights are at the top level. The text model may repeat them.
         shared = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
         specific = {key: value for key, value in text.items() if value is not None or key not in shared}
-        return {**shared, **specific, "architectures": [hub.architecture], "model_type": hub.model_type}
+        return {
+            **shared,
+            **specific,
+            "architectures": [hub.architecture],
+            "model_type": hub.model_type,
+        }
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,11 @@ def _head_group_pieces(source: HeadGroups, shape: tuple[int, ...]) -> Iterator[T
         part_start = 0
         for width in source.widths:
             theirs = part_start + group * width
-            yield TensorPiece(source.name, (slice(theirs, theirs + width), *rest), (slice(ours, ours + width), *rest))
+            yield TensorPiece(
+                source.name,
+                (slice(theirs, theirs + width), *rest),
+                (slice(ours, ours + width), *rest),
+            )
             ours += width
             part_start += num_groups * width
 
@@ -417,7 +426,14 @@ class Fields:
             ConfigError: a table is not a table.
             OnlyInTransformers: a parameter is not a number, or there is a rotary fraction and ``share`` is "".
         """
-        self._used |= {base, share, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+        self._used |= {
+            base,
+            share,
+            "rope_theta",
+            "rope_scaling",
+            "rope_parameters",
+            "partial_rotary_factor",
+        }
         tables = [self._values.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
         if not all(isinstance(table, dict) for table in tables):
             raise ConfigError(f"{self._where}: rope_scaling must be a table; use the model's own config.json")

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.decoder_names import ATTENTION, DECODER, DEFAULTS, ROTARY, read_decoder, write_decoder
+from shardtrain.hub_formats.decoder_names import (
+    ATTENTION,
+    DECODER,
+    DEFAULTS,
+    ROTARY,
+    read_decoder,
+    write_decoder,
+)
 from shardtrain.hub_formats.format import Fields, HubFormat, Stacked
 from shardtrain.utils.errors import ConfigError
 

@@ -99,7 +99,12 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
-    only = {"score_func": "sigmoid", "route_norm": False, "score_before_experts": True, "num_shared_experts": 1}
+    only = {
+        "score_func": "sigmoid",
+        "route_norm": False,
+        "score_before_experts": True,
+        "num_shared_experts": 1,
+    }
     wrong = [name for name, value in only.items() if getattr(c, name) != value]
     if wrong:
         raise ConfigError(

@@ -64,7 +64,10 @@ def write_rope(c: Any) -> dict[str, Any] | None:
     if c.rope_scaling == "linear":
         return {"rope_type": "linear", "factor": c.rope_scaling_factor}
     if c.rope_scaling == "llama3":
-        return {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _SCALED.items()}}
+        return {
+            "rope_type": "llama3",
+            **{theirs: getattr(c, ours) for ours, theirs in _SCALED.items()},
+        }
     return None
 
 

@@ -28,6 +28,11 @@ HUB = HubFormat(
     read=_read,
     write=_write,
     ignored=ROTARY,
-    defaults={**DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+    defaults={
+        **DEFAULTS,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
     unused=unused,
 )

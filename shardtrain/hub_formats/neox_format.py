@@ -8,7 +8,12 @@ from shardtrain.hub_formats.decoder_names import ROTARY
 from shardtrain.hub_formats.format import Fields, Heads, HubFormat, Source
 from shardtrain.utils.errors import ConfigError
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 _MODULES = {
     "layers.*.attn_norm": "gpt_neox.layers.*.input_layernorm",
     "layers.*.ffn_norm": "gpt_neox.layers.*.post_attention_layernorm",

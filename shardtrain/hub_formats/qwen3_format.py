@@ -29,7 +29,12 @@ def _read(f: Fields) -> dict[str, Any]:
 
 
 def _write(c: Any) -> dict[str, Any]:
-    return {**write_decoder(c), "intermediate_size": c.ffn_dim, "attention_bias": False, "use_sliding_window": False}
+    return {
+        **write_decoder(c),
+        "intermediate_size": c.ffn_dim,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    }
 
 
 HUB = HubFormat(

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from shardtrain.hub_formats.decoder_names import ATTENTION as NAMES
-from shardtrain.hub_formats.decoder_names import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
+from shardtrain.hub_formats.decoder_names import (
+    DECODER,
+    DEFAULTS,
+    HEAD_NORMS,
+    ROTARY,
+    experts,
+    write_decoder,
+)
 from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.qwen3_format import read_qwen3
 from shardtrain.utils.errors import ConfigError

@@ -211,7 +211,10 @@ class Metrics:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Close all sinks. Log the summary only if the block did not raise."""
         self.close(summarize=kind is None)

@@ -34,7 +34,14 @@ def truth(word: str) -> bool:
     return word.lower() == "true"
 
 
-def option(default: Any, help: str, *, rare: bool = False, positional: bool = False, **argparse_options: Any) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    rare: bool = False,
+    positional: bool = False,
+    **argparse_options: Any,
+) -> Any:
     """Declare a field of a dataclass that ``StrictArgumentParser.add_fields`` turns into an option ``--name``.
 
     Args:
@@ -93,7 +100,10 @@ class StrictArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, program: str, description: str, example: str = "", first: str = "") -> None:
         super().__init__(
-            prog=program, description=description, allow_abbrev=False, epilog=f"example: {example}" if example else None
+            prog=program,
+            description=description,
+            allow_abbrev=False,
+            epilog=f"example: {example}" if example else None,
         )
         self._example = example
         self._first = first

@@ -99,7 +99,11 @@ def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_file(
-    path: str | os.PathLike[str], flags: int, mode: int = 0o666, create_folder: bool = False, fresh: bool = False
+    path: str | os.PathLike[str],
+    flags: int,
+    mode: int = 0o666,
+    create_folder: bool = False,
+    fresh: bool = False,
 ) -> int:
     """Open a file for writing and return its descriptor; also an ``opener`` for ``open``.
 
@@ -152,7 +156,10 @@ def _clear(name: str, at: int) -> None:
         os.unlink(name, dir_fd=at)
     elif status.st_nlink > 1:
         reader = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
-        with open(reader, "rb") as source, _replacing(name, at, stat.S_IMODE(status.st_mode)) as copy:
+        with (
+            open(reader, "rb") as source,
+            _replacing(name, at, stat.S_IMODE(status.st_mode)) as copy,
+        ):
             shutil.copyfileobj(source, copy)
 
 

@@ -9,7 +9,13 @@ from shardtrain.utils import limits
 from shardtrain.utils.errors import ConfigError, OutOfMemoryError, Problem
 
 
-def load(name: str, option: str, value: object = None, install: str = '"shardtrain[hf]"', otherwise: str = "") -> Any:
+def load(
+    name: str,
+    option: str,
+    value: object = None,
+    install: str = '"shardtrain[hf]"',
+    otherwise: str = "",
+) -> Any:
     """Import an optional library or a module of one, and return it.
 
     Args:

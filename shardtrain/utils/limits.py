@@ -25,14 +25,30 @@ AGENT_THREADS = 8
 """Threads of the agent of a node, which starts its ranks."""
 RANK_FILES = 32
 _WORDS = (
-    *("allocate memory", "memory allocation", "malloc of size", "bad_alloc", "out of memory", "not enough memory"),
-    *("start new thread", "worker thread", "create a primitive", "create a memory", "failed to map segment"),
+    *(
+        "allocate memory",
+        "memory allocation",
+        "malloc of size",
+        "bad_alloc",
+        "out of memory",
+        "not enough memory",
+    ),
+    *(
+        "start new thread",
+        "worker thread",
+        "create a primitive",
+        "create a memory",
+        "failed to map segment",
+    ),
 )
 """Phrases in messages of Python, PyTorch, oneDNN, Arrow, Rust and the loader about refused memory or threads."""
 OF_MEMORY = ("ulimit -v", "ulimit -d")
 OF_THREADS = "ulimit -u"
 _NO_LIMIT = 1 << 60
-_CGROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,15 @@ def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
     size, in_use = cgroup_memory()
     if size:
         needed = FIRST_RESIDENT_BYTES + RANK_RESIDENT_BYTES * ranks
-        limits.append(Limit("memory of the cgroup", size, in_use, needed, "give the container or job more memory"))
+        limits.append(
+            Limit(
+                "memory of the cgroup",
+                size,
+                in_use,
+                needed,
+                "give the container or job more memory",
+            )
+        )
     return limits
 
 

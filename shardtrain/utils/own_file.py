@@ -57,15 +57,26 @@ MODEL = FileKind(
     f"define it in the file, as shardtrain/models/llama3.py does: {', '.join(_MODEL_PARTS)}",
 )
 TASK = FileKind(
-    "task", ("Task",), "define a class Task(RowTask), as shardtrain/tasks/classification.py does", classes=("Task",)
+    "task",
+    ("Task",),
+    "define a class Task(RowTask), as shardtrain/tasks/classification.py does",
+    classes=("Task",),
 )
-DATASET = FileKind("dataset", ("open_source",), "define open_source(request), as shardtrain/data/sources/text.py does")
+DATASET = FileKind(
+    "dataset",
+    ("open_source",),
+    "define open_source(request), as shardtrain/data/sources/text.py does",
+)
 TOKENIZER = FileKind(
     "tokenizer",
     ("Tokenizer",),
     "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows",
 )
-SINK = FileKind("sink", ("Sink",), "define a class Sink with write, validation and close, as docs/extend.md shows")
+SINK = FileKind(
+    "sink",
+    ("Sink",),
+    "define a class Sink with write, validation and close, as docs/extend.md shows",
+)
 OPTIMIZER = FileKind(
     "optimizer",
     ("build", "initial_state"),

@@ -130,7 +130,11 @@ def _enter_new_network() -> bytes:
         if _capabilities():
             raise
         _call("unshare", _NEW_USER | _NEW_NET)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         kind = b"u"

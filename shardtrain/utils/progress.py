@@ -49,7 +49,11 @@ class Progress:
             # rich reads NO_COLOR itself
             self._console = Console(stderr=True, no_color=None if color else True)
             self._live = Live(
-                self._render(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=True
+                self._render(),
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=True,
             )
             self._live.start()
 
@@ -81,7 +85,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Remove the live line."""
         self.close()

@@ -52,7 +52,12 @@ def python_function(function: F) -> F:
         bound = inspect.signature(function).bind(*arguments, **named)
         hints = typing.get_type_hints(function)
         problems = [
-            Problem(name, value, f"must be {describe(hints[name])}", f"pass one, not {article(type(value).__name__)}")
+            Problem(
+                name,
+                value,
+                f"must be {describe(hints[name])}",
+                f"pass one, not {article(type(value).__name__)}",
+            )
             for name, value in bound.arguments.items()
             if name in hints and not fits(value, hints[name])
         ]
@@ -71,7 +76,9 @@ Options = TypeVar("Options")
 Returned = TypeVar("Returned")
 
 
-def accepts_fields(options: Callable[P, Options]) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
+def accepts_fields(
+    options: Callable[P, Options],
+) -> Callable[[Callable[..., Returned]], Callable[..., Returned]]:
     """Decorate a function whose third parameter is a dataclass: callers pass the fields of the dataclass instead.
 
     A field that is added to the options of a verb is therefore a parameter of the Python function, too.

@@ -85,7 +85,13 @@ def _written_forms(value: str) -> tuple[str, ...]:
 
     Logs contain a secret of several lines, such as a private key, line by line.
     """
-    forms = {value, repr(value)[1:-1], json.dumps(value)[1:-1], visible(value), visible(value, lines=False)}
+    forms = {
+        value,
+        repr(value)[1:-1],
+        json.dumps(value)[1:-1],
+        visible(value),
+        visible(value, lines=False),
+    }
     forms.add(json.dumps(value, ensure_ascii=False)[1:-1])
     forms.update((quote(value), quote(value, safe=""), quote_plus(value)))
     forms.update(line.strip() for line in value.splitlines())

@@ -33,8 +33,16 @@ class Cause:
 _CAUSES = {
     "ENOSPC": Cause("", "free space", may_pass=True),
     "EDQUOT": Cause("", "delete files or raise the quota of this user, group or project", may_pass=True),
-    "EROFS": Cause("", "mount it for writing; after disk errors Linux mounts read-only, see dmesg", may_pass=True),
-    "EIO": Cause("the disk or the file server failed", "see dmesg, then check the disk or the mount", may_pass=True),
+    "EROFS": Cause(
+        "",
+        "mount it for writing; after disk errors Linux mounts read-only, see dmesg",
+        may_pass=True,
+    ),
+    "EIO": Cause(
+        "the disk or the file server failed",
+        "see dmesg, then check the disk or the mount",
+        may_pass=True,
+    ),
     "EREMOTEIO": Cause("the disk of the file server failed", "check the file server", may_pass=True),
     "ESTALE": Cause("the file server no longer knows the file", "mount the folder again", may_pass=True),
     "ENOTCONN": Cause("the program behind the mount has ended", "mount the folder again", True, True),
@@ -44,7 +52,11 @@ _CAUSES = {
     "ENODEV": Cause("the device is gone", "connect and mount the device again"),
     "ENOLCK": Cause("the file server refuses locks", "start its lock service or mount with local locks"),
     "EMFILE": Cause("this process reached its limit of open files", "raise it with ulimit -n", may_pass=True),
-    "ENFILE": Cause("all processes reached the limit of open files", "raise the sysctl fs.file-max", may_pass=True),
+    "ENFILE": Cause(
+        "all processes reached the limit of open files",
+        "raise the sysctl fs.file-max",
+        may_pass=True,
+    ),
     "ENOMEM": Cause("", "see utils/limits.py", may_pass=True),
     "EACCES": Cause("this user has no right to it", "change its owner or mode with chown or chmod"),
     "EPERM": Cause("the filesystem forbids it", "check lsattr (an immutable file?) and the mount options"),

@@ -60,7 +60,13 @@ def format_bytes(num_bytes: float) -> str:
     >>> [format_bytes(n) for n in (0, 512, 1536, 3 * 2**30, -2**20)]
     ['0 B', '512 B', '1.50 KiB', '3.00 GiB', '-1.00 MiB']
     """
-    for name, size in (("PiB", 1024**5), ("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for name, size in (
+        ("PiB", 1024**5),
+        ("TiB", 1024**4),
+        ("GiB", GIB),
+        ("MiB", MIB),
+        ("KiB", KIB),
+    ):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {name}"
     return f"{num_bytes:.0f} B"

@@ -59,7 +59,11 @@ def drop_invalid(environment: MutableMapping[str, str]) -> None:
     for name, is_valid in _CHECKED.items():
         text = environment.get(name, "").strip()
         if text and not is_valid(text):
-            print(f"warning: {name}={text[:40]!a} is not a valid number and is ignored", file=sys.stderr, flush=True)
+            print(
+                f"warning: {name}={text[:40]!a} is not a valid number and is ignored",
+                file=sys.stderr,
+                flush=True,
+            )
             del environment[name]
 
 

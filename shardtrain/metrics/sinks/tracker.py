@@ -46,7 +46,10 @@ class TrackerSink:
     """
 
     def __init__(
-        self, title: str, open_client: Callable[[], Client], fields: Callable[[Record], Mapping[str, Any]]
+        self,
+        title: str,
+        open_client: Callable[[], Client],
+        fields: Callable[[Record], Mapping[str, Any]],
     ) -> None:
         self._title = title
         self._open_client = open_client

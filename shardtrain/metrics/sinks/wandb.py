@@ -54,7 +54,10 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None
     require_package("wandb", "metrics.enable_wandb")
-    options = run_options(request.rank) | {"dir": str(request.folder), "config": run_config(request)}
+    options = run_options(request.rank) | {
+        "dir": str(request.folder),
+        "config": run_config(request),
+    }
 
     def open_client() -> Client:
         import wandb

@@ -310,7 +310,10 @@ def _epochs(
 
 def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, Any]:
     """Return the rows of a task in an epoch, and its steps: the last one depends on ``training.last_batch``."""
-    table = {"sequences per epoch": 0, "sequences per step": derived.global_batch_size(config, world_size)}
+    table = {
+        "sequences per epoch": 0,
+        "sequences per step": derived.global_batch_size(config, world_size),
+    }
     if not survey.tally.documents:
         return table
     # Count good rows also if there are too many bad ones, which the report contains.

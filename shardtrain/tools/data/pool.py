@@ -188,7 +188,10 @@ def _serve(connection: Connection, foreign: list[Connection], work: Work) -> Non
             problems = [str(problem) for problem in getattr(error, "problems", (error,))]
             answer = {"failed": type(error).__name__, "problems": problems}
         except MemoryError:
-            answer = {"failed": "OutOfMemoryError", "problems": ["memory ran out; use fewer --processes"]}
+            answer = {
+                "failed": "OutOfMemoryError",
+                "problems": ["memory ran out; use fewer --processes"],
+            }
         except Exception:
             answer = {"failed": "", "problems": [traceback.format_exc()]}
         try:

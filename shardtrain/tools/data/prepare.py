@@ -374,7 +374,11 @@ class _Work:
     def _read_state(self) -> dict[str, Any]:
         """Read the saved progress, or save and return an empty one."""
         path = self.folder / _PROGRESS
-        fresh = {"merged": 0, "tally": work_units.tally_to_json(RowStats()), "facts": dict(self.job.facts)}
+        fresh = {
+            "merged": 0,
+            "tally": work_units.tally_to_json(RowStats()),
+            "facts": dict(self.job.facts),
+        }
         if not path.exists():
             self._write_state(fresh)
             return fresh

@@ -235,7 +235,10 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
     if len(report.wrong) > most:
         lines.append(f"... and {len(report.wrong) - most} more")
     if report.clean:
-        return [*lines, "verdict: no leak; every target with loss is the next token of its own document"]
+        return [
+            *lines,
+            "verdict: no leak; every target with loss is the next token of its own document",
+        ]
     return [
         *lines,
         f"verdict: {num_faults} leaks or blind changes, {len(report.wrong)} wrong targets or positions",

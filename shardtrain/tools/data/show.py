@@ -37,7 +37,10 @@ With the folder of a run, print what that run has read or will read.
 
 Learned text, which has a loss, is green and other text is gray. Without colors, learned text is between « and ».
 """
-_LEGEND = {True: "learned text is green, other text is gray", False: "learned text is between « and »"}
+_LEGEND = {
+    True: "learned text is green, other text is gray",
+    False: "learned text is between « and »",
+}
 _LEARNED = "\033[32m"
 _IGNORED = "\033[90m"
 _FRAME = "\033[36m"

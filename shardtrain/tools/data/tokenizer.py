@@ -149,7 +149,9 @@ def train(texts: TrainingTexts, vocab_size: int, special: list[str]) -> Any:
     )
     tokenizer.train_from_iterator(iter(texts), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS}:1 $B:1", special_tokens=[(BOS, special.index(BOS))]
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS}:1 $B:1",
+        special_tokens=[(BOS, special.index(BOS))],
     )
     return tokenizer
 
@@ -179,18 +181,34 @@ def save(tokenizer: Any, folder: Path) -> None:
 def _parser() -> StrictArgumentParser:
     parser = StrictArgumentParser(PROGRAM, "Train a byte-level BPE tokenizer on your own files.")
     parser.add_argument(
-        "--input", nargs="+", default=[], metavar="PATH", help="files or folders of text; some datasets need none"
+        "--input",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="files or folders of text; some datasets need none",
     )
     parser.add_argument(
-        "--vocab_size", type=int, required=True, metavar="N", help="number of ids, including special tokens"
+        "--vocab_size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of ids, including special tokens",
     )
     parser.add_argument(
-        "--output", type=output_name, required=True, metavar="FOLDER", help="output folder of tokenizer.json"
+        "--output",
+        type=output_name,
+        required=True,
+        metavar="FOLDER",
+        help="output folder of tokenizer.json",
     )
     parser.add_argument("--dataset", metavar="NAME", help="format of the files (default: by their ending)")
     parser.add_argument("--text_field", default="text", metavar="COLUMN", help='column of the text ("text")')
     parser.add_argument(
-        "--special", nargs="+", default=[], metavar="TOKEN", help='additional special tokens, e.g. "<|im_end|>"'
+        "--special",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help='additional special tokens, e.g. "<|im_end|>"',
     )
     parser.add_argument("--skip_bad_rows", action="store_true", help="skip and count rows without text")
     parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")

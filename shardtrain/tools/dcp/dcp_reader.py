@@ -41,7 +41,11 @@ class DcpImport:
 
 
 def from_dcp(
-    folder: Path, output: Path, model: Model, with_optimizer: bool | None = None, seq_len: int | None = None
+    folder: Path,
+    output: Path,
+    model: Model,
+    with_optimizer: bool | None = None,
+    seq_len: int | None = None,
 ) -> DcpImport:
     """Write the model in ``folder`` as a checkpoint with the same dtypes. One tensor at a time is in memory.
 
@@ -192,7 +196,11 @@ def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], so
 
 
 def _optimizer(
-    source: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, result: DcpImport
+    source: Folder,
+    naming: Naming,
+    shapes: Mapping[str, tuple[int, ...]],
+    wanted: bool | None,
+    result: DcpImport,
 ) -> dict[str, str]:
     """Map our names of optimizer states to names in the folder. Empty if the states are not imported."""
     if wanted is False:

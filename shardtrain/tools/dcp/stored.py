@@ -31,7 +31,16 @@ _TYPES = {f"torch.{name}" for name in ITEM_BYTES}
 _UNREAD = {
     f"torch.{name}"
     for name in (
-        *("complex32", "complex64", "complex128", "uint16", "uint32", "uint64", "bits8", "float8_e4m3fnuz"),
+        *(
+            "complex32",
+            "complex64",
+            "complex128",
+            "uint16",
+            "uint32",
+            "uint64",
+            "bits8",
+            "float8_e4m3fnuz",
+        ),
         *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8", "qint32"),
     )
 }

@@ -107,7 +107,10 @@ def to_dcp(
 
 
 def _objects(
-    names: Naming, parameters: list[str], state: Mapping[str, Any], options: Callable[[str], Options]
+    names: Naming,
+    parameters: list[str],
+    state: Mapping[str, Any],
+    options: Callable[[str], Options],
 ) -> dict[str, Any]:
     """Return the items of the folder that are not tensors: optimizer groups, counters and the schedule."""
     objects: dict[str, Any] = {}

@@ -91,7 +91,10 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
     # A single host does not need a synchronized clock.
     is_needed = len(reports.hosts()) > 1
-    rules: dict[str, Rule] = {"synchronized": functools.partial(_synchronized, is_needed), "source": _source}
+    rules: dict[str, Rule] = {
+        "synchronized": functools.partial(_synchronized, is_needed),
+        "source": _source,
+    }
     yield from each(reports, AREA, rules)
 
 

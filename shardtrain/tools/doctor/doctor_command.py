@@ -91,7 +91,10 @@ def main(words: Sequence[str]) -> int:
 
 def read(words: Sequence[str]) -> DoctorOptions:
     """Parse the doctor's own options and those of ``train``. Raise ConfigError for invalid options."""
-    options = {"--limit_seconds": VerbOption(_seconds, "30"), "--for_ranks": VerbOption(_num_ranks, "4096")}
+    options = {
+        "--limit_seconds": VerbOption(_seconds, "30"),
+        "--for_ranks": VerbOption(_num_ranks, "4096"),
+    }
     taken = take(words, options, ("--json", "--strict"))
     arguments = split(taken.rest)
     if arguments.max_restarts:
@@ -153,7 +156,11 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
     os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
-    print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+    print(
+        f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})",
+        file=sys.stderr,
+        flush=True,
+    )
 
     # The launcher writes logs and exit.json to the run's folder. Use a temporary folder instead.
     with temporary.temporary_folder("doctor") as folder:

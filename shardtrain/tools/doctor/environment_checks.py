@@ -49,8 +49,16 @@ COSTLY: tuple[tuple[str, str, str], ...] = (
     ("TORCH_DISTRIBUTED_DEBUG", r"(?i)detail", "compares every collective, for debugging"),
     ("TORCH_CPP_LOG_LEVEL", r"(?i)info", "logs each collective, for debugging"),
     ("NCCL_DEBUG", r"(?i)info|trace", "writes thousands of lines on many ranks"),
-    ("NCCL_P2P_DISABLE", r"1", "devices of a host communicate through memory instead of NVLink or PCIe"),
-    ("NCCL_SHM_DISABLE", r"1", "devices of a host without peer access communicate over the network"),
+    (
+        "NCCL_P2P_DISABLE",
+        r"1",
+        "devices of a host communicate through memory instead of NVLink or PCIe",
+    ),
+    (
+        "NCCL_SHM_DISABLE",
+        r"1",
+        "devices of a host without peer access communicate over the network",
+    ),
     ("NCCL_NVLS_ENABLE", r"0", "disables reductions in the NVLink switch"),
     ("NCCL_ALGO", r".+", "forces one algorithm for all sizes; NCCL's choice is usually faster"),
     (

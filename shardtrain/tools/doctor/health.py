@@ -63,7 +63,13 @@ def uuid_of(device: Any) -> str:
 
 
 def _query_command(uuid: str, fields: Sequence[str]) -> list[str]:
-    return ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", uuid]
+    return [
+        "nvidia-smi",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+        "-i",
+        uuid,
+    ]
 
 
 class _Nothing:
@@ -272,7 +278,13 @@ RULES = (
     HealthRule("corrected errors", "warn", _corrected, f"under {_MANY_CORRECTED}", "watch this device"),
     HealthRule("throttled", "fail", _hardware_throttling, "no", "check cooling and power supply"),
     HealthRule("heat", "warn", _driver_throttling, "none", "check the cooling of this host"),
-    HealthRule("PCIe link", "warn", _pcie, "full width and generation", "reseat the card, or reset the host"),
+    HealthRule(
+        "PCIe link",
+        "warn",
+        _pcie,
+        "full width and generation",
+        "reseat the card, or reset the host",
+    ),
     HealthRule(
         "NVLink",
         "fail",

@@ -112,7 +112,12 @@ def _host(state_bytes: int, facts: Facts) -> Judged:
 def _kills(facts: Facts) -> Judged | None:
     if not facts["kills"]:
         return None
-    return "warn", f"{facts['kills']} in this container", "none", "raise its memory limit, or use less memory"
+    return (
+        "warn",
+        f"{facts['kills']} in this container",
+        "none",
+        "raise its memory limit, or use less memory",
+    )
 
 
 def _shared(facts: Facts) -> Judged | None:

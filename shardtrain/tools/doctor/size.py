@@ -7,7 +7,15 @@ import os
 from collections.abc import Iterator
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_numbers, warn_if
+from shardtrain.tools.doctor.result import (
+    Facts,
+    Finding,
+    Judged,
+    Reports,
+    each,
+    kernel_numbers,
+    warn_if,
+)
 
 AREA = "size"
 

@@ -21,7 +21,16 @@ from shardtrain.config.assets import is_built_in
 from shardtrain.config.rules.data_rules import datasets
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, odd, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, plural, warn_if
+from shardtrain.tools.doctor.result import (
+    Facts,
+    Finding,
+    Judged,
+    Reports,
+    each,
+    kernel_text,
+    plural,
+    warn_if,
+)
 from shardtrain.utils.errors import PeerError, ShardtrainError
 from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 

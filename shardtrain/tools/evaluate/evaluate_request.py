@@ -53,7 +53,11 @@ class RowOptions:
         positional=True,
     )
     text_field: str | None = option(
-        None, "field of the text in --data (data.text_field of the run)", rare=True, positional=True, metavar="NAME"
+        None,
+        "field of the text in --data (data.text_field of the run)",
+        rare=True,
+        positional=True,
+        metavar="NAME",
     )
     batch_size: int = option(8, "rows per batch (8); does not change results", positional=True)
 
@@ -148,7 +152,10 @@ def data_options(loaded: configs.Loaded) -> dict[str, Any]:
 
 def _parser() -> StrictArgumentParser:
     parser = StrictArgumentParser(
-        "shardtrain evaluate", ABOUT, "shardtrain evaluate outputs --data held_out=FILE.jsonl", first="--from"
+        "shardtrain evaluate",
+        ABOUT,
+        "shardtrain evaluate outputs --data held_out=FILE.jsonl",
+        first="--from",
     )
     parser.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--data.KEY VALUE ...] [--tasks A,B] [OPTION ...]"
     rarer = parser.add_fields(EvaluateOptions)
@@ -183,7 +190,13 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
 
 def _wrong_values(options: EvaluateOptions) -> list[Problem]:
     problems = []
-    for name, least in (("batch_size", 1), ("nproc", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
+    for name, least in (
+        ("batch_size", 1),
+        ("nproc", 1),
+        ("seq_len", 1),
+        ("num_fewshot", 0),
+        ("limit", 1),
+    ):
         value = getattr(options, name)
         if value is not None and value < least:
             problems.append(_problem(f"--{name}", value, f"must be at least {least}", "write it like 8"))

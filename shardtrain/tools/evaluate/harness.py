@@ -239,7 +239,14 @@ class Engine(TemplateLM):
 def _read_options(options: dict[str, Any]) -> tuple[Sampling, list[str], int]:
     """Return the sampling, stop texts and maximum of new tokens from a task's generation options."""
     names_of_limit = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    unknown = set(options) - {"until", "do_sample", "temperature", "top_k", "top_p", *names_of_limit}
+    unknown = set(options) - {
+        "until",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        *names_of_limit,
+    }
     if unknown:
         raise ConfigError(
             Problem(

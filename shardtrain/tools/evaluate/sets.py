@@ -66,7 +66,11 @@ def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
     if path.is_file():
         dataset = dataset_of(path.name) or ""
     return Validation(
-        dataset=dataset, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
+        dataset=dataset,
+        dataset_path=str(path),
+        split="train",
+        local_batch_size=batch_size,
+        seq_len=seq_len,
     )
 
 
@@ -123,7 +127,13 @@ def measure(
     config = dataclasses.replace(opened.config, validation=section)
     with together(config):
         stream = data.open_dataloader(
-            config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+            config,
+            section=section,
+            batch_rank=0,
+            num_batch_ranks=1,
+            accumulation=1,
+            shuffle=False,
+            loop=False,
         )
     if stream.masks_documents:
         document_isolation.check(opened.model, models.find(config.model.name))

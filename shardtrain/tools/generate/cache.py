@@ -250,7 +250,12 @@ def _zeros(like_BKSH: Tensor, columns: int, turned: bool) -> Tensor:
 
 
 def _attend(
-    q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, scores: Scores, sinks_N: Tensor | None
+    q_BTNH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    mask: Tensor | None,
+    scores: Scores,
+    sinks_N: Tensor | None,
 ) -> Tensor:
     """Return the attention of new queries.
 
@@ -264,7 +269,12 @@ def _attend(
 
 
 def _attend_with_matmuls(
-    q_BTNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, columns: int, mask: Tensor | None, scale: float | None
+    q_BTNH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    columns: int,
+    mask: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
     """Return the attention to the first ``columns`` columns, with two batched matrix products.
 

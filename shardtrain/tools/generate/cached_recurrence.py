@@ -29,7 +29,10 @@ class CachedRecurrence(nn.Module):
         self._before_BwX: Tensor | None = None
 
     def forward(
-        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], documents_BT: Tensor | None = None
+        self,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the outputs of new tokens, (B, T, ...).
 

@@ -26,7 +26,12 @@ class Generator:
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, vocab_size: int | None = None, use_cache: bool = True, width: int = 1
+        self,
+        model: nn.Module,
+        layout: Layout,
+        vocab_size: int | None = None,
+        use_cache: bool = True,
+        width: int = 1,
     ) -> None:
         self._model = model
         self._layout = layout

@@ -18,7 +18,11 @@ class Text:
     """Decodes the new tokens of one row, up to its stop text or end token."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop_ids: frozenset[int],
+        stops: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids

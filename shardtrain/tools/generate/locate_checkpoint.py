@@ -98,7 +98,10 @@ def _config_of_run(path: Path) -> Loaded:
     # A downloaded folder may refer to a Python file. Run it only if the user passed the configuration
     # explicitly.
     model = loaded.config.model
-    for option, value in (("model.name", model.name), ("model.tokenizer_path", model.tokenizer_path)):
+    for option, value in (
+        ("model.name", model.name),
+        ("model.tokenizer_path", model.tokenizer_path),
+    ):
         if value and value.endswith(".py"):
             raise ConfigError(
                 Problem(

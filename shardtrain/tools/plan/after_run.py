@@ -64,7 +64,11 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
         pairs = {"tokens per second and device": (plan.tps, statistics.median(later), ",.0f")}
         if "memory_gib" in metrics:
             # PyTorch does not count the memory of the driver.
-            pairs["peak memory in GiB"] = (plan.fullest.peak / GIB, max(metrics["memory_gib"]), ".1f")
+            pairs["peak memory in GiB"] = (
+                plan.fullest.peak / GIB,
+                max(metrics["memory_gib"]),
+                ".1f",
+            )
         kept = {name: [planned, measured] for name, (planned, measured, _) in pairs.items()}
         atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")
         lines = []

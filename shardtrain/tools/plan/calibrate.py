@@ -160,7 +160,11 @@ def _is_rate(value: float) -> bool:
 
 
 def _with_rates(
-    device: Device, flops: Mapping[str, float], threads: int, collectives: list[tuple[int, int, float]], wrong: Any
+    device: Device,
+    flops: Mapping[str, float],
+    threads: int,
+    collectives: list[tuple[int, int, float]],
+    wrong: Any,
 ) -> Measured:
     """Return the device with the rates of a report.
 

@@ -139,7 +139,11 @@ class PlannedJob:
 
 
 def of_config(
-    config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1, has_experts: bool = False
+    config: Config,
+    world_size: int,
+    num_layers: int,
+    sequences_per_row: int = 1,
+    has_experts: bool = False,
 ) -> PlannedJob:
     """Return the sizes of a configured run on ``world_size`` ranks.
 
@@ -210,7 +214,12 @@ def of_config(
         offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
         loss="at head" if is_at_head else "chunked",
-        notes=(*derived.notes_on_rows(config), *_uncounted(config), *schedule_notes, *precision.notes),
+        notes=(
+            *derived.notes_on_rows(config),
+            *_uncounted(config),
+            *schedule_notes,
+            *precision.notes,
+        ),
     )
 
 

@@ -179,7 +179,12 @@ def _attention_bytes(
 
 
 def _recurrence_bytes(
-    layer: Layer, shape: RecurrenceShape, job: PlannedJob, norm: int, gathered: int, kernels: Kernels
+    layer: Layer,
+    shape: RecurrenceShape,
+    job: PlannedJob,
+    norm: int,
+    gathered: int,
+    kernels: Kernels,
 ) -> _AttentionBytes:
     """Count a gated delta net (models/qwen3_next.py, ops/gated_delta_net.py), which computes in float32.
 

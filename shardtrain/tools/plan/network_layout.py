@@ -30,7 +30,10 @@ def of(model: Any, layout: Layout, tensor_ranks: int) -> Layout:
         tensor[f"{layout.layers}.{path}"] = "expert"
     if tensor_ranks > 1:
         for path, module in model.named_modules():
-            style = next((style for pattern, style in model.tensor_plan.items() if matches(path, pattern)), "")
+            style = next(
+                (style for pattern, style in model.tensor_plan.items() if matches(path, pattern)),
+                "",
+            )
             if style in _STYLES and isinstance(module, nn.Linear | nn.Embedding):
                 tensor[path] = tensor[f"{layout.layers}.{path}"] = _STYLES[style]
     owners = {re.sub(r"\.\d+\.", ".*.", path.rpartition(".")[0]) for path in model.experts}

@@ -162,7 +162,11 @@ def _time(plan: Plan, width: int) -> Iterator[str]:
 
 
 def _budget(
-    plan: Plan, tokens: float | None, dollars_per_hour: float | None, save_seconds: float, width: int
+    plan: Plan,
+    tokens: float | None,
+    dollars_per_hour: float | None,
+    save_seconds: float,
+    width: int,
 ) -> Iterator[str]:
     if tokens is None:
         return

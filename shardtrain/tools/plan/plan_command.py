@@ -121,7 +121,12 @@ class PlanOptions:
 
         if {"--gpus", "--nodes"} <= given.keys():
             raise wrong("--nodes", "cannot be combined with --gpus", "use one of them", given["--nodes"])
-        needs = {"--float8": "--search", "--top": "--search", "--output": "--search", "--price": "--tokens"}
+        needs = {
+            "--float8": "--search",
+            "--top": "--search",
+            "--output": "--search",
+            "--price": "--tokens",
+        }
         for option, other in needs.items():
             if option in given and other not in given:
                 raise wrong(option, f"has no effect without {other}", f"add {other} or remove it")

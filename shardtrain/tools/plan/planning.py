@@ -232,7 +232,11 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
 
     def fits(changed: PlannedJob, shape: ModelShape = model) -> bool:
         orders = schedule.orders(
-            changed.schedule, changed.pp, len(changed.stages), changed.num_microbatches, changed.recomputes_layers
+            changed.schedule,
+            changed.pp,
+            len(changed.stages),
+            changed.num_microbatches,
+            changed.recomputes_layers,
         )
         ranks = rank_memory.of_ranks(shape, changed, orders, kernels)
         used = max(rank.peak for rank in ranks)

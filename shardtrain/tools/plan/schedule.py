@@ -59,7 +59,9 @@ def orders(
         return tuple(order)
     if schedule == "1F1B":
         return tuple(_one_f_one_b(rank, degree, num_microbatches) for rank in range(degree))
-    from torch.distributed.pipelining.schedules import get_schedule_class  # takes a second to import
+    from torch.distributed.pipelining.schedules import (
+        get_schedule_class,
+    )  # takes a second to import
 
     def stage(index: int) -> Any:
         return SimpleNamespace(
@@ -110,7 +112,9 @@ def _one_f_one_b(rank: int, degree: int, count: int) -> tuple[Action, ...]:
 
 
 def most_kept(
-    kept_by_stage: Mapping[int, int], actions: Sequence[Action], waiting_by_stage: Mapping[int, int] | None = None
+    kept_by_stage: Mapping[int, int],
+    actions: Sequence[Action],
+    waiting_by_stage: Mapping[int, int] | None = None,
 ) -> tuple[int, int, int]:
     """Return the peak of the activations that are kept for backward.
 

@@ -32,7 +32,11 @@ EQUAL = 0.005
 """Relative difference below which two candidates count as equally fast."""
 NUM_SIMULATED = 80
 """Number of candidates that are planned with a simulated pipeline."""
-_RECOMPUTE = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
+_RECOMPUTE = (
+    {"mode": "none"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "full"},
+)
 _LARGEST_MICROBATCH = 16
 _MOST_MICROBATCHES = 512
 """Largest number of micro-batches in a pipeline. Larger numbers hardly change the bubble."""
@@ -307,7 +311,10 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
     answer = [f"{found.counted} candidates, {found.fitting} fit"]
     if not found.ranked:
         if found.closest is None:
-            return [*answer, "the model and the batch cannot be divided over any mesh of these devices"]
+            return [
+                *answer,
+                "the model and the batch cannot be divided over any mesh of these devices",
+            ]
         plan = found.closest.plan
         needed = format_bytes(plan.peak_bytes)
         excess = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))

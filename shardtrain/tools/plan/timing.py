@@ -21,7 +21,12 @@ from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job_sizes import PlannedJob
 from shardtrain.tools.plan.layer_memory import recomputes
-from shardtrain.tools.plan.layer_timing import COLLECTIVE_LAUNCHES, FUSED, layer_pass, product_seconds
+from shardtrain.tools.plan.layer_timing import (
+    COLLECTIVE_LAUNCHES,
+    FUSED,
+    layer_pass,
+    product_seconds,
+)
 from shardtrain.tools.plan.link_timing import (
     bandwidth,
     copy_seconds,

@@ -35,7 +35,10 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="summarize the traces that end with this step (the newest)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="summarize the traces that end with this step (the newest)",
     )
     parser.add_argument(
         "--rank",
@@ -193,7 +196,10 @@ def _text(summaries: dict[int, Summary], chosen: int, num_ranks: int, top: int) 
         lines.append(visible(text, lines=False)[:width])
     if summary.memory:
         lines += ["", *_memory_text(summary, width)]
-    lines += ["", visible(f"for the full trace, open {summary.path} in ui.perfetto.dev", lines=False)]
+    lines += [
+        "",
+        visible(f"for the full trace, open {summary.path} in ui.perfetto.dev", lines=False),
+    ]
     return lines
 
 

@@ -132,7 +132,10 @@ def _read(words: Sequence[str]) -> _Request:
     """Parse the command line. Raise ConfigError for invalid arguments."""
     taken = take(
         words,
-        {"--nproc": VerbOption(number_of("processes"), "2"), "--output": VerbOption(output_name, "FOLDER")},
+        {
+            "--nproc": VerbOption(number_of("processes"), "2"),
+            "--output": VerbOption(output_name, "FOLDER"),
+        },
     )
     places, overrides = taken.places(2)
     if not places:

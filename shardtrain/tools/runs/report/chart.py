@@ -43,7 +43,13 @@ class Chart:
             rounded = [float(f"{value:.6g}") for value in line.values]
             color = COLORS[line.color % len(COLORS)]
             curves.append(
-                {"name": line.name, "x": list(line.steps), "y": rounded, "color": color, "dots": line.dots},
+                {
+                    "name": line.name,
+                    "x": list(line.steps),
+                    "y": rounded,
+                    "color": color,
+                    "dots": line.dots,
+                },
             )
         return {"title": self.title, "log": self.is_logarithmic, "lines": curves}
 
@@ -156,7 +162,12 @@ def format_number(value: float) -> str:
     if not math.isfinite(value) or abs(value) >= 1e15:
         return f"{value:.3g}".replace("e+", "e")
     # Numbers below 10,000 have no suffix, because four digits need no more space than three and a suffix.
-    for least, unit, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+    for least, unit, suffix in (
+        (1e12, 1e12, "T"),
+        (1e9, 1e9, "G"),
+        (1e6, 1e6, "M"),
+        (1e4, 1e3, "k"),
+    ):
         if abs(value) >= least:
             return f"{value / unit:.3g}{suffix}"
     if 0 < abs(value) < 1e-2:

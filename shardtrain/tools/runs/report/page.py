@@ -274,7 +274,13 @@ def _time(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
         for name, seconds in account.seconds.items():
             share = f"{100 * seconds / running:.1f} %" if running else ""
             rows.append(
-                (_name(names, index), escape(name), f"{seconds:.1f} s", share, escape(MEANINGS[name])),
+                (
+                    _name(names, index),
+                    escape(name),
+                    f"{seconds:.1f} s",
+                    share,
+                    escape(MEANINGS[name]),
+                ),
             )
     return _table("<h2>Where the time went</h2>", ("Run", "Part", "Time", "Share", "Meaning"), rows)
 

@@ -24,7 +24,12 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="job.dump_folder of a run")
     parser.add_argument(
-        "-o", "--output", type=output_name, default="report.html", metavar="FILE", help="default: report.html"
+        "-o",
+        "--output",
+        type=output_name,
+        default="report.html",
+        metavar="FILE",
+        help="default: report.html",
     )
     asked = parser.read(words)
     if not 1 <= len(asked.runs) <= _MOST_RUNS:
@@ -38,7 +43,15 @@ def main(words: Sequence[str]) -> int:
                 where="command line",
             )
         )
-    if Path(asked.output).suffix.lower() in (".pdf", ".png", ".svg", ".md", ".json", ".csv", ".txt"):
+    if Path(asked.output).suffix.lower() in (
+        ".pdf",
+        ".png",
+        ".svg",
+        ".md",
+        ".json",
+        ".csv",
+        ".txt",
+    ):
         raise ConfigError(
             Problem(
                 "-o",
