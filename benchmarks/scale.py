@@ -381,6 +381,7 @@ MESHES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, int]
     "1T hsdp 5 x 384 ep 128": (experts_1t, {"replicas": 5, "fsdp": 384, "ep": 128}),
     "405B fsdp 8192 tp 8": (llama3_405b, {"fsdp": 8192, "tp": 8}),
     "405B fsdp 65536": (llama3_405b, {"fsdp": 65536}),
+    "405B fsdp 16381": (llama3_405b, {"fsdp": 16381}),
 }
 
 
@@ -421,6 +422,7 @@ RESUMES = {
     "1T fsdp 16384 ep 64, the same": ("1T fsdp 16384 ep 64", "1T fsdp 16384 ep 64"),
     "1T fsdp 16384 ep 64 on fsdp 512 ep 64": ("1T fsdp 16384 ep 64", "1T fsdp 512 ep 64"),
     "405B fsdp 8191 on fsdp 64 tp 8": ("405B fsdp 8191", "405B fsdp 64 tp 8"),
+    "405B fsdp 16381 on fsdp 8": ("405B fsdp 16381", "405B fsdp 8"),
     "405B pp 13 fsdp 157 tp 8 on fsdp 8191": ("405B pp 13 fsdp 157 tp 8", "405B fsdp 8191"),
     "1T fsdp 16128 ep 96 on fsdp 512 ep 64": ("1T fsdp 16128 ep 96", "1T fsdp 512 ep 64"),
 }

@@ -110,6 +110,29 @@ def test_single_process_needs_no_process_group() -> None:
     assert collectives.first_word("word") == "word" and collectives.first_word("") == ""
 
 
+def bytes_gathered(rank: int, size: int) -> list[int]:
+    """Return the bytes that a rank receives in each all-gather, if the value of one rank has ``size`` bytes."""
+    received: list[int] = []
+    original = collectives.host_collectives.all_gather
+
+    def counted(tensor: Any) -> Any:
+        gathered = original(tensor)
+        received.append(gathered.numel() * gathered.element_size())
+        return gathered
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives.host_collectives, "all_gather", counted)
+        values = collectives.gather_json("m" * size if rank == 1 else "")
+    assert len(values) == (RANKS if rank == 0 else 0)
+    return received
+
+
+def test_gathered_values_take_the_longest_size_of_each_rank_on_every_rank() -> None:
+    quotes = 2  # of a JSON string
+    for received in run_ranks(RANKS, bytes_gathered, 1000):
+        assert received == [RANKS * (1000 + quotes)]
+
+
 def manifest_sent(rank: int, size: int) -> list[int]:
     """Return the bytes of each collective while rank 0 broadcasts a text of ``size`` bytes."""
     sent: list[int] = []
