@@ -105,7 +105,12 @@ class Best:
         is_written = step == self.kept and read_pointer(folder).get("step") == step
         if is_written or not retention.is_complete(folder / f"step-{step}"):
             return
-        fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
+        fields = {
+            "step": step,
+            "metric": saved["metric"],
+            "mode": saved["mode"],
+            "value": saved["value"],
+        }
         try:
             files.replace_durable(folder / POINTER, (json.dumps(fields) + "\n").encode())
         except OSError as error:

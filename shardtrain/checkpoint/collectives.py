@@ -32,7 +32,15 @@ from shardtrain.utils.errors import (
 
 _KINDS: dict[str, type[ShardtrainError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, FolderTaken, DataError, CheckpointError, OutOfMemoryError, StorageError, PeerError)
+    for kind in (
+        ConfigError,
+        FolderTaken,
+        DataError,
+        CheckpointError,
+        OutOfMemoryError,
+        StorageError,
+        PeerError,
+    )
 }
 
 

@@ -28,7 +28,12 @@ class Exporter(Protocol):
         """True if the checkpoint of a step must be exported. ``last`` is true for the run's last step."""
 
     def write_share(
-        self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
+        self,
+        checkpoint: Path,
+        draft: Path,
+        rank: int,
+        size: int,
+        check_cancelled: Callable[[], None],
     ) -> None:
         """Write one rank's share of the files and verify it by reading it back."""
 

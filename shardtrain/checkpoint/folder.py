@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import choice, manifest, node_disks, rank0_storage, retention, tensor_reader
+from shardtrain.checkpoint import (
+    choice,
+    manifest,
+    node_disks,
+    rank0_storage,
+    retention,
+    tensor_reader,
+)
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank, first_word
 from shardtrain.checkpoint.lease import LEASE, Lease

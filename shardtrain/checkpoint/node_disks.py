@@ -17,7 +17,13 @@ from typing import Any
 import torch.distributed as dist
 
 from shardtrain.checkpoint import files, manifest, retention
-from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_word, gather_distinct_json, rank_and_size
+from shardtrain.checkpoint.collectives import (
+    all_ranks,
+    broadcast_json,
+    first_word,
+    gather_distinct_json,
+    rank_and_size,
+)
 from shardtrain.checkpoint.storage import Place
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError

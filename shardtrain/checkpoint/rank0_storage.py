@@ -17,7 +17,12 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, first_rank, gather_distinct_json
+from shardtrain.checkpoint.collectives import (
+    all_gather_json,
+    broadcast_json,
+    first_rank,
+    gather_distinct_json,
+)
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import box_of
 from shardtrain.checkpoint.manifest import Manifest, TensorFile

@@ -172,7 +172,13 @@ class Removals:
 
 
 def delete_old(
-    folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str, removals: Removals
+    folder: Path | ObjectPath,
+    saved: int,
+    keep: int,
+    forever: int,
+    spare: int,
+    origin: str,
+    removals: Removals,
 ) -> None:
     """Delete old checkpoints after the checkpoint of step ``saved`` was written; see ``to_delete``.
 

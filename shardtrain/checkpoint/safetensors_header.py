@@ -20,7 +20,11 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> memoryview:
     begin = 0
     for name, (dtype, shape) in tensors.items():
         end = begin + math.prod(shape) * ITEM_BYTES[dtype]
-        fields[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        fields[name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8

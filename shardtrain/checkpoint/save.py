@@ -33,7 +33,13 @@ from shardtrain.checkpoint import (
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
-from shardtrain.checkpoint.collectives import all_ranks, all_ranks_to_first, any_rank, broadcast_json, first_rank
+from shardtrain.checkpoint.collectives import (
+    all_ranks,
+    all_ranks_to_first,
+    any_rank,
+    broadcast_json,
+    first_rank,
+)
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval
 from shardtrain.checkpoint.lease import Lease
@@ -310,7 +316,11 @@ class Saver:
             exports.abandon(self._folder / f"step-{step}", self._lease)
 
     def _save_now(
-        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.SavePlan, facts: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        shares: save_plan.SavePlan,
+        facts: Mapping[str, Any],
     ) -> None:
         """Write the checkpoint while all ranks wait (a collective)."""
         nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
@@ -328,7 +338,11 @@ class Saver:
             node_disks.note(self._run_folder, [step])
 
     def _begin(
-        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.SavePlan, facts: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        shares: save_plan.SavePlan,
+        facts: Mapping[str, Any],
     ) -> None:
         """Copy this rank's data, and start a thread that writes it (a collective)."""
         rank = dist.get_rank()
@@ -407,7 +421,11 @@ class Saver:
         return None
 
     def _manifest(
-        self, step: int, stored_files: list[TensorFile], shares: save_plan.SavePlan, facts: Mapping[str, Any]
+        self,
+        step: int,
+        stored_files: list[TensorFile],
+        shares: save_plan.SavePlan,
+        facts: Mapping[str, Any],
     ) -> Manifest:
         return Manifest(
             step=step,

@@ -39,7 +39,14 @@ _PARAMETER = "torch._utils._rebuild_parameter"
 NAMES = frozenset({*_STORAGES, *_TYPES, *REBUILD, _UNTYPED, "collections.OrderedDict"})
 """Names that the pickle of a tensor may contain."""
 _NAMES = NAMES | {
-    *(_PARAMETER, "torch.Size", "torch.device", "collections.defaultdict", "_codecs.encode", "_io.BytesIO"),
+    *(
+        _PARAMETER,
+        "torch.Size",
+        "torch.device",
+        "collections.defaultdict",
+        "_codecs.encode",
+        "_io.BytesIO",
+    ),
     # NumPy scalars, such as metrics. They are accepted and ignored.
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
     *(

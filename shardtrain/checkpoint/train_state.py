@@ -31,7 +31,12 @@ class TrainState:
     order_hash: int = 0
 
     def advance(
-        self, samples_consumed: int, tokens: int, row_hashes: int, applied: bool = True, finite: bool = False
+        self,
+        samples_consumed: int,
+        tokens: int,
+        row_hashes: int,
+        applied: bool = True,
+        finite: bool = False,
     ) -> None:
         """Count one step.
 

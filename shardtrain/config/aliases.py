@@ -110,7 +110,11 @@ def _same(prefix: str, new_prefix: str, kinds: Mapping[str, Any]) -> dict[str, A
     return {f"{prefix}.{key}": Alias(f"{new_prefix}.{key}", kind) for key, kind in kinds.items()}
 
 
-_DEGREES = {"tensor_parallel_degree": int, "pipeline_parallel_degree": int, "context_parallel_degree": int}
+_DEGREES = {
+    "tensor_parallel_degree": int,
+    "pipeline_parallel_degree": int,
+    "context_parallel_degree": int,
+}
 _MOVED = {
     **_DEGREES,
     "data_parallel_replicate_degree": int,
@@ -135,7 +139,10 @@ _GONE_AUTOGRAD = Alias(
     why="compiled autograd was an experiment that is not needed for any of this",
 )
 _CUTS = Alias(
-    "parallelism.module_fqns_per_model_part", list[str], _Cuts, why="each cut begins a stage, whose modules are listed"
+    "parallelism.module_fqns_per_model_part",
+    list[str],
+    _Cuts,
+    why="each cut begins a stage, whose modules are listed",
 )
 _DROPPED = "torchtitan had no such option and left it out without a word"
 _PROFILER = {
@@ -173,7 +180,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.batch_size": Alias("training.local_batch_size", int),
         "training.warmup_steps": Alias("lr_scheduler.warmup_steps", int),
         "training.warmup_pct": Alias(
-            "lr_scheduler.warmup_steps", float, why="it becomes max(int(steps * warmup_pct), 2) steps"
+            "lr_scheduler.warmup_steps",
+            float,
+            why="it becomes max(int(steps * warmup_pct), 2) steps",
         ),
         "training.compile": Alias("compile.enable", bool),
         "training.seed": Alias("debug.seed", int),
@@ -187,7 +196,10 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             for old, new in (
                 ("enable_fsdp_fp8_all_gather", "enable_fsdp_float8_all_gather"),
                 ("enable_fsdp_float8_all_gather", "enable_fsdp_float8_all_gather"),
-                ("precompute_float8_dynamic_scale_for_fsdp", "precompute_float8_dynamic_scale_for_fsdp"),
+                (
+                    "precompute_float8_dynamic_scale_for_fsdp",
+                    "precompute_float8_dynamic_scale_for_fsdp",
+                ),
             )
         },
         **{
@@ -196,7 +208,10 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             for part in ("input", "weight", "grad_output")
         },
         "training.enable_selective_ac": Alias(
-            "activation_checkpoint.mode", bool, _recompute, why="every layer was recomputed, or all but its matmuls"
+            "activation_checkpoint.mode",
+            bool,
+            _recompute,
+            why="every layer was recomputed, or all but its matmuls",
         ),
         "training.debug_moe_force_load_balance": Alias("debug.moe_force_load_balance", bool),
         "model.use_flex_attn": Alias(None, bool, why="the mask determines the attention kernel"),
@@ -225,7 +240,11 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "experimental.pipeline_parallel_split_mode": Alias(
             None,
             str,
-            _rejected("manual", "selects stages split by a tracer", 'remove it: only "manual" is supported'),
+            _rejected(
+                "manual",
+                "selects stages split by a tracer",
+                'remove it: only "manual" is supported',
+            ),
             "stages are cut by the model's LAYOUT",
         ),
         # The command line of v0.3.0.
@@ -266,7 +285,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         **{f"{s}.pipeline_parallel_split_points": _CUTS for s in ("experimental", "parallelism")},
         **{
             f"{s}.pipeline_parallel_microbatches": Alias(
-                "parallelism.pipeline_parallel_microbatch_size", int, why="it becomes local_batch_size / microbatches"
+                "parallelism.pipeline_parallel_microbatch_size",
+                int,
+                why="it becomes local_batch_size / microbatches",
             )
             for s in ("experimental", "parallelism")
         },
@@ -280,11 +301,15 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         **_same("float8", "quantize.linear.float8", _FLOAT8),
         "float8.filter_fqns": Alias("quantize.linear.float8.filter_fqns", list[str]),
         "hf_transformers.model": Alias(
-            None, str, why='model.name = "transformers" runs from a folder, named in model.hf_assets_path'
+            None,
+            str,
+            why='model.name = "transformers" runs from a folder, named in model.hf_assets_path',
         ),
         "float8.moe_fqns_prototype": Alias("quantize.grouped_mm.float8.fqns", list[str]),
         "float8.moe_fqns": Alias(
-            None, list[str], why=f"{_DROPPED}; experts compute in float8 with quantize.grouped_mm.float8.fqns"
+            None,
+            list[str],
+            why=f"{_DROPPED}; experts compute in float8 with quantize.grouped_mm.float8.fqns",
         ),
         "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="weights are always rounded again"),
         **_same("mx", "quantize.linear.mx", _MX),
@@ -335,7 +360,10 @@ _IROPE = "here this flavor has layers without positions, and chunks in the other
 _FLAVORS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
     {
         ("llama2", "40B"): ("26B", 'torchtrain called these 26 billion parameters "40B"'),
-        ("deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite"): ("16B", "flavors are named by their parameters"),
+        ("deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite"): (
+            "16B",
+            "flavors are named by their parameters",
+        ),
         **{("llama4", f"{name}_irope"): (name, _IROPE) for name in ("debugmodel", "17bx16e", "17bx128e")},
     }
 )
@@ -682,7 +710,13 @@ def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     if plain is None or word in flavors or plain not in flavors:
         return
     done.settings.remove(flavor)
-    _add(done, "model.flavor", plain, flavor.where, f'"{word}" is this flavor with a mask between documents')
+    _add(
+        done,
+        "model.flavor",
+        plain,
+        flavor.where,
+        f'"{word}" is this flavor with a mask between documents',
+    )
     if "data.document_mask" not in new:
         why = f'"{word}" let no document attend to another; here positions restart in each, too'
         _add(done, "data.document_mask", "on", flavor.where, why)
@@ -782,4 +816,10 @@ def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[
     if switch.shown not in (True, "true", "True"):
         return
     if "validation.enabled" in given or (training is not None and training.shown in TORCHTITAN_DATASETS):
-        _add(done, "validation.dataset", "c4_validation", switch.where, "torchtitan validated on this set")
+        _add(
+            done,
+            "validation.dataset",
+            "c4_validation",
+            switch.where,
+            "torchtitan validated on this set",
+        )

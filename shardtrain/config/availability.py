@@ -20,7 +20,12 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "experts in microscaling types",
         'use "quantize.grouped_mm.float8" for experts; linear layers have "quantize.linear.mx"',
     ),
-    ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
+    (
+        "parallelism.expert_parallel_comm_backend",
+        lambda v: v != "standard",
+        "DeepEP",
+        'set it to "standard"',
+    ),
     (
         "comm.mode",
         lambda v: v == "local_tensor",
@@ -29,8 +34,18 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ),
     ("memory_estimation.enable", bool, "torchtitan's memory estimation", "set it to false"),
     ("fault_tolerance.enable", bool, "replica groups of torchft", "set it to false"),
-    ("experimental.custom_import", bool, "importing a module at start", "name your model file in model.name"),
-    ("experimental.custom_args_module", bool, "options of a module", "set job.custom_config_module to a file"),
+    (
+        "experimental.custom_import",
+        bool,
+        "importing a module at start",
+        "name your model file in model.name",
+    ),
+    (
+        "experimental.custom_args_module",
+        bool,
+        "options of a module",
+        "set job.custom_config_module to a file",
+    ),
 )
 
 

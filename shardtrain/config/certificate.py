@@ -281,7 +281,10 @@ def _changes(document: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
 
 def _versions() -> dict[str, str | None]:
     """Return versions of the packages that compute numbers. Reading metadata does not import them."""
-    versions: dict[str, str | None] = {"shardtrain": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {
+        "shardtrain": __version__,
+        "python": platform.python_version(),
+    }
     for name in ("torch", "transformers", "tokenizers"):
         try:
             versions[name] = importlib.metadata.version(name)

@@ -64,7 +64,10 @@ class Taken:
 
 
 def take(
-    arguments: Sequence[str], options: Mapping[str, VerbOption], flags: Sequence[str] = (), usage: str | None = None
+    arguments: Sequence[str],
+    options: Mapping[str, VerbOption],
+    flags: Sequence[str] = (),
+    usage: str | None = None,
 ) -> Taken:
     """Extract a verb's ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` from its arguments.
 

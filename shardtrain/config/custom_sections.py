@@ -77,7 +77,10 @@ def _build(path: str, digest: str) -> type[Config]:
     tree = own_file.read(Path(path), OPTION, path)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if ROOT not in classes:
-        raise _Invalid(f"does not define the class {ROOT}", f"define a dataclass {ROOT} whose fields are sections")
+        raise _Invalid(
+            f"does not define the class {ROOT}",
+            f"define a dataclass {ROOT} whose fields are sections",
+        )
     existing = get_type_hints(Config)
     sections = []
     for name, annotation, _, _ in _fields(classes[ROOT]):
@@ -122,7 +125,11 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
     if not definitions:
         raise _Invalid(f"defines the section [{section}] without options", "add fields with types and defaults")
     summary = ast.get_docstring(node) or (base.__doc__ if base else "") or f"Options of {Path(path).name}."
-    namespace = {"__doc__": summary, "option_help": texts, "__reduce__": _reduce_with(path, section)}
+    namespace = {
+        "__doc__": summary,
+        "option_help": texts,
+        "__reduce__": _reduce_with(path, section),
+    }
     return make_dataclass(
         node.name,
         definitions,

@@ -23,7 +23,13 @@ from shardtrain.hub_formats import (
     qwen3_next_format,
 )
 from shardtrain.hub_formats.config_json import CONFIG, Quantized, block_of, read_json
-from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
+from shardtrain.hub_formats.format import (
+    FREE,
+    TRANSFORMERS_HINT,
+    Fields,
+    HubFormat,
+    OnlyInTransformers,
+)
 
 HUBS: dict[str, HubFormat] = {
     "llama2": llama_format.HUB,

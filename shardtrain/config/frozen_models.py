@@ -78,7 +78,11 @@ def frozen_config(config: Config, option: str) -> Config | Problem:
     if derived.compute_dtype(config) == "bfloat16":
         training = dataclasses.replace(training, dtype="bfloat16")
     return dataclasses.replace(
-        folder.config, parallelism=parallelism, activation_checkpoint=recompute, debug=debug, training=training
+        folder.config,
+        parallelism=parallelism,
+        activation_checkpoint=recompute,
+        debug=debug,
+        training=training,
     )
 
 
@@ -139,7 +143,13 @@ def divergence_options(loaded: Loaded) -> Iterator[Problem]:
 def check_sizes_and_mesh(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Problem]:
     """The mesh divides the sizes of a frozen model. Problems of the sizes themselves name its folder."""
     # The user can change the mesh, but not the sizes in the folder.
-    for check in (check_sizes, check_tensor_parallel, check_experts, check_context, check_transformers):
+    for check in (
+        check_sizes,
+        check_tensor_parallel,
+        check_experts,
+        check_context,
+        check_transformers,
+    ):
         for found in check(frozen):
             if found.option.startswith("parallelism."):
                 yield Problem(

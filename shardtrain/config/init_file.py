@@ -49,7 +49,11 @@ FIRST = (
 """Options that most runs set."""
 QUESTIONS = (
     ("preset", "which preset? ({presets})", presets.FIRST),
-    ("--training.dataset_path", "files to train on: text or .jsonl (empty: those of the preset)", ""),
+    (
+        "--training.dataset_path",
+        "files to train on: text or .jsonl (empty: those of the preset)",
+        "",
+    ),
     ("--model.hf_assets_path", "folder of the tokenizer, or bytes (empty: that of the preset)", ""),
     ("--training.steps", "how many steps? (empty: those of the preset)", ""),
 )
@@ -166,7 +170,12 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
     for option in unset:
         section, key = option.split(".")
         sections[section] = dataclasses.replace(sections[section], **{key: value_of(Config(), option)})
-    origins = {**loaded.origins, **dict.fromkeys(unset, DEFAULT), "model.name": COMMAND_LINE, **origins}
+    origins = {
+        **loaded.origins,
+        **dict.fromkeys(unset, DEFAULT),
+        "model.name": COMMAND_LINE,
+        **origins,
+    }
     return dataclasses.replace(
         loaded, config=dataclasses.replace(loaded.config, model=model, **sections), origins=origins
     )

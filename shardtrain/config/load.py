@@ -86,7 +86,10 @@ def value_of(config: Config, option: str) -> Value:
 
 
 def load(
-    path: str | Path | None, arguments: Sequence[str] = (), preset: str | None = None, keep_problems: bool = False
+    path: str | Path | None,
+    arguments: Sequence[str] = (),
+    preset: str | None = None,
+    keep_problems: bool = False,
 ) -> Loaded:
     """Load an optional TOML file and ``--section.key value`` arguments, which take precedence over the file.
 
@@ -147,7 +150,10 @@ def load(
 
 
 def load_settings(
-    settings: Sequence[Setting], arguments: Sequence[str] = (), path: Path | None = None, follow: bool = True
+    settings: Sequence[Setting],
+    arguments: Sequence[str] = (),
+    path: Path | None = None,
+    follow: bool = True,
 ) -> Loaded:
     """Like ``load``, but with settings from a file in another format.
 

@@ -50,7 +50,10 @@ BYTE_TOKENIZER_IDS = 258
 
 
 def machine_notes(
-    loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
+    loaded: Loaded,
+    world_size: int | None = None,
+    device: str | None = None,
+    num_devices: int | None = None,
 ) -> list[Problem]:
     """Return the problems of a config on this machine.
 
@@ -142,7 +145,11 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     # The product of the degrees must be the number of ranks. A shard degree of -1 is the quotient.
     if shard == -1 and world_size % others:
         # Report the largest other degree, which a user would lower first.
-        names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
+        names = (
+            "tensor_parallel_degree",
+            "data_parallel_replicate_degree",
+            "context_parallel_degree",
+        )
         degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
         name = max(degrees, key=loaded.value)
         value = loaded.value(name)
@@ -345,7 +352,12 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
         left = [os.path.join(*parts[:place]) for place, name in enumerate(parts) if place and name == ".."]
         absent = next((path for path in left if not os.path.isdir(path)), None)
         if absent:
-            yield problem(loaded, option, f"leads through {absent}/.., but {absent} is not a folder", "remove both")
+            yield problem(
+                loaded,
+                option,
+                f"leads through {absent}/.., but {absent} is not a folder",
+                "remove both",
+            )
             continue
         rule = _why_not_writable(Path(folder).absolute())
         if rule:
@@ -526,14 +538,24 @@ def _packages(loaded: Loaded) -> Iterator[Problem]:
         ("metrics.enable_tensorboard", c.metrics.enable_tensorboard, "tensorboard", "tensorboard"),
         ("metrics.enable_mlflow", c.metrics.enable_mlflow, "mlflow", "mlflow-skinny"),
         ("metrics.enable_trackio", c.metrics.enable_trackio, "trackio", "trackio"),
-        ("metrics.prometheus_port", c.metrics.prometheus_port, "prometheus_client", "prometheus_client"),
+        (
+            "metrics.prometheus_port",
+            c.metrics.prometheus_port,
+            "prometheus_client",
+            "prometheus_client",
+        ),
         (
             "training.flash_attention",
             c.training.flash_attention == "FA3",
             "flash_attn_interface",
             "flash-attn-3",
         ),
-        ("training.flash_attention", c.training.flash_attention == "FA4", "flash_attn", "flash-attn-4"),
+        (
+            "training.flash_attention",
+            c.training.flash_attention == "FA4",
+            "flash_attn",
+            "flash-attn-4",
+        ),
     ):
         if needed and importlib.util.find_spec(package) is None:
             yield problem(

@@ -226,7 +226,9 @@ def _flavors(node: ast.AST, name: str) -> dict[str, dict[str, Any]]:
             pairs = [(keyword.arg, keyword.value) for keyword in value.keywords]
         if not isinstance(flavor, str) or not isinstance(value, ast.Dict | ast.Call):
             raise _incomplete(
-                name, "has a FLAVORS that is not a literal dict", "write FLAVORS = {name: {field: value}}"
+                name,
+                "has a FLAVORS that is not a literal dict",
+                "write FLAVORS = {name: {field: value}}",
             )
         found[flavor] = {field: _literal(item) for field, item in pairs}
     return found

@@ -116,7 +116,15 @@ def _all_sections(schema: Any) -> Mapping[str, type]:
 def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Return the docstring of each field of the schema's classes, on one line, by class name and field."""
     found: dict[str, dict[str, str]] = {}
-    parts = (schema, data_options, launch_options, lora_options, safety_options, task_options, watch_options)
+    parts = (
+        schema,
+        data_options,
+        launch_options,
+        lora_options,
+        safety_options,
+        task_options,
+        watch_options,
+    )
     # Python does not store docstrings of fields. Parse the source, and read
     # the text below each annotated name.
     nodes: list[ast.stmt] = []
@@ -279,7 +287,11 @@ _WAYS = {
         "remove it: compile.enable compiles each layer with PyTorch's own passes",
     ),
     **dict.fromkeys(
-        ("profiler.profiler_repeat", "profiler.profiler_skip_first", "profiler.profiler_skip_first_wait"),
+        (
+            "profiler.profiler_repeat",
+            "profiler.profiler_skip_first",
+            "profiler.profiler_skip_first_wait",
+        ),
         "set profiling.profile_freq, after which every trace begins",
     ),
     **dict.fromkeys(
@@ -296,7 +308,16 @@ _WAYS = {
         "did you mean training.local_batch_size, or training.global_batch_size over all ranks?",
     ),
     **dict.fromkeys(
-        ("gpu", "gpus", "nprocs", "num_gpus", "nproc_per_node", "num_processes", "devices", "world_size"),
+        (
+            "gpu",
+            "gpus",
+            "nprocs",
+            "num_gpus",
+            "nproc_per_node",
+            "num_processes",
+            "devices",
+            "world_size",
+        ),
         "the number of processes is --nproc N, and for plan the number of devices --gpus N",
     ),
     **dict.fromkeys(

@@ -11,7 +11,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def problems_of(
-    loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
+    loaded: Loaded,
+    world_size: int | None = None,
+    device: str | None = None,
+    num_devices: int | None = None,
 ) -> list[Problem]:
     """Return all problems that can be found without torch.
 
@@ -19,12 +22,19 @@ def problems_of(
     not want. Problems that only follow from such a default are skipped. The other arguments
     are those of ``machine_notes``.
     """
-    problems = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size, device, num_devices)]
+    problems = [
+        *check(loaded),
+        *unavailable(loaded),
+        *machine_notes(loaded, world_size, device, num_devices),
+    ]
     return secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, problems)])
 
 
 def require(
-    loaded: Loaded, world_size: int | None = None, device: str | None = None, num_devices: int | None = None
+    loaded: Loaded,
+    world_size: int | None = None,
+    device: str | None = None,
+    num_devices: int | None = None,
 ) -> tuple[str, ...]:
     """Raise ConfigError if there are problems. Otherwise return notices: deprecated names,
     options without effect.

@@ -86,7 +86,11 @@ def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
 
 
 def modules_per_stage(
-    parallelism: Parallelism, first: Sequence[str], layers: str, layer_names: Sequence[str], last: Sequence[str]
+    parallelism: Parallelism,
+    first: Sequence[str],
+    layers: str,
+    layer_names: Sequence[str],
+    last: Sequence[str],
 ) -> list[list[str]]:
     """Return the module paths of each stage. Explicit lists may use torchtitan's names of embedding and head."""
     explicit = parallelism.module_fqns_per_model_part

@@ -250,7 +250,11 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
 
 
 def _passes(
-    config: Config, section: Training | Validation, loop: bool | None, source: DataSource, is_mixture: bool
+    config: Config,
+    section: Training | Validation,
+    loop: bool | None,
+    source: DataSource,
+    is_mixture: bool,
 ) -> int | None:
     """Return the number of passes over a source, or None to repeat it forever.
 
@@ -305,7 +309,11 @@ def _open_feed(
             vocab_size=tokenizer.vocab_size,
             name=named.name,
         )
-        logger.info("dataset %s is tokenized during training, by %d virtual readers", named.name, feed.num_readers)
+        logger.info(
+            "dataset %s is tokenized during training, by %d virtual readers",
+            named.name,
+            feed.num_readers,
+        )
         return feed
 
     # other datasets are tokenized once for all ranks, unless the tokens are cached from an earlier start
@@ -328,7 +336,11 @@ def _open_feed(
 
 
 def _read(
-    config: Config, source: Table | Shards, encoder: Encoder, tokenizer: Tokenizer, named: NamedDataset
+    config: Config,
+    source: Table | Shards,
+    encoder: Encoder,
+    tokenizer: Tokenizer,
+    named: NamedDataset,
 ) -> dict[str, Any]:
     """Tokenize all rows.
 
@@ -404,7 +416,11 @@ def _indexed(
 
 
 def _streams(
-    config: Config, section: Training | Validation, named: NamedDataset, source: Table | Shards, passes: int | None
+    config: Config,
+    section: Training | Validation,
+    named: NamedDataset,
+    source: Table | Shards,
+    passes: int | None,
 ) -> bool:
     """True if a source is tokenized during training.
 

@@ -151,7 +151,11 @@ class DataLoader:
         return {}
 
     def __init__(
-        self, opened: DataPipeline, share: RankSlice, options: DataLoaderOptions, samples_consumed: int
+        self,
+        opened: DataPipeline,
+        share: RankSlice,
+        options: DataLoaderOptions,
+        samples_consumed: int,
     ) -> None:
         self.tokenizer = opened.tokenizer
         self.vocab = opened.tokenizer.vocab_size
@@ -266,7 +270,13 @@ class DataLoader:
         opened = self._opened
         if len(opened.names) < 2:
             return {}
-        return dict(zip(opened.names, opened.mixture.rows_before(self.samples_consumed).tolist(), strict=True))
+        return dict(
+            zip(
+                opened.names,
+                opened.mixture.rows_before(self.samples_consumed).tolist(),
+                strict=True,
+            )
+        )
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
         """Return the cursors of all virtual readers, (readers, 3), -1 for those that only another rank

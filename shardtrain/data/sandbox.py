@@ -94,11 +94,19 @@ def _ask(request: Mapping[str, Any]) -> str:
     command = python_child.command("shardtrain.data.sandbox_child")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     # Threads take address space, which is limited. Arrow's other pools reserve a GiB of it at once.
-    environment |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     before = _of_children()
     child = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     # RLIMIT_CPU does not count a child that sleeps, so its time on the clock is bounded too.
     late = threading.Timer(_START_SECONDS + _WALL_FACTOR * _limits.seconds, child.kill)

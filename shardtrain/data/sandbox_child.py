@@ -51,7 +51,12 @@ def _open_tokenizer(request: Mapping[str, Any]) -> None:
         raise ValueError("it was changed while it was opened")
     tokenizer = open_content(path, content, request["option"], request["spec"])
     # Some files open, and fail or hang on the first text: words, a long run, all kinds of characters.
-    for text in ("hello world", "a" * 1000, "".join(map(chr, range(32, 1000))), "日本 é\u0301 🦜\n\t"):
+    for text in (
+        "hello world",
+        "a" * 1000,
+        "".join(map(chr, range(32, 1000))),
+        "日本 é\u0301 🦜\n\t",
+    ):
         ids = tokenizer.encode(text)
         tokenizer.decode(ids)
 

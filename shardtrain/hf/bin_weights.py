@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
-from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights, read_index, without_wrappers
+from shardtrain.hf.weights import (
+    BIN,
+    BIN_INDEX,
+    INDEX,
+    SINGLE,
+    HubWeights,
+    read_index,
+    without_wrappers,
+)
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 

@@ -123,7 +123,10 @@ def with_tokens(source: FolderSource, tokens: Mapping[str, list[int]]) -> tuple[
     config = dict(source.config)
     settings = read_settings(source)
     changes = []
-    for name, values, inherited in ((CONFIG, config, _text_config(config)), (GENERATION, settings, {})):
+    for name, values, inherited in (
+        (CONFIG, config, _text_config(config)),
+        (GENERATION, settings, {}),
+    ):
         for key, ids in tokens.items():
             wanted = ids[:1] if values is config else ids
             before = values.get(key, inherited.get(key))

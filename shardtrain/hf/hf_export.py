@@ -180,7 +180,11 @@ class Writer:
                 raise CheckpointError(f"checkpoint {self.wanted.checkpoint}: {damage}; use another one")
 
     def write_weights(
-        self, folder: Path, file: str, check_cancelled: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
+        self,
+        folder: Path,
+        file: str,
+        check_cancelled: Callable[[], None] = lambda: None,
+        wait_seconds: float = 0.0,
     ) -> TensorFile:
         """Write one file of weights.
 

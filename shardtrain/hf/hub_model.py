@@ -19,7 +19,14 @@ from shardtrain.config.schema import Model as ModelOptions
 from shardtrain.hf import as_is, source
 from shardtrain.hf.mapping import Translation, translate
 from shardtrain.hub_formats.config_json import CONFIG, Quantized, read_json
-from shardtrain.hub_formats.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
+from shardtrain.hub_formats.format import (
+    CHANGEABLE,
+    FREE,
+    TRANSFORMERS_HINT,
+    Fields,
+    HubFormat,
+    OnlyInTransformers,
+)
 from shardtrain.models import architecture
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -194,7 +201,11 @@ def check_noted(model: ModelOptions, path: Place) -> None:
 
 
 def check_fields(
-    hub: HubFormat, config: Any, stored_fields: Mapping[str, Any], where: object, chosen: Collection[str]
+    hub: HubFormat,
+    config: Any,
+    stored_fields: Mapping[str, Any],
+    where: object,
+    chosen: Collection[str],
 ) -> None:
     """Raise ConfigError if a Config differs from the Config of the weights.
 

@@ -83,7 +83,11 @@ def to_checkpoint(
         beside, places = source.packed(source.of_folder(folder))
         facts: dict[str, Any] = {
             "state": TrainState().to_dict(),
-            "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
+            "model": {
+                "name": found.name,
+                "flavor": found.flavor,
+                "overrides": dict(found.overrides),
+            },
             source.FACT: places,
         }
         # Record the names in the file, because a transformers tensor may have several names.

@@ -162,7 +162,11 @@ def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: 
 
 
 def read_part(
-    name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
+    name: str,
+    box: tuple[slice, ...],
+    translation: Translation,
+    weights: HubWeights,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return a box of one of our tensors on the CPU."""
     # If one piece covers the box, return the tensor from the file without a copy.

@@ -68,7 +68,12 @@ class HubSaves:
         return step > 0 and ((last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0))
 
     def write_share(
-        self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
+        self,
+        checkpoint: Path,
+        draft: Path,
+        rank: int,
+        size: int,
+        check_cancelled: Callable[[], None],
     ) -> None:
         """Write this rank's share of the weights files, and verify its share of the checkpoint's files."""
         writer = self._writer(checkpoint)

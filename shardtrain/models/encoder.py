@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.layout import Draw, Layout
-from shardtrain.models.layers import Attention, AttentionCore, Decoder, FeedForward, RotaryAngles, build_norm
+from shardtrain.models.layers import (
+    Attention,
+    AttentionCore,
+    Decoder,
+    FeedForward,
+    RotaryAngles,
+    build_norm,
+)
 
 CAUSAL = False
 """False because tokens attend to later tokens. The model can classify, but cannot predict the next token."""
@@ -39,7 +46,14 @@ class Config:
 
 
 FLAVORS = {
-    "debugmodel": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "ffn_dim": 128},
+    "debugmodel": {
+        "dim": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 16,
+        "ffn_dim": 128,
+    },
     "small": {
         "vocab_size": 8192,
         "dim": 128,
@@ -49,7 +63,14 @@ FLAVORS = {
         "head_dim": 32,
         "ffn_dim": 256,
     },
-    "base": {"vocab_size": 32768, "dim": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 12, "ffn_dim": 2048},
+    "base": {
+        "vocab_size": 32768,
+        "dim": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "num_kv_heads": 12,
+        "ffn_dim": 2048,
+    },
 }
 
 LAYOUT = Layout(

@@ -174,7 +174,12 @@ class AttentionCore(nn.Module):
         return self._attend(q_BTNH, k_BTKH, v_BTKH, documents_BT, None)
 
     def _attend(
-        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, sinks_N: Tensor | None
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        documents_BT: Tensor | None,
+        sinks_N: Tensor | None,
     ) -> Tensor:
         if self.chunk:
             shape = (q_BTNH.size(0), q_BTNH.size(1))
@@ -236,7 +241,13 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions (Ainslie et al. 2023)."""
 
     def __init__(
-        self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, qkv_bias: bool = False, window: int = 0
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        window: int = 0,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -301,7 +312,13 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, dim: int, rope: nn.Module, layers: Iterable[nn.Module], norm: nn.Module, tied: bool
+        self,
+        vocab_size: int,
+        dim: int,
+        rope: nn.Module,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        tied: bool,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab_size, dim)

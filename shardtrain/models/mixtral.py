@@ -83,7 +83,12 @@ class Model(Decoder):
         rope = RotaryAngles(c.head_dim, c.rope_theta)
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(
-            c.vocab_size, c.dim, rope, [MixtralBlock(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+            c.vocab_size,
+            c.dim,
+            rope,
+            [MixtralBlock(c) for _ in range(c.num_layers)],
+            norm,
+            c.tied_embeddings,
         )
 
 

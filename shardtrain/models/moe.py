@@ -298,7 +298,11 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, loss: Tensor | None, weight: Tensor | None, record: Callable[[Tensor | None], None]
+        ctx: Any,
+        x: Tensor,
+        loss: Tensor | None,
+        weight: Tensor | None,
+        record: Callable[[Tensor | None], None],
     ) -> Tensor:
         ctx.loss = None if loss is None else loss.detach()
         ctx.weight = weight

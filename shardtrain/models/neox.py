@@ -161,7 +161,12 @@ class Model(Decoder):
         norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
         super().__init__(
-            c.vocab_size, c.dim, rope, [NeoxBlock(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+            c.vocab_size,
+            c.dim,
+            rope,
+            [NeoxBlock(c) for _ in range(c.num_layers)],
+            norm,
+            c.tied_embeddings,
         )
 
 
@@ -211,9 +216,30 @@ FLAVORS = {
         "head_dim": 32,
         "ffn_dim": 1024,
     },
-    "pythia-14m": {"vocab_size": 50304, "dim": 128, "num_layers": 6, "num_heads": 4, "head_dim": 32, "ffn_dim": 512},
-    "pythia-31m": {"vocab_size": 50304, "dim": 256, "num_layers": 6, "num_heads": 8, "head_dim": 32, "ffn_dim": 1024},
-    "pythia-70m": {"vocab_size": 50304, "dim": 512, "num_layers": 6, "num_heads": 8, "head_dim": 64, "ffn_dim": 2048},
+    "pythia-14m": {
+        "vocab_size": 50304,
+        "dim": 128,
+        "num_layers": 6,
+        "num_heads": 4,
+        "head_dim": 32,
+        "ffn_dim": 512,
+    },
+    "pythia-31m": {
+        "vocab_size": 50304,
+        "dim": 256,
+        "num_layers": 6,
+        "num_heads": 8,
+        "head_dim": 32,
+        "ffn_dim": 1024,
+    },
+    "pythia-70m": {
+        "vocab_size": 50304,
+        "dim": 512,
+        "num_layers": 6,
+        "num_heads": 8,
+        "head_dim": 64,
+        "ffn_dim": 2048,
+    },
     "pythia-160m": {
         "vocab_size": 50304,
         "dim": 768,
@@ -230,7 +256,14 @@ FLAVORS = {
         "head_dim": 64,
         "ffn_dim": 4096,
     },
-    "pythia-1b": {"vocab_size": 50304, "dim": 2048, "num_layers": 16, "num_heads": 8, "head_dim": 256, "ffn_dim": 8192},
+    "pythia-1b": {
+        "vocab_size": 50304,
+        "dim": 2048,
+        "num_layers": 16,
+        "num_heads": 8,
+        "head_dim": 256,
+        "ffn_dim": 8192,
+    },
     "pythia-1.4b": {
         "vocab_size": 50304,
         "dim": 2048,

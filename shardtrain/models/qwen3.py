@@ -84,7 +84,12 @@ class Model(Decoder):
         rope = RotaryAngles(c.head_dim, c.rope_theta)
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(
-            c.vocab_size, c.dim, rope, [Qwen3Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+            c.vocab_size,
+            c.dim,
+            rope,
+            [Qwen3Block(c) for _ in range(c.num_layers)],
+            norm,
+            c.tied_embeddings,
         )
 
 
@@ -133,7 +138,14 @@ FLAVORS = {
         "ffn_dim": 6144,
         "tied_embeddings": True,
     },
-    "4B": {"dim": 2560, "num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 9728, "tied_embeddings": True},
+    "4B": {
+        "dim": 2560,
+        "num_layers": 36,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "ffn_dim": 9728,
+        "tied_embeddings": True,
+    },
     "8B": {"dim": 4096, "num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 12288},
     "14B": {"dim": 5120, "num_layers": 40, "num_heads": 40, "num_kv_heads": 8, "ffn_dim": 17408},
     "32B": {"dim": 5120, "num_layers": 64, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 25600},

@@ -67,7 +67,12 @@ class Model(Decoder):
         rope = RotaryAngles(c.head_dim, c.rope_theta)
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         super().__init__(
-            c.vocab_size, c.dim, rope, [Qwen3MoeBlock(c) for _ in range(c.num_layers)], norm, c.tied_embeddings
+            c.vocab_size,
+            c.dim,
+            rope,
+            [Qwen3MoeBlock(c) for _ in range(c.num_layers)],
+            norm,
+            c.tied_embeddings,
         )
 
 
@@ -89,6 +94,18 @@ FLAVORS = {
         "num_experts": 64,
         "top_k": 8,
     },
-    "30B-A3B": {"dim": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4, "moe_ffn_dim": 768},
-    "235B-A22B": {"dim": 4096, "num_layers": 94, "num_heads": 64, "num_kv_heads": 4, "moe_ffn_dim": 1536},
+    "30B-A3B": {
+        "dim": 2048,
+        "num_layers": 48,
+        "num_heads": 32,
+        "num_kv_heads": 4,
+        "moe_ffn_dim": 768,
+    },
+    "235B-A22B": {
+        "dim": 4096,
+        "num_layers": 94,
+        "num_heads": 64,
+        "num_kv_heads": 4,
+        "moe_ffn_dim": 1536,
+    },
 }

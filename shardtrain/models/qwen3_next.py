@@ -179,7 +179,10 @@ class GatedDeltaCore(nn.Module):
         self.flops_per_token = gated_delta_net.flops_per_token(num_heads, key_dim, value_dim)
 
     def forward(
-        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], documents_BT: Tensor | None = None
+        self,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the outputs (B, T, N, V) for entire rows, whose state is zero at the start of each document.
 
@@ -198,7 +201,11 @@ class GatedDeltaCore(nn.Module):
         return weights[0].size(-1) - 1
 
     def chunk(
-        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], before: Tensor, starts_BT: Tensor | None
+        self,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        before: Tensor,
+        starts_BT: Tensor | None,
     ) -> gated_delta_net.DeltaChunk:
         """Return a chunk of consecutive tokens, which maps an incoming state to outputs and an outgoing state.
 

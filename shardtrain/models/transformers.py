@@ -191,7 +191,10 @@ class Model(nn.Module):
             inputs["position_ids"] = positions_BT
         if lengths_B is not None:
             is_text_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
-            inputs = {"input_ids": tokens_BT.masked_fill(~is_text_BT, pad), "attention_mask": is_text_BT.long()}
+            inputs = {
+                "input_ids": tokens_BT.masked_fill(~is_text_BT, pad),
+                "attention_mask": is_text_BT.long(),
+            }
         if decoded_BS is not None:
             shifted_BS = torch.full_like(decoded_BS, config.decoder_start_token_id)
             shifted_BS[:, 1:] = decoded_BS[:, :-1].masked_fill(decoded_BS[:, :-1] == IGNORE, pad)

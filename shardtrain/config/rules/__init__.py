@@ -13,7 +13,11 @@ from shardtrain.config.changes import check_accepted
 from shardtrain.config.frozen_models import check_frozen_models
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
-from shardtrain.config.rules.checkpoint_rules import check_checkpoint, check_storage, checkpoint_notes
+from shardtrain.config.rules.checkpoint_rules import (
+    check_checkpoint,
+    check_storage,
+    checkpoint_notes,
+)
 from shardtrain.config.rules.data_rules import (
     check_data_ranges,
     check_dataset,

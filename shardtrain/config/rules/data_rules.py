@@ -624,7 +624,10 @@ def _validation_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[st
     for option, source in sources.items():
         if option == "validation":
             continue
-        is_same_path = (validation.dataset, validation.dataset_path) == (source.dataset, source.dataset_path)
+        is_same_path = (validation.dataset, validation.dataset_path) == (
+            source.dataset,
+            source.dataset_path,
+        )
         is_same_split = has_one_split or validation.split == (source.split or c.data.split)
         if is_same_path and is_same_split:
             notes.append(

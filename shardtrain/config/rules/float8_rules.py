@@ -8,7 +8,15 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.model_rules import model_shape
 from shardtrain.config.rules.values import any_of, problem
-from shardtrain.facts.quantization import CONVERTERS, FLOAT8_MULTIPLE, GROUPED, LINEAR, MX, MX_BLOCK, OPTION
+from shardtrain.facts.quantization import (
+    CONVERTERS,
+    FLOAT8_MULTIPLE,
+    GROUPED,
+    LINEAR,
+    MX,
+    MX_BLOCK,
+    OPTION,
+)
 from shardtrain.utils.errors import Problem
 
 
@@ -142,7 +150,10 @@ def float8_notes(loaded: Loaded) -> list[str]:
     config = loaded.config
     if MX in config.model.converters:
         return _mx_notes(loaded)
-    degrees = {config.parallelism.data_parallel_shard_degree, config.parallelism.context_parallel_degree}
+    degrees = {
+        config.parallelism.data_parallel_shard_degree,
+        config.parallelism.context_parallel_degree,
+    }
     has_gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
     if LINEAR in config.model.converters and has_gather and degrees == {1}:
         return [f"{LINEAR}.enable_fsdp_float8_all_gather: without effect, one rank has unsharded weights"]

@@ -21,7 +21,10 @@ _WORD = r"[A-Za-z0-9][A-Za-z0-9._,:/@+-]*"
 _DNS = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 
 FORMS: dict[str, tuple[str, str]] = {
-    "launch.name": (NAME, "small letters, digits and dashes, a letter first, at most 48 characters"),
+    "launch.name": (
+        NAME,
+        "small letters, digits and dashes, a letter first, at most 48 characters",
+    ),
     "launch.image": (r"[A-Za-z0-9./_][A-Za-z0-9./_:@+-]*", "a reference or a path without blanks"),
     "launch.python": (r"[^-].*", "a command or a path that begins with no dash"),
     "launch.device_resource": (_LABEL, 'a resource of Kubernetes, as "nvidia.com/gpu"'),

@@ -305,7 +305,10 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     is_from_torchtitan = loaded.renames or config.training.dataset in TORCHTITAN_DATASETS
     if not (is_toml and is_from_torchtitan and loaded.is_set("model.name")):
         return []
-    set_by_hand = {"model.overrides.rope_scaling", "model.overrides.rope_factor"} & loaded.origins.keys()
+    set_by_hand = {
+        "model.overrides.rope_scaling",
+        "model.overrides.rope_factor",
+    } & loaded.origins.keys()
     if set_by_hand or config.model.flavor == "folder":
         return []
     scaling = sizes.get("rope_scaling", "none")

@@ -206,7 +206,10 @@ def checkpoint_debug_per_operation(loaded: Loaded) -> Iterator[Problem]:
 def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
     """PyTorch's debug mode expects one recomputation per layer. A split backward recomputes several times."""
     c = loaded.config
-    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in ("full", "selective"):
+    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in (
+        "full",
+        "selective",
+    ):
         return
     if stages.splits_backward(c.parallelism):
         yield problem(
@@ -220,7 +223,10 @@ def checkpoint_debug_with_split_backward(loaded: Loaded) -> Iterator[Problem]:
 def checkpoint_debug_with_compiler(loaded: Loaded) -> Iterator[Problem]:
     """PyTorch's debug mode records eager operations, which a compiled layer does not run."""
     c = loaded.config
-    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in ("full", "selective"):
+    if not c.activation_checkpoint.debug or c.activation_checkpoint.mode not in (
+        "full",
+        "selective",
+    ):
         return
     if _compiles_model(c):
         yield problem(
@@ -580,7 +586,11 @@ def spike_notes(loaded: Loaded) -> list[str]:
     policy = loaded.config.training.spike_policy
     unused: list[str] = []
     if policy != "rewind":
-        unused += ["training.spike_rewind_steps", "training.spike_skip_steps", "training.max_rewinds"]
+        unused += [
+            "training.spike_rewind_steps",
+            "training.spike_skip_steps",
+            "training.max_rewinds",
+        ]
     if policy == "off":
         unused += ["training.spike_window", "training.spike_sigmas"]
     names = [name for name in unused if loaded.is_set(name)]

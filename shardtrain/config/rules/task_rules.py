@@ -48,14 +48,28 @@ OF_DOCUMENTS = (
 _OPTIONS = {
     CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
     PREFERENCE: (
-        *("beta", "chosen_field", "rejected_field", "loss_type", "label_smoothing", "reference_free"),
+        *(
+            "beta",
+            "chosen_field",
+            "rejected_field",
+            "loss_type",
+            "label_smoothing",
+            "reference_free",
+        ),
         *("reference_path", "nll_weight"),
     ),
     ORPO: ("beta", "chosen_field", "rejected_field"),
     SIMPO: ("beta", "gamma", "chosen_field", "rejected_field", "nll_weight"),
     REWARD_MODEL: ("chosen_field", "rejected_field"),
     DISTILLATION: ("teacher_path", "kd_ratio", "temperature", "divergence", "jsd_beta"),
-    KTO: ("beta", "label_field", "desirable_weight", "undesirable_weight", "group_size", "reference_path"),
+    KTO: (
+        "beta",
+        "label_field",
+        "desirable_weight",
+        "undesirable_weight",
+        "group_size",
+        "reference_path",
+    ),
 }
 
 
@@ -204,7 +218,10 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
     fields = {"data.prompt_field": data.prompt_field}
     if task.name == KTO:
-        fields |= {"data.completion_field": data.completion_field, "task.label_field": task.label_field}
+        fields |= {
+            "data.completion_field": data.completion_field,
+            "task.label_field": task.label_field,
+        }
         for option in ("task.desirable_weight", "task.undesirable_weight"):
             if not 0 < loaded.value(option) < math.inf:
                 yield problem(loaded, option, "must be above 0", "use 1.0")
@@ -216,7 +233,10 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
                 fix="use 8",
             )
     else:
-        fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
+        fields |= {
+            "task.chosen_field": task.chosen_field,
+            "task.rejected_field": task.rejected_field,
+        }
     if not 0 <= task.gamma < math.inf:
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
     if not 0 <= task.nll_weight < math.inf:

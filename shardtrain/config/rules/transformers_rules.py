@@ -22,8 +22,21 @@ from shardtrain.utils.errors import Problem
 
 ATTENTION = ("auto", "sdpa", "eager")
 _MAX_BYTES = 2**24
-_HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "encoder_attention_heads")
-_FEATURES = ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim")
+_HEADS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "n_head",
+    "num_heads",
+    "encoder_attention_heads",
+)
+_FEATURES = (
+    "intermediate_size",
+    "ffn_dim",
+    "d_ff",
+    "n_inner",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
 
 
 def check_transformers(loaded: Loaded) -> Iterator[Problem]:

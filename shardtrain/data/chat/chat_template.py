@@ -62,7 +62,10 @@ class ChatTemplate:
         self._template = self._compile(text, file)
 
     def render(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        prompt: bool = False,
     ) -> str:
         """Render a conversation. ``prompt`` appends the generation prompt.
 
@@ -74,7 +77,10 @@ class ChatTemplate:
         return self._write(messages, variables, prompt)
 
     def try_render(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] = NO_VARIABLES,
+        prompt: bool = False,
     ) -> str:
         """Render a conversation, or return "" if the template refuses it: some reject half a conversation."""
         try:

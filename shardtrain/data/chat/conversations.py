@@ -144,7 +144,12 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], va
     # Conversations of one shape are checked once: the same roles, and the same texts that are not empty.
     has_text = {name: bool(leaf.value.strip()) for name, leaf in leaves.items()}
     roles = [message["role"] for message in chat]
-    shape = (bool(variables.get("tools")), json.dumps(others, sort_keys=True), *roles, *has_text.items())
+    shape = (
+        bool(variables.get("tools")),
+        json.dumps(others, sort_keys=True),
+        *roles,
+        *has_text.items(),
+    )
     last = len(chat) - 1
     # A template may drop the reasoning of all turns but the last.
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last}
@@ -181,7 +186,10 @@ def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
     With ``only_end``, only the part after the last markup must occur, because a template may drop the
     beginning of an earlier answer, which is reasoning.
     """
-    for form in (value, json.dumps(value, ensure_ascii=False)):  # templates write some results of tools as JSON
+    for form in (
+        value,
+        json.dumps(value, ensure_ascii=False),
+    ):  # templates write some results of tools as JSON
         place = 0
         pieces = _MARKUP.split(form.strip('"'))
         if only_end:

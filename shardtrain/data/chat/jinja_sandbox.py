@@ -34,15 +34,52 @@ _MAX_WIDTH = 10_000
 _WIDE_FILTERS = ("center", "indent", "batch", "slice", "truncate", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})
 _CONSTANT_FILTERS = frozenset(
-    ("abs", "attr", "count", "d", "default", "first", "float", "int", "last", "length", "random", "round", "safe")
+    (
+        "abs",
+        "attr",
+        "count",
+        "d",
+        "default",
+        "first",
+        "float",
+        "int",
+        "last",
+        "length",
+        "random",
+        "round",
+        "safe",
+    )
 )
 """Filters whose work does not depend on the size of their input."""
 _ITEM_FILTERS = frozenset(
-    ["batch", "items", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"]
+    [
+        "batch",
+        "items",
+        "list",
+        "map",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+    ]
 )
 """Filters that return items of their input unchanged."""
 _LINEAR_FILTERS = frozenset(
-    ("capitalize", "center", "e", "escape", "forceescape", "format", "join", "lower", "string", "trim", "upper")
+    (
+        "capitalize",
+        "center",
+        "e",
+        "escape",
+        "forceescape",
+        "format",
+        "join",
+        "lower",
+        "string",
+        "trim",
+        "upper",
+    )
 )
 """Filters that process a text in one pass."""
 _ADDING_FILTERS = ("sync_do_sum", "do_sum")

@@ -32,7 +32,13 @@ _SPEAKERS = {
     "function_response": "tool",
 }
 KWARGS = "chat_template_kwargs"
-_RESERVED = {"messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message"}
+_RESERVED = {
+    "messages",
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 """Arguments of ``apply_chat_template`` that a row may not set."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which templates and tables have the reasoning."""

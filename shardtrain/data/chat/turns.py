@@ -220,7 +220,11 @@ class Turns:
         return place.stop + shared if is_known else -1
 
     def _tail(
-        self, place: _Place | None, num_turns: int, prompt: bool = False, more: Sequence[Message] = ()
+        self,
+        place: _Place | None,
+        num_turns: int,
+        prompt: bool = False,
+        more: Sequence[Message] = (),
     ) -> str | None:
         """Return the fixed text after a leaf, in a conversation of ``num_turns`` turns and the messages ``more``.
 

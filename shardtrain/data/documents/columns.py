@@ -121,7 +121,12 @@ def kind(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "a truth value"
-    kinds = ((str, "a text"), (int | float, "a number"), (list | tuple, "a list"), (Mapping, "an object"))
+    kinds = (
+        (str, "a text"),
+        (int | float, "a number"),
+        (list | tuple, "a list"),
+        (Mapping, "an object"),
+    )
     for types, name in kinds:
         if isinstance(value, types):
             return name

@@ -17,7 +17,14 @@ from shardtrain.data.chat.chat_template import FIXED_DATE, ChatTemplate
 from shardtrain.data.chat.conversations import Conversations, Written
 from shardtrain.data.chat.messages import conversation, messages_of, template_variables
 from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
-from shardtrain.data.documents.columns import UNUSED_COLUMNS, Unusable, UnusedNames, column, kind, text
+from shardtrain.data.documents.columns import (
+    UNUSED_COLUMNS,
+    Unusable,
+    UnusedNames,
+    column,
+    kind,
+    text,
+)
 from shardtrain.data.documents.continuation import encode_pairs, starts_with
 from shardtrain.data.documents.encoded import Document, Encoder
 from shardtrain.data.documents.row_template import TemplatedEncoder, template_of
@@ -60,7 +67,11 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self._field = text_field
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
-        facts = [text_field, *_option_facts(self._ends.ends, data), *self._ends.fingerprint_facts(tokenizer)]
+        facts = [
+            text_field,
+            *_option_facts(self._ends.ends, data),
+            *self._ends.fingerprint_facts(tokenizer),
+        ]
         self.fingerprint = _fingerprint("text", tokenizer, *facts)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
@@ -72,7 +83,7 @@ class TextEncoder:
 
     def _documents(self, texts: Sequence[str]) -> Iterator[Document | BadRow]:
         for ids in self.tokenizer.encode_batch(texts):
-            yield self._ends.document(ids) if len(ids) else BadRow("the text has no tokens", harmless=True)
+            yield (self._ends.document(ids) if len(ids) else BadRow("the text has no tokens", harmless=True))
 
 
 class PromptEncoder:

@@ -121,7 +121,11 @@ class BadRows:
     @classmethod
     def of(cls, options: Data) -> BadRows:
         """Return the policy of a config."""
-        return cls(options.bad_rows == "skip", options.bad_rows_max_fraction, options.long_rows_max_fraction)
+        return cls(
+            options.bad_rows == "skip",
+            options.bad_rows_max_fraction,
+            options.long_rows_max_fraction,
+        )
 
     def meet(self, row: BadRow, place: str) -> None:
         """Raise DataError for a bad row unless bad rows are skipped.

@@ -44,7 +44,15 @@ _AFTER_TOKENS = (
     "cache_tokens", "document_mask", "long_documents", "packing", "readers", "sources", "stages", "streaming",
 )  # fmt: skip
 """Options of [data] that do not change the tokens. The options of a source are compared separately."""
-_LIBRARIES = ("numpy", "pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers", "zstandard")
+_LIBRARIES = (
+    "numpy",
+    "pyarrow",
+    "sentencepiece",
+    "tiktoken",
+    "tokenizers",
+    "transformers",
+    "zstandard",
+)
 """Libraries that determine the tokens of a row."""
 
 
@@ -121,7 +129,15 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
     source_options = {name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")}
     # the option's name appears only in errors, which are not cached
     request_options = {name: value for name, value in asdict(request).items() if name != "option"}
-    key_parts = [versions, code, data_options, source_options, request_options, encoder.fingerprint, vocab_size]
+    key_parts = [
+        versions,
+        code,
+        data_options,
+        source_options,
+        request_options,
+        encoder.fingerprint,
+        vocab_size,
+    ]
     return hashlib.sha256(json.dumps([key_parts, identities]).encode()).hexdigest()
 
 

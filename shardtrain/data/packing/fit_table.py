@@ -125,7 +125,13 @@ class FitTable:
 
 
 def open_table(
-    folder: Path, packing: Packing, *, fingerprint: str, num_documents: int, block_documents: int, option: str
+    folder: Path,
+    packing: Packing,
+    *,
+    fingerprint: str,
+    num_documents: int,
+    block_documents: int,
+    option: str,
 ) -> FitTable | None:
     """Open the table of a packing in a folder of shards. None if there is no table for these tokens.
 
@@ -169,7 +175,15 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
             raise ValueError("its checksum differs")
         # tables of earlier versions do not count single documents
         facts = {"single": 0, **checked_json.parse(text)}
-        numbers = ("block_documents", "num_blocks", "num_rows", "num_targets", "cut", "dropped", "single")
+        numbers = (
+            "block_documents",
+            "num_blocks",
+            "num_rows",
+            "num_targets",
+            "cut",
+            "dropped",
+            "single",
+        )
         has_counts = all(checked_json.is_count(facts[name]) for name in numbers)
         if facts["format_version"] != VERSION or not has_counts or not isinstance(facts["table_sha256"], str):
             raise ValueError("another version, or invalid counts")
@@ -187,7 +201,14 @@ def damaged(path: Path, option: str, rule: str) -> ConfigError:
 class FitTableWriter:
     """Writes a table block by block. The table appears under its name only when it is complete."""
 
-    def __init__(self, folder: Path, packing: Packing, fingerprint: str, block_documents: int, num_blocks: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        packing: Packing,
+        fingerprint: str,
+        block_documents: int,
+        num_blocks: int,
+    ) -> None:
         self._path = folder / table_name(packing)
         self._packing = packing
         self._fingerprint = fingerprint

@@ -61,13 +61,23 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, shard_tokens: int, position: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        vocab_size: int,
+        shard_tokens: int,
+        position: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.vocab_size = vocab_size
         self.shard_tokens = shard_tokens
         self.dtype = DTYPES[dtype_for(vocab_size)]
-        position = position or {"tokens": 0, "documents": 0, "max_id": -1, "shards": [], "learned": False}
+        position = position or {
+            "tokens": 0,
+            "documents": 0,
+            "max_id": -1,
+            "shards": [],
+            "learned": False,
+        }
         self.num_tokens: int = position["tokens"]
         self.num_documents: int = position["documents"]
         self.max_id: int = position["max_id"]

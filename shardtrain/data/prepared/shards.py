@@ -22,7 +22,15 @@ from shardtrain.data import shared_opening
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.packing.token_buffer import Mask, Tokens
 from shardtrain.data.prepared import shard_index
-from shardtrain.data.prepared.shard_index import DTYPES, INDEX, STARTS, ShardFile, ShardIndex, check_file, read_index
+from shardtrain.data.prepared.shard_index import (
+    DTYPES,
+    INDEX,
+    STARTS,
+    ShardFile,
+    ShardIndex,
+    check_file,
+    read_index,
+)
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.utils import atomic_io, bounded_reads

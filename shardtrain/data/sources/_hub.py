@@ -279,7 +279,12 @@ class DatasetShards:
     total_bytes: int | None = None
 
     def __init__(
-        self, dataset: Any, name: str, request: Request, files: Mapping[str, str], table: DatasetTable | None = None
+        self,
+        dataset: Any,
+        name: str,
+        request: Request,
+        files: Mapping[str, str],
+        table: DatasetTable | None = None,
     ) -> None:
         self._dataset = dataset.with_format("arrow")
         self._name = name

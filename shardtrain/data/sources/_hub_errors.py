@@ -30,9 +30,15 @@ def _reason(error: BaseException, request: Request, name: str, asked: Mapping[st
         fix = f"accept its terms on https://huggingface.co/datasets/{name} and set HF_TOKEN to a token of that account"
         return "is gated", fix
     if 429 in statuses:
-        return "is not available: too many requests to the hub", "wait, or set HF_TOKEN for a higher limit"
+        return (
+            "is not available: too many requests to the hub",
+            "wait, or set HF_TOKEN for a higher limit",
+        )
     if statuses & {500, 502, 503, 504}:
-        return "is not available: the hub reports a server error", "try again later, or name a local copy"
+        return (
+            "is not available: the hub reports a server error",
+            "try again later, or name a local copy",
+        )
     if statuses & {401, 403}:
         return "requires permission", "set HF_TOKEN to a token that may read it"
     if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError"}:
@@ -41,12 +47,25 @@ def _reason(error: BaseException, request: Request, name: str, asked: Mapping[st
             "correct the name, or set HF_TOKEN to a token that may read it",
         )
     if "dataset scripts" in text or "custom code" in text:
-        return "requires its own code, which is never run", "use a copy of it in Parquet or JSON lines"
+        return (
+            "requires its own code, which is never run",
+            "use a copy of it in Parquet or JSON lines",
+        )
     if "config name is missing" in text or "builderconfig" in text:
-        return f"has no subset {asked.get('name') or 'by default'}", f"set {request.subset_option} to one that it has"
+        return (
+            f"has no subset {asked.get('name') or 'by default'}",
+            f"set {request.subset_option} to one that it has",
+        )
     if "split" in text:
-        return f'has no split "{asked.get("split")}"', f"set {request.split_option} to one that it has"
-    if kinds & {"OSError", "RequestException", "TransportError"}:  # of the system, requests and httpx
+        return (
+            f'has no split "{asked.get("split")}"',
+            f"set {request.split_option} to one that it has",
+        )
+    if kinds & {
+        "OSError",
+        "RequestException",
+        "TransportError",
+    }:  # of the system, requests and httpx
         fix = "check the network, set HF_HUB_OFFLINE=1 to use what was downloaded before, or name a local copy"
         return "is not available: the hub cannot be reached", fix
     return "cannot be opened", "correct the name, or name a local copy"

@@ -76,7 +76,12 @@ class RecordIndex:
     """
 
     def __init__(
-        self, file: File, reader: RecordReader, arrays: Mapping[str, Any] | None = None, *, quoted: bool = False
+        self,
+        file: File,
+        reader: RecordReader,
+        arrays: Mapping[str, Any] | None = None,
+        *,
+        quoted: bool = False,
     ) -> None:
         """Scan the file, or use the ``arrays`` of a scan on another rank."""
         self.file = file

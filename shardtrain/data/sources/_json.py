@@ -7,7 +7,14 @@ from typing import Any, NoReturn
 
 from shardtrain.data.sources import BadRow, Row
 
-_TYPES = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number", type(None): "null"}
+_TYPES = {
+    list: "an array",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 
 
 _MAX_DEPTH = 200

@@ -195,7 +195,11 @@ def _after(text: str, place: int) -> int:
 
 
 def _broken(
-    file: File, text: str, place: int, rule: str, fix: str = "correct the file, or write one object per line"
+    file: File,
+    text: str,
+    place: int,
+    rule: str,
+    fix: str = "correct the file, or write one object per line",
 ) -> DataError:
     line = text.count("\n", 0, place) + 1
     return DataError(f"{file.path}:{line}: {rule}; {fix}")

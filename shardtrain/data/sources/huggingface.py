@@ -34,7 +34,8 @@ _READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | S
 # files that the hub and the library put next to the data
 _SAVED = ("dataset_dict.json", "state.json")
 _NO_DATA = re.compile(
-    r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json|(requirements|license)\.txt", re.I
+    r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json|(requirements|license)\.txt",
+    re.I,
 )
 _SPLITS = MappingProxyType(
     {word: word for word in ("train", "test")}
@@ -182,7 +183,13 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
         )
     if len(chosen) == len(files):
         return files
-    logger.info("%s: reading %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)
+    logger.info(
+        "%s: reading %d of %d files, those of the split %s",
+        request.path,
+        len(chosen),
+        len(files),
+        wanted,
+    )
     return files.chosen(chosen)
 
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Table
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
-from shardtrain.data.sources._data_files import File, FileSource, check_text, is_many, list_files, place_listed
+from shardtrain.data.sources._data_files import (
+    File,
+    FileSource,
+    check_text,
+    is_many,
+    list_files,
+    place_listed,
+)
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.facts import file_kinds

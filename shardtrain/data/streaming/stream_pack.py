@@ -200,7 +200,10 @@ class FittedPacker:
             if not block:
                 return False
             self._after = block[-1][0]
-            self._block = pack(MemoryTokenBuffer((document for _, document in block), self._vocab_size), self._packing)
+            self._block = pack(
+                MemoryTokenBuffer((document for _, document in block), self._vocab_size),
+                self._packing,
+            )
             self._lost.add(fates(self._block))
             if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
                 text = "a reader found no document that fits in %d passes and ends (data.long_documents)"

@@ -64,7 +64,11 @@ class JsonTokenizer:
             config.special_id(name, self._tokenizer.token_to_id, special, self.vocab_size, option)
             for name in END_TOKENS
         )
-        ends_by_name = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        ends_by_name = {
+            "bos_token": self.bos_id,
+            "eos_token": self.eos_id,
+            "pad_token": self.pad_id,
+        }
         known_ends = {name: i for name, i in ends_by_name.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(known_ends.values())
         texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in known_ends.items()}

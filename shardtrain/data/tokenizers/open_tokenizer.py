@@ -117,7 +117,10 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
         file, content = _read(path, option)
         opened.append(open_content(file, content, option, path))
         files = {file.name: content, **files_beside(file.parent)}
-        return {"name": file.name, "files": {name: np.frombuffer(data, np.uint8) for name, data in files.items()}}
+        return {
+            "name": file.name,
+            "files": {name: np.frombuffer(data, np.uint8) for name, data in files.items()},
+        }
 
     received = shared_opening.once(path, look)
     if opened:

@@ -10,7 +10,14 @@ from shardtrain.utils.variables import is_whole_number
 def threads() -> int:
     """Return the threads for a batch: 1 if TOKENIZERS_PARALLELISM is false, else RAYON_NUM_THREADS or the
     number of cores."""
-    if os.environ.get("TOKENIZERS_PARALLELISM", "").strip().lower() in ("0", "false", "no", "n", "off", "f"):
+    if os.environ.get("TOKENIZERS_PARALLELISM", "").strip().lower() in (
+        "0",
+        "false",
+        "no",
+        "n",
+        "off",
+        "f",
+    ):
         return 1
     wanted = os.environ.get("RAYON_NUM_THREADS", "").strip()
     if is_whole_number(wanted) and int(wanted) > 0:

@@ -41,7 +41,13 @@ _FIRST_SPECIAL = (
 _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,10})\r?")
 # the ranks do not specify how to split a text; these numbers of ranks belong to other tokenizers with other
 # patterns
-_OTHERS = {50256: "GPT-2", 50257: "GPT-2", 100256: "cl100k_base", 151643: "Qwen", 199998: "o200k_base"}
+_OTHERS = {
+    50256: "GPT-2",
+    50257: "GPT-2",
+    100256: "cl100k_base",
+    151643: "Qwen",
+    199998: "o200k_base",
+}
 # the regular expressions overflow their stack on longer texts; Llama 3's reference code cuts at the same
 # positions
 _LONGEST_RUN = 25_000

@@ -56,7 +56,12 @@ class TokenizerConfig:
         return self.templates.get("tool_use")
 
     def special_id(
-        self, name: str, find: Callable[[str], int | None], special: Mapping[str, int], vocab_size: int, option: str
+        self,
+        name: str,
+        find: Callable[[str], int | None],
+        special: Mapping[str, int],
+        vocab_size: int,
+        option: str,
     ) -> int | None:
         """Return the id of "bos_token", "eos_token" or "pad_token".
 

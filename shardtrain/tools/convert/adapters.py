@@ -32,7 +32,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument(
-        "--base", type=Path, help="checkpoint or Hugging Face folder of the base weights (default: from the run)"
+        "--base",
+        type=Path,
+        help="checkpoint or Hugging Face folder of the base weights (default: from the run)",
     )
     parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
     parser.add_argument(

@@ -38,7 +38,11 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MARK = re.compile(r"<!-- shardtrain export ([0-9a-f]{64}) ([0-9a-f]{64}) -->\n?\Z")
 _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _LICENSE = re.compile(r"^license:\s*[\"']?([\w.+-]+)[\"']?\s*$", re.MULTILINE)
-_HUB_DATASETS = {"c4": "allenai/c4", "c4_validation": "allenai/c4", "openwebtext": "Skylion007/openwebtext"}
+_HUB_DATASETS = {
+    "c4": "allenai/c4",
+    "c4_validation": "allenai/c4",
+    "openwebtext": "Skylion007/openwebtext",
+}
 _OF_A_MACHINE = {
     "job", "launch", "comm", "metrics", "profiling", "memory_estimation", "fault_tolerance", "report", "watch",
     "compile", "validation.dataloader", "training.dataloader",
@@ -136,7 +140,11 @@ def of_folder(folder: Path, base_model: str = "") -> Card:
 
 
 def of_checkpoint(
-    checkpoint: Path, name: str, source: FolderSource | None, base_model: str = "", adapter: bool = False
+    checkpoint: Path,
+    name: str,
+    source: FolderSource | None,
+    base_model: str = "",
+    adapter: bool = False,
 ) -> Card:
     """Return the card of an exported checkpoint from its manifest and the files of its run, if they exist."""
     run = RunFolder(Path(os.path.realpath(checkpoint)).parent.parent)
@@ -172,7 +180,10 @@ def of_checkpoint(
 
     # Precision and parallelism.
     facts += [
-        ("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"),
+        (
+            "Precision",
+            f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}",
+        ),
         ("Seed", str(config.debug.seed)),
         ("Mesh", _mesh(config, run.world_size())),
     ]
@@ -184,7 +195,11 @@ def of_checkpoint(
     if task.endswith(".py"):
         task = ""
     return dataclasses.replace(
-        card, task=task, datasets=tuple(_hub_datasets(config)), facts=tuple(facts), options=_options(config)
+        card,
+        task=task,
+        datasets=tuple(_hub_datasets(config)),
+        facts=tuple(facts),
+        options=_options(config),
     )
 
 

@@ -13,7 +13,12 @@ from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.tools.convert.checkpoint_path import KEEP_HELP, model_options, step_of, tokens_of_run
+from shardtrain.tools.convert.checkpoint_path import (
+    KEEP_HELP,
+    model_options,
+    step_of,
+    tokens_of_run,
+)
 from shardtrain.tools.hub_client import refuse_token
 from shardtrain.utils.arguments import StrictArgumentParser, output_path
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
@@ -39,14 +44,22 @@ def import_main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument(
-        "--dtype", choices=COMPUTE_DTYPES, default="", help="dtype of the weights (default: from the file)"
+        "--dtype",
+        choices=COMPUTE_DTYPES,
+        default="",
+        help="dtype of the weights (default: from the file)",
     )
     parser.add_argument("--vocab_size", type=int, default=0, help="extend the vocabulary to this many rows")
     parser.add_argument(
-        "--legacy_bin", action="store_true", help="read pytorch_model.bin without unpickling code: see docs/hub.md"
+        "--legacy_bin",
+        action="store_true",
+        help="read pytorch_model.bin without unpickling code: see docs/hub.md",
     )
     parser.add_argument(
-        "--check", choices=CHECKS, default="auto", help="compare logits with transformers: see docs/hub.md"
+        "--check",
+        choices=CHECKS,
+        default="auto",
+        help="compare logits with transformers: see docs/hub.md",
     )
     options = parser.read(words)
     from shardtrain import models

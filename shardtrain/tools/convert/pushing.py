@@ -63,7 +63,10 @@ class Push:
                 )
             )
         self._api: HfApi = HfApi(
-            self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
+            self._hub.endpoint,
+            token=self._hub.token,
+            library_name="shardtrain",
+            library_version=__version__,
         )
         # The permissions of a fine-grained token are unknown here, so the hub may still reject it later.
         account = self._ask(self._api.whoami)
