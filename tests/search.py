@@ -78,10 +78,10 @@ from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.dtensor import local_tensor, to_full
 from shardtrain.train import trainer
-from shardtrain.train.preflight import meta_model
+from shardtrain.train.preflight import data_opening, meta_model
 from shardtrain.train.validation import Evaluation, Validator
 from shardtrain.utils import log
-from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
+from shardtrain.utils.errors import ConfigError, DataError, PeerError, ShardtrainError
 
 ROOT = Path(__file__).parents[1]
 IDLE_SECONDS = 60
@@ -457,14 +457,18 @@ def refusal(case: Case) -> Verdict:
     """
     try:
         load(case)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         return judge_refusal(case, error)
     rules = "; ".join(rule.rule for rule in broken(case))
     return Verdict("accepted though", rules) if rules else Verdict("accepted")
 
 
-def judge_refusal(case: Case, error: ConfigError) -> Verdict:
+def judge_refusal(case: Case, error: ConfigError | DataError) -> Verdict:
     """Return ``refused`` if the documented rules justify the refusal, else ``refused without need``."""
+    if isinstance(error, DataError):
+        # the lengths of documents are not known here
+        is_justified = "has no row with a target" in str(error) and case.value("data.long_documents") == "drop"
+        return Verdict("refused" if is_justified else "refused without need", str(error))
     rules = list(broken(case))
     if case.then is not None:
         rules += broken(case.moved())
@@ -496,7 +500,7 @@ class Searcher:
         for index, case in enumerate(cases):
             try:
                 plans[index] = self._plan(case)
-            except ConfigError as error:
+            except (ConfigError, DataError) as error:
                 verdicts[index] = judge_refusal(case, error)
         self._run_references([cases[index] for index in plans])
         results: dict[int, list[Numbers] | Failure] = {}
@@ -592,7 +596,9 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
     missing = {name: value for name, value in (more or {}).items() if name not in options}
     loaded = config.load(None, [*case.arguments(), *_flags(missing)])
     config.require(loaded, case.num_ranks, "cpu", 0)
-    for error in meta_model.build(loaded.config, case.num_ranks)[0]:
+    errors, _ = meta_model.build(loaded.config, case.num_ranks)
+    data_errors, _ = data_opening.look(loaded.config, "training", case.num_ranks)
+    for error in [*errors, *data_errors]:
         raise error
     return loaded
 

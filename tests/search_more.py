@@ -1012,6 +1012,8 @@ def _of_teacher(case: Case) -> Iterator[Broken]:
         yield Broken("ulysses must divide the 2 KV heads of the teacher", (CP,))
     if tp > 1 and not is_on(case, f"{P}disable_loss_parallel") and case.number(f"{M}vocab_size") != 320:
         yield Broken("both vocabularies must be sharded in the same way", ("task.teacher_path",))
+    if "python_bpe" in (case.value("model.hf_assets_path"), case.value("model.tokenizer_path")):
+        yield Broken("the teacher has 320 rows, and the tokenizer 2,048 ids", ("task.teacher_path",))
 
 
 def _of_data(case: Case) -> Iterator[Broken]:

@@ -94,13 +94,11 @@ def check_frozen_models(loaded: Loaded) -> Iterator[Problem]:
     """Yield problems of the divergence, and of a teacher or reference model: its folder, its sizes and its
     vocabulary.
     """
-    task = loaded.config.task
-    option = REFERENCE
-    if task.name == DISTILLATION:
-        yield from divergence_options(loaded)
-        option = TEACHER
-    elif task.name not in WITH_REFERENCE or not task.reference_path:
+    option = _option_in_use(loaded.config)
+    if not option:
         return
+    if option == TEACHER:
+        yield from divergence_options(loaded)
     config = frozen_config(loaded.config, option)
     if isinstance(config, Problem):
         yield dataclasses.replace(config, where=loaded.where(option))
@@ -201,6 +199,43 @@ def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Pr
             fix=f"use a {_NAMES[option]} with the model's own tokenizer",
             where=where,
         )
+
+
+def check_ids(config: Config, num_ids: int) -> Iterator[Problem]:
+    """Yield a problem for the model, and for its teacher or reference model, if it has fewer embedding rows than the
+    tokenizer has ids.
+
+    Models of unknown size are not compared.
+    """
+    rows = _num_rows(Loaded(config))
+    if rows and num_ids > rows:
+        yield Problem(
+            "model.tokenizer_path" if config.model.tokenizer_path else "model.hf_assets_path",
+            config.model.tokenizer_path or config.model.hf_assets_path,
+            rule=f"contains a tokenizer with {num_ids} ids, and the model has a vocabulary of {rows}",
+            fix="use the model's own tokenizer, or set model.overrides.vocab_size",
+        )
+    option = _option_in_use(config)
+    frozen = frozen_config(config, option) if option else None
+    if not isinstance(frozen, Config):
+        return
+    frozen_rows = _num_rows(Loaded(frozen))
+    if frozen_rows and num_ids > frozen_rows:
+        yield Problem(
+            option,
+            _folder(config, option),
+            rule=f"has rows for {frozen_rows} ids, and the tokenizer {num_ids}",
+            fix=f"use a {_NAMES[option]} with the model's own tokenizer",
+        )
+
+
+def _option_in_use(config: Config) -> str:
+    """Return the option that names the frozen model of this run's task, or an empty string."""
+    if config.task.name == DISTILLATION:
+        return TEACHER
+    if config.task.name in WITH_REFERENCE and config.task.reference_path:
+        return REFERENCE
+    return ""
 
 
 def has_comparable_tokenizer(config: Config, path: str) -> bool:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from shardtrain.config import derived
+from shardtrain.config import derived, frozen_models
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.config.schema.data_options import DataSource
 from shardtrain.data import build_dataset, sources
@@ -17,7 +17,7 @@ from shardtrain.data.documents.read_documents import BadRows, RowStats, read_doc
 from shardtrain.data.sources import Key, Row, every_row
 from shardtrain.data.tokenizers import ends
 from shardtrain.train.preflight import own_files
-from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.log import kept_warnings
 
 SMALL_BYTES = 2 * 2**20
@@ -56,6 +56,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
     """Open datasets of documents. Return their number of rows if it is known."""
     # Try the first rows of each dataset. Small ones are read completely at the end.
     tokenizer = build_dataset.tokenizer_of(config)
+    _check_ids(config, tokenizer.vocab_size)
     are_all_small = True
     for named in build_dataset.named_sources(config, part):
         if _is_remote(named.source):
@@ -126,7 +127,15 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
         num_batch_ranks = derived.data_parallel_degree(config, world_size)
     options: dict[str, Any] = {"section": part, "loop": False} if isinstance(part, Validation) else {}
     loader = task.open_dataloader(batch_rank=0, num_batch_ranks=num_batch_ranks, accumulation=accumulation, **options)
+    _check_ids(config, loader.vocab)
     return loader.end
+
+
+def _check_ids(config: Config, num_ids: int) -> None:
+    """Raise ConfigError if the tokenizer has more ids than the model, its teacher or its reference has rows."""
+    problems = list(frozen_models.check_ids(config, num_ids))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _is_remote(source: DataSource) -> bool:

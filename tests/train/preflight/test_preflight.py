@@ -63,6 +63,21 @@ class Task(RowTask):
         return self.nothing
 """
 MODEL = "from shardtrain.models.llama3 import FLAVORS, LAYOUT, Config, initial\n"
+LARGE_TOKENIZER = """
+class Tokenizer:
+    vocab_size, bos_id, eos_id = 500, 498, 499
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode()
+
+    def spans(self, text):
+        return [(i, i + 1) for i in range(len(text))]
+"""
+ROWS_320 = Path(__file__).parents[2] / "fixtures/search/llama"
+"""Hugging Face folder of a model with 320 embedding rows."""
 PAIR = {"chosen": "a good answer", "rejected": "a bad one", "prompt": "a question"}
 
 # name -> arguments after the file, which is SMALL with the lines of ADDED
@@ -96,6 +111,18 @@ FAULTY: dict[str, list[str]] = {
     "tokenizer is empty": ["--model.hf_assets_path=empty.json"],
     "sentencepiece of nothing": ["--model.tokenizer_path=broken.model"],
     "tokenizer is too large": ["--model.overrides.vocab_size=256"],
+    "own tokenizer is too large": ["--model.tokenizer_path=large_tokenizer.py"],
+    "own tokenizer is too large for answers": [
+        "--model.tokenizer_path=large_tokenizer.py", "--task.name=orpo", "--training.dataset_path=pairs.jsonl",
+    ],
+    "teacher has fewer rows": [
+        "--model.tokenizer_path=large_tokenizer.py", "--model.overrides.vocab_size=512", "--task.name=distillation",
+        f"--task.teacher_path={ROWS_320}",
+    ],
+    "reference has fewer rows": [
+        "--model.tokenizer_path=large_tokenizer.py", "--model.overrides.vocab_size=512", "--task.name=preference",
+        "--training.dataset_path=pairs.jsonl", f"--task.reference_path={ROWS_320}",
+    ],
     "no token ends a text": ["--data.separator="],
     # data
     "empty file": ["--training.dataset_path=empty.jsonl"],
@@ -250,6 +277,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "broken.json": "{",
         "empty.json": "",
         "broken.model": "this is not a model",
+        "large_tokenizer.py": LARGE_TOKENIZER,
         "no_task.py": TASK,
         "no_model.py": MODEL,
         "failing_task.py": FAILING_TASK,
