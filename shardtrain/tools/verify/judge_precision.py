@@ -179,10 +179,11 @@ def _summary(errors: Mapping[str, float], allowed: Mapping[str, float]) -> dict[
         f"rounding alone explains differences from float32 of up to {explained['loss']:.1e} of the loss and "
         f"{explained['gradient']:.1e} of a gradient; each tensor has its own tolerance"
     )
-    gradients = [tolerance for key, tolerance in allowed.items() if key.startswith("gradient/")]
-    num_unproven = sum(tolerance > MAX_TOLERANCE for tolerance in gradients)
+    gradients = [key for key in allowed if key.startswith("gradient/")]
+    too_wide = [key for key in gradients if allowed[key] > MAX_TOLERANCE]
     unproven = ""
-    if num_unproven:
-        unproven = f"{BLIND} for {num_unproven} of {len(gradients)} gradients"
-        rounding += f"; {unproven}"
+    if too_wide:
+        _, step, name = too_wide[0].split("/", 2)
+        unproven = f"{BLIND} for {len(too_wide)} of {len(gradients)} gradients"
+        unproven += f", the first of them {name} in step {int(step) + 1}"
     return {"initial": None, "first": "", "cause": "", **largest, "rounding": rounding, "unproven": unproven}

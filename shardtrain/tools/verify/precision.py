@@ -28,11 +28,8 @@ from shardtrain.tools.verify.meshes import MeshPlan
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, RoundingNoise
 from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.tools.verify.verify_rank import Trainer, run_steps
-from shardtrain.tools.verify.verify_report import MeshResult, Verdict
+from shardtrain.tools.verify.verify_report import ONE_PROCESS, MeshResult, Verdict
 from shardtrain.utils.errors import ConfigError
-
-ONE_PROCESS = "one process"
-"""Name of the row of one process in the run's own precision."""
 
 
 def tolerances(task: VerifyTask, trainer: Trainer, folder: Path) -> Mapping[str, float]:
@@ -126,17 +123,18 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: V
 
 
 def _on_one_process(task: VerifyTask, trainer: Trainer, folder: Path, modules: Mapping[str, Any]) -> MeshResult:
-    """Compare one process, with several micro-batches, with the float64 reference.
+    """Compare one process, with several micro-batches, with the float32 reference.
 
-    Meshes are not compared, because they would show the same errors.
+    Also add the differences of single modules from float64. Meshes do not, because they would show the same errors.
     """
     assert task.own is not None
     row = _compared(MeshResult(ONE_PROCESS, "", "same"), task, task.own, {}, 1, trainer, folder)
     if modules["skipped"]:
         unproven = "; ".join(text for text in (row.unproven, modules["skipped"]) if text)
-        row = dataclasses.replace(row, rounding=f"{row.rounding}; {modules['skipped']}", unproven=unproven)
+        verdict: Verdict = "not proven" if row.verdict == "same" else row.verdict
+        row = dataclasses.replace(row, verdict=verdict, unproven=unproven)
     excess = modules["excess"]
-    if not excess or row.verdict not in ("same", "differs"):
+    if not excess or row.verdict not in ("same", "differs", "not proven"):
         return row
     # A module that rounds too much is a cause, and a gradient that differs its consequence.
     first = module_rounding.sentence(excess[0])
@@ -174,6 +172,14 @@ def _compared(
     arguments = (config, dict(degrees), str(folder), str(ranks), num_ranks, task.steps)
     (fields,) = forked_workers.run(1, judge_precision, *arguments, folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
-    verdict = "differs" if fields["first"] else "same"
     seconds = time.perf_counter() - started
-    return dataclasses.replace(row, verdict=verdict, seconds=seconds, **fields)
+    return dataclasses.replace(row, verdict=verdict_of(fields), seconds=seconds, **fields)
+
+
+def verdict_of(fields: Mapping[str, Any]) -> Verdict:
+    """Return the verdict of a compared mesh, from the result of ``judge_precision``."""
+    if fields["first"]:
+        return "differs"
+    if fields["unproven"]:
+        return "not proven"
+    return "same"

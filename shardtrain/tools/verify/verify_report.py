@@ -32,8 +32,8 @@ class MeshResult:
 
     ``initial`` is the number of tensors whose initial values are not bitwise equal. ``loss`` and ``weights``
     are absolute errors, ``gradient`` and ``norm`` relative ones. ``rounding`` is a note for a model with
-    larger tolerances. ``unproven`` says which numbers could not be compared, because rounding alone may
-    change them by as much as a fault would.
+    larger tolerances. ``unproven`` names the numbers that could not be compared, because rounding alone may
+    change them by as much as a fault would. If no number differs, the verdict is then "not proven".
     """
 
     mesh: str
@@ -52,6 +52,8 @@ class MeshResult:
     unproven: str = ""
 
 
+ONE_PROCESS = "one process"
+"""Name of the row of one process in the run's own precision."""
 BLIND = "rounding may be all of it"
 """Start of the cause if a model amplifies rounding so much that the comparison proves nothing."""
 HEADER = (
@@ -68,16 +70,17 @@ HEADER = (
 
 
 def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:
-    """Return 0 if all meshes compute the same numbers, or else 4.
+    """Return 0 if all meshes compute the same numbers, or else 4, also if a row is not proven.
 
     Meshes of the default list may be impossible, and with ``--allow-impossible`` any mesh may be. Without
-    that flag, at least one mesh must have been compared.
+    that flag, at least one mesh must have been compared. The row of one process is not a mesh.
     """
     verdicts = {row.verdict for row in rows}
     accepted = {"same", "not possible"}
     if request.meshes and not request.allow_impossible:
         accepted = {"same"}
-    is_compared = "same" in verdicts or request.allow_impossible
+    has_same_mesh = any(row.verdict == "same" and row.mesh != ONE_PROCESS for row in rows)
+    is_compared = has_same_mesh or request.allow_impossible
     if is_compared and verdicts <= accepted:
         return 0
     return 4
@@ -97,6 +100,8 @@ def table(rows: Sequence[MeshResult]) -> str:
             lines += ["", f"{name}: {row.first}", f"  likely cause: {row.cause}"]
         elif row.verdict in ("failed", "not possible"):
             lines += ["", f"{name}: {row.verdict}: {row.cause}"]
+        elif row.verdict == "not proven":
+            lines += ["", f"{name}: {row.verdict}: {row.unproven}"]
     # Meshes usually have the same note, which is printed once.
     for rounding in dict.fromkeys(row.rounding for row in rows if row.rounding):
         lines += ["", rounding]

@@ -19,8 +19,8 @@ usage: shardtrain verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...] [--sc
        shardtrain verify --compare RUN_A RUN_B [--rounding RUN_C] [--json]
 
 Train the same batches on one process and on each mesh, in float32, and compare initial weights, loss, every gradient,
-the gradient norm and the updated weights. Status 0: all the same. Status 4: a mesh differs, fails, or was requested
-and is not possible; the reason is printed.
+the gradient norm and the updated weights. Status 0: all the same. Status 4: a mesh differs, fails, proves nothing
+because of rounding, or was requested and is not possible; the reason is printed.
 
   --mesh      axes: dp_replicate, dp_shard, tp, pp, cp, ep; without it, a list of meshes of up to 8 ranks
   --schedule  pipeline schedules to try on each mesh with pp

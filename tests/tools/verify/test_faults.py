@@ -360,7 +360,7 @@ def a_block_missing_in_the_ring(monkeypatch):
 
 @fault("cp=2", "attention over the parts of cp is wrong", "module layers.0.attn.core")
 def gathered_keys_left_in_the_order_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(gather, "_natural_order", lambda x, size, balanced: x)
+    monkeypatch.setattr(gather, "natural_order", lambda x, size, balanced: x)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", context_parallel_method="ulysses")

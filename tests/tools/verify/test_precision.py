@@ -447,11 +447,28 @@ SOUND = {
 }
 
 
+NOT_PROVEN = (
+    "llama3 float8",
+    "llama3 float8 rowwise",
+    "llama3 float8 gather",
+    "llama3 MX",
+    "qwen3 weights in bf16",
+    "mixtral bf16",
+    "qwen3_moe bf16",
+    "qwen3_moe MX",
+    "deepseek_v3 bf16",
+    "deepseek_v3 float8",
+    "gpt_oss bf16",
+    "llama4 bf16",
+)
+"""Sound configurations in which rounding alone changes a gradient of a small model by as much as a fault would."""
+
+
 @pytest.mark.parametrize("name", cases(["llama3 bf16"], [name for name in SOUND if name != "llama3 bf16"]))
 def test_a_sound_configuration_is_not_flagged(name, tmp_path):
     options, meshes = SOUND[name]
     for row in rows_of(tmp_path, options, *meshes).values():
-        assert row.verdict == "same", row
+        assert row.verdict == ("not proven" if name in NOT_PROVEN else "same"), row
 
 
 # the command
@@ -477,6 +494,14 @@ def test_the_command_keeps_the_precision_of_the_configuration(capsys):
     out = capsys.readouterr().out
     assert "compute bfloat16" in out and "rounding alone explains" in out
     assert out.count(" same ") == 2 and "\none process " in out
+
+
+@pytest.mark.nightly("a second run of the command")
+def test_the_command_fails_if_rounding_is_as_large_as_a_fault(capsys):
+    arguments = ["verify", "--precision", "own", "--mesh", "dp_shard=2", "--steps", "1", *FLOAT8]
+    assert cli.main(arguments) == 4
+    out = capsys.readouterr().out
+    assert "dp_shard=2: not proven: rounding may be all of it for " in out
 
 
 def test_an_unknown_precision_is_rejected(capsys):

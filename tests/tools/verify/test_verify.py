@@ -228,6 +228,7 @@ EXITS = {
     ("same", "not possible"): (0, 4, 0),
     ("not possible",): (4, 4, 0),
     ("same", "failed"): (4, 4, 4),
+    ("same", "not proven"): (4, 4, 4),
     ("differs", "not possible"): (4, 4, 4),
 }
 REQUESTS = (
@@ -241,6 +242,12 @@ REQUESTS = (
 def test_exit_status_of_verdicts(verdicts):
     rows = [MeshResult("tp=2", "", verdict) for verdict in verdicts]
     assert tuple(verify_report.exit_code(rows, request) for request in REQUESTS) == EXITS[verdicts]
+
+
+def test_the_row_of_one_process_is_no_mesh():
+    """With ``--precision own``, one process is always compared, also if no mesh of the default list is possible."""
+    rows = [MeshResult(verify_report.ONE_PROCESS, "", "same"), MeshResult("tp=2", "", "not possible")]
+    assert verify_report.exit_code(rows, verify_request.VerifyOptions(precision="own")) == 4
 
 
 def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):

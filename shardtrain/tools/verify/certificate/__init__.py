@@ -38,6 +38,7 @@ from shardtrain.tools.verify.certificate.dimensions import (
 from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
 from shardtrain.tools.verify.certificate.small_run import ROWS, SmallRun
 from shardtrain.tools.verify.certificate.trial import REFERENCE, SHAKEN, Trial, TrialErrors
+from shardtrain.tools.verify.meshes import changed
 from shardtrain.tools.verify.verify_request import VerifyOptions
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -114,8 +115,7 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
     if MESH in names and MESH not in results:
         compared[MESH] = _compare_meshes(run, request, trainer, engine)
     if PRECISION in names and PRECISION not in results:
-        meshes = request.meshes or PRECISION_MESHES
-        compared[PRECISION] = _compare_synthetic(run, request, trainer, engine, meshes, "own")
+        compared[PRECISION] = _compare_precision(run, request, trainer, engine)
     for name, comparisons in compared.items():
         verdict = comparison.verdict_of(comparisons, accepts_impossible)
         if name == MESH and not request.meshes and verdict == "holds" and not _has_own_mesh(run, comparisons):
@@ -188,19 +188,39 @@ def _compare_meshes(run: SmallRun, request: VerifyOptions, trainer: Any, engine:
         own = mesh_plans.own_axes(run.user)
         if own and own not in names:
             names = (own, *names)
-    return _compare_synthetic(run, request, trainer, engine, tuple(names), "float32")
+    options = dataclasses.replace(request, meshes=tuple(names), precision="float32")
+    return _compare_synthetic(run.with_substitutes, options, trainer, engine, run.folder / "mesh")
+
+
+def _compare_precision(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[VariantResult]:
+    """Compare one process and meshes in the dtypes of the run.
+
+    If 8-bit rounding hides faults, also compare without converters, where the tolerances are smaller. The dimension
+    is not proven either way, but a fault of the 16-bit dtypes is then seen.
+    """
+    options = dataclasses.replace(request, meshes=request.meshes or PRECISION_MESHES, precision="own")
+    loaded = run.with_substitutes
+    results = _compare_synthetic(loaded, options, trainer, engine, run.folder / "precision")
+    is_unproven = any(result.verdict == "not proven" for result in results)
+    if not (is_unproven and loaded.config.model.converters):
+        return results
+    # Options of the converters would now be options without effect. Without origins, no option counts as set.
+    plain = changed(loaded, {"model": {"converters": []}}, set(), "")
+    plain = dataclasses.replace(plain, origins={})
+    for result in _compare_synthetic(plain, options, trainer, engine, run.folder / "without-converters"):
+        results.append(dataclasses.replace(result, compared=f"{result.compared}, converters off"))
+    return results
 
 
 def _compare_synthetic(
-    run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine, meshes: Sequence[str], precision: str
+    loaded: Loaded, request: VerifyOptions, trainer: Any, engine: MeshEngine, folder: Path
 ) -> list[VariantResult]:
     """Compare meshes with synthetic data, as ``verify`` does without a certificate."""
-    options = dataclasses.replace(request, meshes=tuple(meshes), allow_impossible=True, precision=precision)
-    task = engine.plan(engine.comparable(run.with_substitutes), options)
-    folder = run.folder / f"synthetic-{precision}"
+    task = engine.plan(engine.comparable(loaded), dataclasses.replace(request, allow_impossible=True))
     folder.mkdir()
     task, _ = engine.probe(task, folder)
-    return [comparison.of_mesh(row, precision == "own") for row in engine.verify(task, trainer, folder)]
+    has_measured_tolerances = request.precision == "own"
+    return [comparison.of_mesh(row, has_measured_tolerances) for row in engine.verify(task, trainer, folder)]
 
 
 def document_of(

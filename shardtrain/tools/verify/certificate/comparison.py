@@ -128,9 +128,9 @@ def of_mesh(row: MeshResult, has_measured_tolerances: bool = False) -> VariantRe
         if has_measured_tolerances:
             worst = replace(worst, tolerance=None)
     seconds = round(row.seconds, 1)
-    if row.verdict == "same" and row.unproven:
-        return VariantResult(compared, "not proven", worst, row.unproven, seconds=seconds)
     first = row.first or row.cause
+    if row.verdict == "not proven":
+        first = row.unproven
     cause = row.cause if row.first else ""
     return VariantResult(compared, row.verdict, worst, first, cause, seconds)
 

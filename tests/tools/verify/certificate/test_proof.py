@@ -10,7 +10,9 @@ from shardtrain.tools.verify.certificate import comparison
 from shardtrain.tools.verify.certificate.certificate_table import DimensionResult
 from shardtrain.tools.verify.certificate.comparison import VariantResult
 from shardtrain.tools.verify.judge_precision import _summary
-from shardtrain.tools.verify.verify_report import MeshResult
+from shardtrain.tools.verify.precision import verdict_of
+from shardtrain.tools.verify.verify_report import MeshResult, exit_code
+from shardtrain.tools.verify.verify_request import VerifyOptions
 
 
 def row_of(tolerance: float) -> MeshResult:
@@ -18,13 +20,17 @@ def row_of(tolerance: float) -> MeshResult:
     keys = ("loss/0", "norm/0", "weights/0/a")
     errors = {**dict.fromkeys(keys, 0.0), "gradient/0/a": tolerance / 2}
     allowed = {**dict.fromkeys(keys, 1e-3), "gradient/0/a": tolerance}
-    return MeshResult("dp_shard=2", "", "same", **_summary(errors, allowed))
+    fields = _summary(errors, allowed)
+    return MeshResult("dp_shard=2", "", verdict_of(fields), **fields)
 
 
 @pytest.mark.parametrize(("tolerance", "verdict"), [(0.4, "holds"), (0.6, "not proven"), (7.6, "not proven")])
 def test_a_gradient_that_rounding_may_replace_proves_nothing(tolerance: float, verdict: str) -> None:
     """A missing gradient has an error of 1. With a larger tolerance it would be accepted."""
-    result = comparison.of_mesh(row_of(tolerance), has_measured_tolerances=True)
+    row = row_of(tolerance)
+    request = VerifyOptions(meshes=("dp_shard=2",), precision="own")
+    assert exit_code([row], request) == (0 if verdict == "holds" else 4)
+    result = comparison.of_mesh(row, has_measured_tolerances=True)
     assert comparison.verdict_of([result], accepts_impossible=True) == verdict
     assert ("1 of 1 gradients" in result.first) == (verdict == "not proven")
     assert DimensionResult("precision", verdict, [result]).holds == (verdict == "holds")
