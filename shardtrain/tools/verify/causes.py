@@ -252,6 +252,22 @@ def replicas_differ(e: Evidence) -> str | None:
     return None
 
 
+def part_without_gradient(e: Evidence) -> str | None:
+    """The loss does not reach some ranks' parts of a sharded tensor."""
+    for name in e.first.names:
+        theirs = e.theirs(name)
+        least = 1e-3 * float(theirs.norm())
+        missing = set()
+        holders = e.holders(name)
+        for record, part, slices in holders:
+            if float(part.norm()) == 0 and float(theirs[slices].norm()) > least:
+                missing.add(record.rank)
+        if missing and len(missing) < len(holders):
+            ranks = ", ".join(str(rank) for rank in sorted(missing))
+            return f"no gradient for the part of {name} on rank {ranks}: the loss does not depend on it in backward"
+    return None
+
+
 def positions(e: Evidence) -> str | None:
     """Under cp, the positions of a part, or the attention between parts, are wrong."""
     if e.size("cp") == 1 or not e.first.loss_differs:

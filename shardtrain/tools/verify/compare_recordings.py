@@ -12,6 +12,9 @@ from shardtrain.tools.verify.recorded_differences import Comparison, Difference
 from shardtrain.tools.verify.recordings import Recording
 
 MOST_NAMES = 5
+"""Maximum number of tensors in a message."""
+NOUNS = {"samples": "data", "lr": "learning rate", "grad_norm": "gradient norm"}
+"""Names of ``Difference.what`` in a message, where they differ from it."""
 
 
 def main(folders: tuple[str, ...], rounding: str | None, as_json: bool) -> int:
@@ -21,19 +24,24 @@ def main(folders: tuple[str, ...], rounding: str | None, as_json: bool) -> int:
         ConfigError: the recordings cannot be compared.
         DataError: a recording is missing or damaged.
     """
-    a, b = (recordings.read(Path(folder)) for folder in folders)
-    third = None if rounding is None else recordings.read(Path(rounding))
+    a = recordings.read(Path(folders[0]))
+    b = recordings.read(Path(folders[1]))
+    third = None
+    if rounding is not None:
+        third = recordings.read(Path(rounding))
     comparison = recorded_differences.compare(a, b, third)
     is_same = comparison.first is None and not comparison.missing
     status = 0 if is_same else 4
-    print(_document(comparison, status) if as_json else "\n".join(lines(a, b, comparison)))
+    if as_json:
+        print(_document(comparison, status))
+    else:
+        print("\n".join(lines(a, b, comparison)))
     return status
 
 
 def lines(a: Recording, b: Recording, comparison: Comparison) -> list[str]:
     """Return the lines for the terminal."""
-    ranks = [f"{one.num_ranks} rank{'' if one.num_ranks == 1 else 's'} in {one.precision}" for one in (a, b)]
-    texts = [f"{a.folder} ({ranks[0]}) and {b.folder} ({ranks[1]}): {comparison.num_steps} common steps"]
+    texts = [f"{_described(a)} and {_described(b)}: {comparison.num_steps} common steps"]
     worst = ", ".join(f"{kind} {error:.1e}" for kind, error in comparison.largest.items())
     texts.append(f"largest relative differences: {worst}")
     texts += comparison.missing
@@ -45,21 +53,36 @@ def lines(a: Recording, b: Recording, comparison: Comparison) -> list[str]:
     return texts
 
 
+def _described(recording: Recording) -> str:
+    """Return ``FOLDER (2 ranks in float32)``."""
+    plural = "s"
+    if recording.num_ranks == 1:
+        plural = ""
+    return f"{recording.folder} ({recording.num_ranks} rank{plural} in {recording.precision})"
+
+
 def _sentence(first: Difference) -> str:
-    what = {"samples": "data", "lr": "learning rate", "grad_norm": "gradient norm"}.get(first.what, first.what)
+    what = NOUNS.get(first.what, first.what)
     text = f"differs: the first difference is in the {what} of step {first.step}"
     if first.names:
+        text += f": {', '.join(first.names[:MOST_NAMES])}"
         others = len(first.names) - MOST_NAMES
-        more = f" and {others} more" if others > 0 else ""
-        text += f": {', '.join(first.names[:MOST_NAMES])}{more}"
+        if others > 0:
+            text += f" and {others} more"
     if math.isfinite(first.error) and first.tolerance:
         text += f" (relative difference {first.error:.2g}, rounding explains {first.tolerance:.1g})"
     return text
 
 
 def _document(comparison: Comparison, status: int) -> str:
+    """Return the JSON document. Errors that are not finite are null, because JSON has no infinity."""
     fields = asdict(comparison)
-    if fields["first"] is not None and not math.isfinite(fields["first"]["error"]):
-        fields["first"]["error"] = None
-    fields["largest"] = {kind: error if math.isfinite(error) else None for kind, error in fields["largest"].items()}
-    return json.dumps({**fields, "exit_code": status}, indent=2, allow_nan=False)
+    first = fields["first"]
+    if first is not None and not math.isfinite(first["error"]):
+        first["error"] = None
+    largest = {}
+    for kind, error in comparison.largest.items():
+        largest[kind] = error if math.isfinite(error) else None
+    fields["largest"] = largest
+    fields["exit_code"] = status
+    return json.dumps(fields, indent=2, allow_nan=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from shardtrain.tools.verify import causes, first_divergence
+from shardtrain.tools.verify import causes, first_divergence, loss_causes
 from shardtrain.tools.verify.compare import same_bits
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
 from shardtrain.tools.verify.verify_rank import RankRecord
@@ -28,11 +28,19 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.unscaled_loss,
     causes.short_type,
     causes.replicas_differ,
+    causes.part_without_gradient,
 )
 """Possible causes of a wrong gradient, in the order of the tests.
 
 The first one that explains all ranks is reported.
 """
+OF_LOSS: tuple[Callable[[Evidence], str | None], ...] = (
+    loss_causes.counted_columns,
+    loss_causes.columns_from_zero,
+    loss_causes.counts_of_parts,
+    loss_causes.targets_of_other_parts,
+)
+"""Possible causes of a wrong loss for logits that agree."""
 
 
 def diagnose(e: Evidence) -> str:
@@ -80,6 +88,11 @@ def _explain_gradient(e: Evidence) -> str:
         cause = hypothesis(e)
         if cause:
             return f"{cause}; {place}" if place else cause
+    if place == first_divergence.LOGITS_AGREE:
+        for hypothesis in OF_LOSS:
+            cause = hypothesis(e)
+            if cause:
+                return f"{cause}; {place}"
     if place == "" and e.first.step == 0:
         place = first_divergence.first_backward_difference(e)
     if place:
@@ -150,6 +163,18 @@ def _explain_norm(e: Evidence) -> str:
             unreduced_norms.append(_norm_of(peers, prefix))
         if _explains_norms(e, unreduced_norms):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
+        vectors = _vectors_of(e.records, prefix)
+        vector_norms = []
+        for record in e.records:
+            peers = [other for other in e.records if other.place[axis] == record.place[axis]]
+            squares = _norm_of(e.records, prefix, without=vectors) ** 2
+            squares += _norm_of(peers, prefix) ** 2 - _norm_of(peers, prefix, without=vectors) ** 2
+            vector_norms.append(math.sqrt(squares))
+        if _explains_norms(e, vector_norms):
+            return (
+                f"norm not reduced over {axis} for tensors of one dimension, such as biases and attention sinks: "
+                "each rank counts only its own parts of them; the gradients agree"
+            )
 
     # A superfluous all-reduce over an axis counts replicas several times: those along the axis, or
     # all tensors.
@@ -167,12 +192,22 @@ def _explain_norm(e: Evidence) -> str:
     return f"only the gradient norm differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
 
 
-def _norm_of(records: Sequence[RankRecord], prefix: str) -> float:
+def _vectors_of(records: Sequence[RankRecord], prefix: str) -> set[str]:
+    """Return the keys of tensors of one dimension that start with ``prefix``."""
+    vectors = set()
+    for record in records:
+        for key, part in record.parts.items():
+            if key.startswith(prefix) and part.ndim == 1:
+                vectors.add(key)
+    return vectors
+
+
+def _norm_of(records: Sequence[RankRecord], prefix: str, without: Collection[str] = ()) -> float:
     """Return the norm of all distinct parts of some ranks whose key starts with ``prefix``."""
     squares: dict[tuple[str, tuple[tuple[int, int], ...]], float] = {}
     for record in records:
         for key, part in record.parts.items():
-            if not key.startswith(prefix):
+            if not key.startswith(prefix) or key in without:
                 continue
             # Copies of a part have the same place, so they count once.
             place = tuple((s.start, s.stop) for s in record.slices[key])

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardtrain.layout import style_of
+from shardtrain.layout import matches, style_of
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.traces import differs
 from shardtrain.tools.verify.verify_rank import RankRecord
 
+LOGITS_AGREE = "the logits agree: check the targets, their mask and the loss"
 CLOSE = 1e-4
 """Relative tolerance for float32 sums in another order, with a margin."""
 
@@ -27,11 +28,15 @@ def first_difference(e: Evidence) -> str:
     calls = e.expected.record.facts["calls"]
     culprit = _first(e, calls, ("trace", "in"), ("trace", "out"))
     if culprit is not None:
-        module, rank = culprit
+        path, rank = culprit
+        module = _described(e, path)
         return f"the forward pass first differs on rank {rank} in {module}: its inputs agree, its output does not"
     moved_layer = _moved_layer(e)
     if moved_layer is not None:
         return moved_layer
+    from_integers = _first_from_integers(e)
+    if from_integers:
+        return from_integers
 
     # The path of the model itself is empty, and its output is the logits. A rank without logits, such as the
     # first stages of a pipeline, has None.
@@ -41,8 +46,27 @@ def first_difference(e: Evidence) -> str:
         theirs = f"trace/{calls.index('')}/out"
         logits_agree.append(_agree(e, record, mine, theirs))
     if e.first.loss_differs and True in logits_agree and False not in logits_agree:
-        return "the logits agree: check the targets, their mask and the loss"
+        return LOGITS_AGREE
     return ""
+
+
+def _first_from_integers(e: Evidence) -> str:
+    """Describe the first module whose output differs and whose inputs are integers, such as tokens, or return ""."""
+    for number, path in enumerate(e.expected.record.facts["calls"]):
+        if not path or _has_tensors(e.expected.record, f"trace/{number}/in"):
+            continue
+        for record in e.records:
+            calls = record.facts["calls"]
+            if path not in calls:
+                continue
+            if _agree(e, record, f"trace/{calls.index(path)}/out", f"trace/{number}/out") is False:
+                place = f"the forward pass first differs on rank {record.rank} in {_described(e, path)}"
+                return f"{place}: check its input, which is not recorded, and its output"
+    return ""
+
+
+def _has_tensors(record: RankRecord, prefix: str) -> bool:
+    return any(key.startswith(f"{prefix}/") for key in record.parts)
 
 
 def first_backward_difference(e: Evidence) -> str:
@@ -52,11 +76,39 @@ def first_backward_difference(e: Evidence) -> str:
     culprit = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
     if culprit is None:
         return ""
-    module, rank = culprit
-    return (
-        f"the backward pass first differs on rank {rank} in {module}: "
+    path, rank = culprit
+    place = (
+        f"the backward pass first differs on rank {rank} in {_described(e, path)}: "
         "the gradient of its output agrees, that of its inputs does not"
     )
+    # Only the exchange over cp makes the core of a mesh differ from that of one process.
+    if path and e.layout.context and matches(path, e.layout.context) and e.size("cp") > 1:
+        return f"attention over the parts of cp loses or repeats gradients in its exchange; {place}"
+    if e.config.activation_checkpoint.mode != "none":
+        changed = _module_with_another_input(e, path)
+        if changed:
+            return f"recomputation: backward uses another input of {changed} than the forward pass; {place}"
+    return place
+
+
+def _module_with_another_input(e: Evidence, outer: str) -> str:
+    """Return a module in ``outer`` whose weight has a wrong gradient from a correct input and output gradient, or "".
+
+    The gradient of a weight is computed from these two. So the input in backward is not that of the forward pass.
+    """
+    calls = e.expected.record.facts["calls"]
+    for number, path in enumerate(calls):
+        if not _is_inside(path, outer) or f"{path}.weight" not in e.first.names:
+            continue
+        agreements = []
+        for record in e.records:
+            if path in record.facts["calls"]:
+                call = record.facts["calls"].index(path)
+                for kind, side in (("trace", "in"), ("back", "out")):
+                    agreements.append(_agree(e, record, f"{kind}/{call}/{side}", f"{kind}/{number}/{side}"))
+        if agreements and all(agreements):
+            return path
+    return ""
 
 
 def _first(
@@ -64,8 +116,8 @@ def _first(
 ) -> tuple[str, int] | None:
     """Find the first module in ``order`` whose ``cause`` agrees on some rank while its ``effect`` differs.
 
-    ``cause`` and ``effect`` are parts of keys of a record, such as ("trace", "in"). Return a description of
-    the module and the rank, or None.
+    ``cause`` and ``effect`` are parts of keys of a record, such as ("trace", "in"). Return the path of the
+    module, which is "" for the model itself, and the rank, or None.
     """
     number_on_one = {path: number for number, path in enumerate(e.expected.record.facts["calls"])}
     index = {path: number for number, path in enumerate(order)}
@@ -89,11 +141,15 @@ def _first(
     _, rank, path = min(culprits)
     while inner := [other for other in culprits if _is_inside(other[2], path)]:
         _, rank, path = min(inner)
+    return path, rank
+
+
+def _described(e: Evidence, path: str) -> str:
     where = f"module {path}" if path else "the model's own forward"
     style = style_of(e.layout, path)
     if style and e.size("tp") > 1:
         where += f', which LAYOUT.tensor calls "{style}"'
-    return where, rank
+    return where
 
 
 def _is_inside(path: str, outer: str) -> bool:

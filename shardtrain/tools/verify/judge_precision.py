@@ -22,8 +22,9 @@ from shardtrain.tools.verify.verify_report import BLIND
 FACTOR = 4.0
 """Tolerance divided by the largest effect of simulated rounding."""
 FEW_ELEMENTS = 4.0
-"""The tolerance of a tensor of n elements is 1 + 4 / sqrt(n) times as large."""
+"""Additional tolerance of small tensors: that of a tensor of n elements is multiplied by 1 + FEW_ELEMENTS / sqrt(n)."""
 NOISY_RUNS = 3
+"""Number of runs with simulated rounding."""
 MAX_TOLERANCE = 0.5
 """A gradient with a larger tolerance cannot be compared: half of it, or its double, is as far from it as rounding."""
 KINDS = tuple(verify_report.USUAL)
@@ -47,7 +48,9 @@ def judge_precision(
     """
     dropout.switch_off()
     expected, noisy = _references(config, Path(folder))
-    records = [read_record(Path(ranks), rank) for rank in range(num_ranks)]
+    records = []
+    for rank in range(num_ranks):
+        records.append(read_record(Path(ranks), rank))
     allowed = allowed_errors(expected, noisy, steps)
     errors = errors_of(expected, records, steps)
     fields = _summary(errors, allowed)
@@ -57,7 +60,10 @@ def judge_precision(
     for key, error in errors.items():
         if error > allowed[key] and not key.startswith("weights/"):
             wrong.append(key)
-    first_step = int(wrong[0].split("/")[1]) if wrong else steps
+    first_step = steps
+    if wrong:
+        first_step = _step_of(wrong[0])
+    # A wrong update explains later differences, and its message is more precise than that of a gradient.
     number = next(update_rounding.wrong_numbers(expected, records, config, steps), None)
     if number is not None and number.step <= first_step:
         return fields | {"first": number.first, "cause": number.cause}
@@ -82,8 +88,20 @@ def _references(config: Config, folder: Path) -> tuple[Expected, list[RankRecord
     """Read the record of the float32 reference, and those of the noisy runs."""
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(folder / "reference", 0), layout)
-    noisy = [read_record(folder / f"noisy-{number}", 0) for number in range(NOISY_RUNS)]
+    noisy = []
+    for number in range(NOISY_RUNS):
+        noisy.append(read_record(folder / f"noisy-{number}", 0))
     return expected, noisy
+
+
+def _kind_of(key: str) -> str:
+    """Return "loss", "norm", "gradient" or "weights"."""
+    return key.split("/")[0]
+
+
+def _step_of(key: str) -> int:
+    """Return the step of a number, from 0."""
+    return int(key.split("/")[1])
 
 
 def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) -> dict[str, float]:
@@ -91,7 +109,7 @@ def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) 
     allowed: dict[str, float] = {}
     for record in noisy:
         for key, error in errors_of(expected, [record], steps).items():
-            least = getattr(USUAL, key.partition("/")[0])
+            least = getattr(USUAL, _kind_of(key))
             factor = FACTOR * _uncertainty(expected, key)
             allowed[key] = max(allowed.get(key, 0.0), least, factor * error)
         for step in range(steps):
@@ -99,17 +117,19 @@ def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) 
             key = f"norm/{step}"
             allowed[key] = max(allowed[key], FACTOR * _distance_of_gradients(expected, record, step))
     # A loss may also agree by chance, so all steps have the tolerance of the largest error.
-    of_loss = max(allowed[f"loss/{step}"] for step in range(steps))
-    for step in range(steps):
-        allowed[f"loss/{step}"] = of_loss
+    loss_keys = [f"loss/{step}" for step in range(steps)]
+    largest = max(allowed[key] for key in loss_keys)
+    allowed.update(dict.fromkeys(loss_keys, largest))
     return allowed
 
 
 def _uncertainty(expected: Expected, key: str) -> float:
     """Return the factor for a tensor of few elements, whose noisy errors may all be small by chance."""
-    if key not in expected.record.parts:
+    part = expected.record.parts.get(key)
+    if part is None:
         return 1.0
-    return 1.0 + FEW_ELEMENTS / math.sqrt(max(1, expected.record.parts[key].numel()))
+    numel = max(1, part.numel())
+    return 1.0 + FEW_ELEMENTS / math.sqrt(numel)
 
 
 def _distance_of_gradients(expected: Expected, record: RankRecord, step: int) -> float:
@@ -117,9 +137,11 @@ def _distance_of_gradients(expected: Expected, record: RankRecord, step: int) ->
     squares = 0.0
     for name in expected.names:
         key = f"gradient/{step}/{name}"
-        if key in record.parts and key in expected.record.parts:
-            difference = record.parts[key] - expected.record.parts[key]
-            squares += float(difference.double().square().sum())
+        mine = record.parts.get(key)
+        theirs = expected.record.parts.get(key)
+        if mine is not None and theirs is not None:
+            difference = (mine - theirs).double()
+            squares += float(difference.square().sum())
     total = expected.total(step) * expected.clipping(step)
     return math.sqrt(squares) / max(total, 1e-30)
 
@@ -130,39 +152,50 @@ def errors_of(expected: Expected, records: Sequence[RankRecord], steps: int) -> 
     Keys are in the order of time and, within a step, of the forward pass.
     """
     errors: dict[str, float] = {}
-    theirs = expected.record
     for step in range(steps):
         for name in expected.names:
             errors[f"gradient/{step}/{name}"] = gradient_error(expected, records, step, name)
-        losses = [abs(record.losses[step] - theirs.losses[step]) for record in records]
-        norms = [abs(record.norms[step] - theirs.norms[step]) for record in records]
-        errors[f"loss/{step}"] = _largest(losses)
-        errors[f"norm/{step}"] = _largest(norms) / max(theirs.norms[step], 1e-30)
+        loss = expected.record.losses[step]
+        norm = expected.record.norms[step]
+        loss_errors = []
+        norm_errors = []
+        for record in records:
+            loss_errors.append(abs(record.losses[step] - loss))
+            norm_errors.append(abs(record.norms[step] - norm))
+        errors[f"loss/{step}"] = _largest(loss_errors)
+        errors[f"norm/{step}"] = _largest(norm_errors) / max(norm, 1e-30)
         for name in expected.names:
             errors[f"weights/{step}/{name}"] = weight_error(expected, records, step, name)
     return errors
 
 
 def _largest(values: Sequence[float]) -> float:
-    if any(math.isnan(value) for value in values):
-        return math.inf
+    """Return the largest value, or infinity if one is NaN, because ``max`` may ignore it."""
+    for value in values:
+        if math.isnan(value):
+            return math.inf
     return max(values)
 
 
 def _first_of(wrong: Sequence[str], errors: Mapping[str, float]) -> First:
     """Return the first difference, with all tensors of its kind and step."""
-    kind, step = wrong[0].split("/")[:2]
+    kind = _kind_of(wrong[0])
+    step = _step_of(wrong[0])
     prefix = f"{kind}/{step}/"
-    names = [key.removeprefix(prefix) for key in wrong if key.startswith(prefix)]
-    return First(kind, int(step), names, errors[wrong[0]], f"loss/{step}" in wrong)
+    names = []
+    for key in wrong:
+        if key.startswith(prefix):
+            names.append(key.removeprefix(prefix))
+    loss_differs = f"loss/{step}" in wrong
+    return First(kind, step, names, errors[wrong[0]], loss_differs)
 
 
 def _of_step(allowed: Mapping[str, float], step: int) -> Errors:
     """Return the largest tolerance of each kind in a step."""
     largest = dict.fromkeys(KINDS, 0.0)
     for key, value in allowed.items():
-        kind, number = key.split("/")[:2]
-        if int(number) == step:
+        kind = _kind_of(key)
+        if _step_of(key) == step:
             largest[kind] = max(largest[kind], value)
     return Errors(**largest)
 
@@ -172,7 +205,7 @@ def _summary(errors: Mapping[str, float], allowed: Mapping[str, float]) -> dict[
     largest = dict.fromkeys(KINDS, 0.0)
     explained = dict.fromkeys(KINDS, 0.0)
     for key, error in errors.items():
-        kind = key.partition("/")[0]
+        kind = _kind_of(key)
         largest[kind] = max(largest[kind], error)
         explained[kind] = max(explained[kind], allowed[key])
     rounding = (

@@ -1,13 +1,15 @@
-"""Find modules that round more than their dtype requires: compare each with itself in float64, on the same inputs.
+"""Find modules that round more than their dtype requires, by comparing each module with itself in float64.
 
-One process runs one micro-batch in the run's own precision and records the inputs and outputs of every module. The
-unsharded model then runs in float64 without casts. Before each of its modules the recorded inputs replace the computed
-ones, and after it the recorded outputs. So each comparison contains the errors of one module, or of one stretch of a
-module's own code between two of its submodules.
+1. One process runs one micro-batch in the run's own precision. The inputs and outputs of every module are recorded.
+2. The unsharded model runs in float64, without casts. Before each module, recorded inputs replace the computed ones.
+   After it, recorded outputs do.
 
-An error is allowed if random rounding of the float64 result explains it (``rounding_limits``). A module without
-submodules may round its result twice, and twice per additional matrix on the way. Own code between submodules may
-round more often.
+So each comparison contains the errors of a single module, or of the code of a module between two of its submodules.
+
+An error is allowed if random rounding of the float64 result explains it (``rounding_limits``):
+
+- a module without submodules may round twice, or twice per matrix if it has several
+- the code between two submodules may round ``OWN_CODE_ROUNDINGS`` times
 """
 
 from __future__ import annotations
@@ -89,11 +91,14 @@ def check_modules(_rank: int, _num: int, config: Config, seed: int, unit_gain: b
     batch = whole_batch(seed, 0, rows, config.training.seq_len, vocabulary)
     of_loss, recorded = _record(runner, batch, config)
 
+    # Layers in 8 bits have a larger tolerance, because they also round their operands.
     products = []
     for path, layer in runner.parts[0].named_modules():
         if isinstance(layer, Float8Linear | MXLinear):
             products.append(path)
-    weights = {name: local_tensor(value).detach().cpu() for name, value in runner.parameters().items()}
+    weights = {}
+    for name, parameter in runner.parameters().items():
+        weights[name] = local_tensor(parameter).detach().cpu()
     model = _in_float64(config, weights)
     replay = Replay(model, layout, recorded, products)
     skipped = ""
@@ -103,13 +108,21 @@ def check_modules(_rank: int, _num: int, config: Config, seed: int, unit_gain: b
         except Exception as error:  # a user's file may raise anything, for example if it reads the bits of a number
             skipped = f"modules were not compared with float64: {type(error).__name__}: {error}"
 
-    outputs = {}
-    for path, calls in recorded.outputs.items():
-        floats = [tensor for tensor in calls[0] if tensor.is_floating_point()]
-        if floats:
-            outputs[path] = _name(floats[0])
+    # The loss is computed after the modules, so its errors come last.
     excess = [vars(one) for one in (*replay.excess, *of_loss)]
-    return {"excess": excess, "outputs": outputs, "products": products, "skipped": skipped}
+    return {"excess": excess, "outputs": _output_dtypes(recorded), "products": products, "skipped": skipped}
+
+
+def _output_dtypes(recorded: Recorded) -> dict[str, str]:
+    """Return the name of the dtype of the first floating-point output of each module, by path."""
+    dtypes = {}
+    for path, calls in recorded.outputs.items():
+        first_call = calls[0]
+        for tensor in first_call:
+            if tensor.is_floating_point():
+                dtypes[path] = _name(tensor)
+                break
+    return dtypes
 
 
 def _build(config: Config, unit_gain: bool) -> tuple[Runner, Layout, int]:
@@ -127,7 +140,9 @@ def _build(config: Config, unit_gain: bool) -> tuple[Runner, Layout, int]:
 def _in_float64(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return the unsharded model in float64, with the weights as the run uses them: rounded to the compute dtype."""
     compute = getattr(torch, derived.compute_dtype(config))
-    used = {name: weight.to(compute).float() for name, weight in weights.items()}
+    used = {}
+    for name, weight in weights.items():
+        used[name] = weight.to(compute).float()
     return plain_model(config, used).double()
 
 
@@ -169,7 +184,11 @@ def _record(runner: Runner, batch: Batch, config: Config) -> tuple[list[Excess],
 
 
 def _copies(value: Any) -> list[Tensor]:
-    return [local_tensor(leaf.detach()).detach().clone() for leaf in _tensors(value)]
+    copies = []
+    for leaf in _tensors(value):
+        local = local_tensor(leaf.detach())
+        copies.append(local.detach().clone())
+    return copies
 
 
 def _check_loss(
@@ -236,7 +255,9 @@ class Replay:
         def replace_inputs(_: nn.Module, positional: Any, named: Any) -> Any:
             call = self._num_calls[path]
             self._num_calls[path] += 1
-            parent = self._open[-1][0] if self._open else ""
+            parent = ""
+            if self._open:
+                parent = self._open[-1][0]
             self._open.append((path, call))
             # The run may call other modules, for example fused ones.
             if call >= len(self._recorded.inputs[path]):
@@ -286,7 +307,10 @@ class Replay:
             return
         is_core = bool(self._layout.context) and matches(path, self._layout.context)
         matrices = sum(parameter.ndim > 1 for parameter in module.parameters())
-        roundings = OWN_CODE_ROUNDINGS if is_core else 2 * max(1, matrices)
+        roundings = 2 * max(1, matrices)
+        if is_core:
+            # The softmax of an attention core rounds more often than a product.
+            roundings = OWN_CODE_ROUNDINGS
         for index, (exact, actual) in enumerate(zip(computed, recorded, strict=True)):
             if exact.shape != actual.shape or not exact.is_floating_point():
                 continue
@@ -370,7 +394,9 @@ def _name(tensor: Tensor) -> str:
 
 def sentence(excess: Mapping[str, Any]) -> str:
     """Describe an ``Excess``."""
-    where = f" in module {excess['path']}" if excess["path"] else " in the model's own forward"
+    where = " in the model's own forward"
+    if excess["path"]:
+        where = f" in module {excess['path']}"
     if excess["what"] in ("loss", "gradient of the logits"):
         where = ""
     return (

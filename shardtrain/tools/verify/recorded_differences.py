@@ -87,9 +87,7 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
         if other is not None and other.seed != a.seed:
             rule = f"has projections of seed {other.seed}, but {a.folder} has those of seed {a.seed}"
             raise ConfigError(Problem("recording", str(other.folder), rule, "record both with the same seed"))
-    steps_b = {step.number: step for step in b.steps}
-    names = [name for name, shape in a.shapes.items() if b.shapes.get(name) == shape]
-    pairs = [_with_same_names(step, steps_b[step.number], names) for step in a.steps if step.number in steps_b]
+    pairs = _common_steps(a, b)
     if not pairs:
         rule = f"has no step in common with {a.folder}"
         raise ConfigError(Problem("recording", str(b.folder), rule, "number the steps of both runs alike"))
@@ -104,10 +102,9 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
     only_rounding: set[str] = set()
     for index, (step_a, step_b) in enumerate(pairs):
         weights = errors_of(step_a.weights, step_b.weights)
-        errors = {
-            "gradients": errors_of(step_a.gradients, step_b.gradients),
-            "weights": {name: error for name, error in weights.items() if name not in only_rounding},
-        }
+        for name in only_rounding:
+            weights.pop(name, None)
+        errors = {"gradients": errors_of(step_a.gradients, step_b.gradients), "weights": weights}
         for kind, by_name in errors.items():
             largest[kind] = max([largest[kind], *by_name.values()])
         allowed = tolerances[step_a.number]
@@ -115,6 +112,21 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
             first = _first_of_step(a, b, pairs[: index + 1], errors, allowed)
         only_rounding |= _only_rounding(step_a.gradients, step_b.gradients, allowed["gradients"])
     return Comparison(len(pairs), largest, tuple(_missing(a, b)), first)
+
+
+def _common_steps(a: Recording, b: Recording) -> list[tuple[Step, Step]]:
+    """Return the steps that both recordings have, with the tensors that have the same shape in both."""
+    steps_b = {step.number: step for step in b.steps}
+    names = []
+    for name, shape in a.shapes.items():
+        if b.shapes.get(name) == shape:
+            names.append(name)
+    pairs = []
+    for step_a in a.steps:
+        step_b = steps_b.get(step_a.number)
+        if step_b is not None:
+            pairs.append(_with_same_names(step_a, step_b, names))
+    return pairs
 
 
 def _with_same_names(step_a: Step, step_b: Step, names: Sequence[str]) -> tuple[Step, Step]:
@@ -135,7 +147,12 @@ def _only_rounding(one: Mapping[str, Vector], other: Mapping[str, Vector], toler
     size, so the update of such a tensor has full size and a random sign, also in a correct program.
     """
     limit = tolerance * SMALL * _total_norm(one)
-    return {name for name, vector in one.items() if 0 < max(vector.norm, other[name].norm) <= limit}
+    small = set()
+    for name, vector in one.items():
+        norm = max(vector.norm, other[name].norm)
+        if 0 < norm <= limit:
+            small.add(name)
+    return small
 
 
 def _total_norm(vectors: Mapping[str, Vector]) -> float:
@@ -149,9 +166,14 @@ def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[st
     for name, vector in one.items():
         if name not in other:
             continue
+        # The projections see a change of direction, and the norm is exact.
+        of_projections = distance(vector.projections, other[name].projections)
+        of_norm = abs(vector.norm - other[name].norm)
         scale = max(vector.norm, SMALL * total, 1e-300)
-        error = max(distance(vector.projections, other[name].projections), abs(vector.norm - other[name].norm)) / scale
-        errors[name] = math.inf if math.isnan(error) else error
+        error = max(of_projections, of_norm) / scale
+        if math.isnan(error):
+            error = math.inf
+        errors[name] = error
     return errors
 
 
@@ -165,15 +187,19 @@ def _tolerances(
     """
     usual = max(TOLERANCES[a.precision], TOLERANCES[b.precision])
     steps_a = {step.number: step for step in a.steps}
-    steps_of_rounding = {step.number: step for step in rounding.steps} if rounding is not None else {}
+    steps_of_rounding: dict[int, Step] = {}
+    if rounding is not None:
+        steps_of_rounding = {step.number: step for step in rounding.steps}
     if rounding is not None and not steps_of_rounding.keys() & set(numbers):
         rule = f"has no step in common with {a.folder}, so it has no effect"
         raise ConfigError(Problem("--rounding", str(rounding.folder), rule, "number the steps of all runs alike"))
     measured = {"gradients": 0.0, "weights": 0.0}
     tolerances = {}
+    # The tolerance grows until it is ``MOST``.
     most_doublings = math.log(MOST / usual, GROWTH_PER_STEP)
     for number in numbers:
-        grown = usual * GROWTH_PER_STEP ** min(number - numbers[0], most_doublings)
+        doublings = min(number - numbers[0], most_doublings)
+        grown = usual * GROWTH_PER_STEP**doublings
         allowed = {"gradients": grown, "weights": OF_WEIGHTS * grown}
         if number in steps_of_rounding:
             of_a, of_rounding = steps_a[number], steps_of_rounding[number]
@@ -192,9 +218,11 @@ def _missing(a: Recording, b: Recording) -> list[str]:
         for name, shape in one.shapes.items():
             if name not in other.shapes:
                 sentence = f"{one.folder} has a parameter {name}, but {other.folder} has none"
-                same = [known for known, of_known in one.shapes.items() if of_known == shape and known in other.shapes]
-                if same:
-                    sentence += f": if it is tied to {same[0]}, wrapping or sharding the model untied it"
+                # A tied weight has one name. After it is untied, it has two, with the same shape.
+                for known, shape_of_known in one.shapes.items():
+                    if shape_of_known == shape and known in other.shapes:
+                        sentence += f": if it is tied to {known}, wrapping or sharding the model untied it"
+                        break
                 sentences.append(sentence)
             elif one is a and other.shapes[name] != shape:
                 sentences.append(f"{name} has shape {shape} in {a.folder}, but {other.shapes[name]} in {b.folder}")
@@ -258,8 +286,10 @@ def mean_loss(step: Step) -> float | None:
         return None
     if step.num_tokens is None or sum(step.num_tokens) == 0:
         return statistics.fmean(step.losses)
-    weighted = sum(loss * tokens for loss, tokens in zip(step.losses, step.num_tokens, strict=True))
-    return weighted / sum(step.num_tokens)
+    total = 0.0
+    for loss, num_tokens in zip(step.losses, step.num_tokens, strict=True):
+        total += loss * num_tokens
+    return total / sum(step.num_tokens)
 
 
 def _other_data(step_a: Step, step_b: Step) -> str:
@@ -289,9 +319,17 @@ def _differing_replicas(recording: Recording, step: Step, kind: str) -> str:
     names = [name for name, vector in vectors.items() if vector.replicas_differ]
     if not names:
         return ""
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    missing = "gradients are not reduced over them" if kind == "gradients" else "their weights or updates differ"
-    return f"missing reduction: ranks of {recording.folder} hold different {kind} of {names[0]}{others}; {missing}"
+    missing = "their weights or updates differ"
+    if kind == "gradients":
+        missing = "gradients are not reduced over them"
+    return f"missing reduction: ranks of {recording.folder} hold different {kind} of {_first_of(names)}; {missing}"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return ``NAME and 3 more``."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _not_finite(a: Recording, b: Recording, steps: tuple[Step, Step], kind: str, names: Sequence[str]) -> str:
@@ -339,20 +377,30 @@ def _cause_of_gradients(a: Recording, b: Recording, step_a: Step, step_b: Step, 
     for recording, step in ((b, step_b), (a, step_a)):
         absent = [name for name in names if step.gradients[name].norm == 0]
         if absent:
-            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
             return (
-                f"the gradient of {absent[0]}{more} is zero or None in {recording.folder}: frozen, detached or not used"
+                f"the gradient of {_first_of(absent)} is zero or None in {recording.folder}: "
+                "frozen, detached or not used"
             )
-    factors = [_factor(step_a.gradients[name].projections, step_b.gradients[name].projections) for name in names]
+    factors = []
+    for name in names:
+        of_a = step_a.gradients[name].projections
+        of_b = step_b.gradients[name].projections
+        factors.append(_factor(of_a, of_b))
     common = _common(factors)
     # Gradients too small to be compared, such as those of an adapter that starts at zero, are not evidence.
     smallest = SMALL * _total_norm(step_a.gradients)
-    same = [name for name, vector in step_a.gradients.items() if vector.norm >= smallest and name not in names]
+    num_same = 0
+    for name, vector in step_a.gradients.items():
+        if vector.norm >= smallest and name not in names:
+            num_same += 1
     if common is None:
         # Another weighting of the tokens changes all gradients, although some may stay within the tolerance.
-        return "" if len(same) > len(names) else _uneven_tokens(a, b, step_a, step_b)
-    num_same = len(same)
-    subject = "all gradients are" if num_same == 0 else "these gradients, and no others, are"
+        if num_same > len(names):
+            return ""
+        return _uneven_tokens(a, b, step_a, step_b)
+    subject = "all gradients are"
+    if num_same:
+        subject = "these gradients, and no others, are"
     explained = _explained(common, a, b, step_b)
     text = f"{subject} {common:.6g} times as large"
     if num_same and _is_close(common, 2.0, EXACT_FACTOR):
@@ -372,11 +420,12 @@ def _explained(factor: float, a: Recording, b: Recording, step_b: Step) -> str:
         (a.num_ranks, b.num_ranks, "ranks"),
         (a.num_data_ranks, b.num_data_ranks, "ranks with other samples"),
     ):
-        ratio = f"{ranks_b} / {ranks_a}" if ranks_a > 1 else f"{ranks_b}"
-        inverse = f"{ranks_a} / {ranks_b}"
-        if ranks_a != ranks_b and _is_close(factor, ranks_a / ranks_b, EXACT_FACTOR):
-            return f" = {inverse}, by the numbers of {what}: averaged over ranks where they must be summed"
-        if ranks_a != ranks_b and _is_close(factor, ranks_b / ranks_a, EXACT_FACTOR):
+        if ranks_a == ranks_b:
+            continue
+        if _is_close(factor, ranks_a / ranks_b, EXACT_FACTOR):
+            return f" = {ranks_a} / {ranks_b}, by the numbers of {what}: averaged over ranks where they must be summed"
+        if _is_close(factor, ranks_b / ranks_a, EXACT_FACTOR):
+            ratio = f"{ranks_b} / {ranks_a}" if ranks_a > 1 else f"{ranks_b}"
             return f" = {ratio}, by the numbers of {what}: summed over ranks where they must be averaged"
     return ""
 
@@ -384,7 +433,9 @@ def _explained(factor: float, a: Recording, b: Recording, step_b: Step) -> str:
 def _uneven_tokens(a: Recording, b: Recording, step_a: Step, step_b: Step) -> str:
     for recording, step in ((b, step_b), (a, step_a)):
         if step.num_tokens is not None and len(set(step.num_tokens)) > 1:
-            counts = ", ".join(map(str, step.num_tokens[:4])) + (", ..." if len(step.num_tokens) > 4 else "")
+            counts = ", ".join(map(str, step.num_tokens[:4]))
+            if len(step.num_tokens) > 4:
+                counts += ", ..."
             return (
                 f"mean of means: ranks of {recording.folder} have {counts} tokens, and each may divide its loss by its "
                 "own number; divide by the number of all ranks"
@@ -394,13 +445,22 @@ def _uneven_tokens(a: Recording, b: Recording, step_a: Step, step_b: Step) -> st
 
 def _factor(one: Sequence[float], other: Sequence[float]) -> float | None:
     """Return c if ``other`` is c times ``one`` within ``EXACT_FACTOR``, else None."""
-    squared = sum(number * number for number in one)
+    squared = 0.0
+    product = 0.0
+    for x, y in zip(one, other, strict=True):
+        squared += x * x
+        product += x * y
     if squared == 0 or math.isnan(squared):
         return None
-    factor = sum(x * y for x, y in zip(one, other, strict=True)) / squared
-    rest = sum((y - factor * x) ** 2 for x, y in zip(one, other, strict=True))
-    is_multiple = math.sqrt(rest / NUM_PROJECTIONS) <= EXACT_FACTOR * abs(factor) * math.sqrt(squared / NUM_PROJECTIONS)
-    return factor if is_multiple else None
+    # The factor of least squares. What it leaves unexplained must be small.
+    factor = product / squared
+    rest = 0.0
+    for x, y in zip(one, other, strict=True):
+        rest += (y - factor * x) ** 2
+    allowed = EXACT_FACTOR * abs(factor) * math.sqrt(squared / NUM_PROJECTIONS)
+    if math.sqrt(rest / NUM_PROJECTIONS) <= allowed:
+        return factor
+    return None
 
 
 def _common(factors: Sequence[float | None]) -> float | None:

@@ -1,7 +1,7 @@
-"""Check what each rank recorded against its own numbers in float64: the updates, the gradient norm, and the dtypes in
-which gradients and weights really are.
+"""Check the numbers that each rank recorded: updates, gradient norm, and dtypes of gradients and weights.
 
-No reference run is needed, so these checks see errors that are far below the rounding of a forward pass.
+The update and the norm are computed again in float64 from the rank's own gradients. No reference run is needed, so
+these checks detect errors far below the rounding of a forward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ ROUNDINGS = 2.0
 takes either neighbor.
 """
 SIGMAS = 6.0
-"""Allowed common error along the weights, in standard deviations of their stochastic rounding."""
+"""Allowed bias of stochastic rounding, in standard deviations.
+
+The bias is the sum of the products of weights and their errors. Random errors cancel in it, and lost weight decay,
+whose errors are proportional to the weights, does not.
+"""
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,11 @@ def _wrong_norm(expected: Expected, records: Sequence[RankRecord], config: Confi
         if key not in expected.record.parts:
             continue
         full = assemble(records, key, expected.record.parts[key].shape)
+        # Without a part of a gradient, its norm is unknown.
         if full is None:
             return
-        total += float(full.double().square().sum())
+        squares = full.double().square()
+        total += float(squares.sum())
     exact = math.sqrt(total)
     for record in records:
         norm = record.norms[step]
@@ -151,6 +157,7 @@ def _copies_that_differ(records: Sequence[RankRecord], step: int) -> Iterator[Wr
         for key, values in record.parts.items():
             if not key.startswith(prefix):
                 continue
+            # Ranks with the same slice of a weight hold copies of it.
             place = (key, str(record.slices[key]))
             rank, copy = seen.setdefault(place, (record.rank, values))
             if not same_bits(copy, values):
@@ -205,10 +212,12 @@ class _AdamW:
         variance = 0.0
         prefix = f"gradient/{step}/"
         before = "initial" if step == 0 else f"weights/{step - 1}"
-        for key in [key for key in record.parts if key.startswith(prefix)]:
+        for key, part in record.parts.items():
+            if not key.startswith(prefix):
+                continue
             name = key.removeprefix(prefix)
             new = record.parts[f"weights/{step}/{name}"]
-            gradient = record.parts[key].double()
+            gradient = part.double()
             if new.shape != gradient.shape or not new.numel():
                 continue
             old = record.parts[f"{before}/{name}"].double()
@@ -218,6 +227,7 @@ class _AdamW:
             if not excess <= 1.0:
                 cause = self._cause(update, new.double(), excess)
                 wrong.append(WrongNumber(step, _after_update(name, step), cause))
+            # Sum over all weights, because the bias of one weight may be as small as its rounding.
             error = new.double() - update.exact
             along_weights += float((error * update.exact).sum())
             deviation = unit_roundoff(new.dtype) * update.exact.square()
@@ -241,21 +251,26 @@ class _AdamW:
             zeros = (torch.zeros_like(gradient) for _ in range(3))
             self.moments[name] = _Moments(*zeros)
         moments = self.moments[name]
+        # lerp moves a state by a fraction of its distance to the new value: s + (1 - beta) * (g - s).
         moments.mean.lerp_(gradient, 1 - options.beta1)
         moments.mean_size.lerp_(gradient.abs(), 1 - options.beta1)
         moments.mean_square.lerp_(gradient.square(), 1 - options.beta2)
 
+        # The states start at zero. Dividing by these corrections makes them means from the first step on.
+        correction = 1 - options.beta1 ** (step + 1)
+        correction_of_square = 1 - options.beta2 ** (step + 1)
+        root = (moments.mean_square / correction_of_square).sqrt()
         lr = self._rate(step)
-        root = (moments.mean_square / (1 - options.beta2 ** (step + 1))).sqrt()
-        factor = lr / (1 - options.beta1 ** (step + 1)) / (root + options.eps)
+        factor = lr / correction / (root + options.eps)
         change = -factor * moments.mean
-        exact = old * (1 - lr * options.weight_decay) + change
-        return _Update(old, exact, change, factor * moments.mean_size)
+        size = factor * moments.mean_size
+
+        decayed = old * (1 - lr * options.weight_decay)
+        return _Update(old, decayed + change, change, size)
 
     def _excess(self, update: _Update, new: Tensor, step: int) -> float:
         """Return the largest error of an element, divided by what rounding of weight and states explains."""
-        options = self.config.optimizer
-        state_dtype: str = options.state_dtype
+        state_dtype: str = self.config.optimizer.state_dtype
         if state_dtype == "default":
             state_dtype = self.config.training.dtype
         # Each step rounds the states again. Float32 operations lose a few digits.
@@ -272,16 +287,18 @@ class _AdamW:
         """Compare the update with those of likely mistakes."""
         without_change = update.exact - update.change
         decay = update.old - without_change
-        bf16 = torch.empty_like(update.exact, dtype=torch.bfloat16).copy_(update.exact)
+        rounded = update.exact.to(torch.bfloat16).double()
         mistakes: Mapping[str, Tensor] = {
             "not updated": update.old,
             "weight decay is left out": update.exact + decay,
             "only weight decay is applied": without_change,
-            "the new weight is rounded to bfloat16 on the way": bf16.double(),
+            "the new weight is rounded to bfloat16 on the way": rounded,
         }
+        # A mistake is the cause if it explains at least nine tenths of the error.
         error = float((new - update.exact).norm())
         for cause, candidate in mistakes.items():
-            if float((new - candidate).norm()) < 0.1 * error:
+            distance = float((new - candidate).norm())
+            if distance < 0.1 * error:
                 return cause
         if error < 2 * ROUNDOFF["bfloat16"] * float(update.change.norm()):
             return "the update is computed or its states are kept in a shorter dtype than configured"

@@ -1,0 +1,92 @@
+"""Hypotheses about a wrong loss whose logits agree: its targets, its divisor, or its split vocabulary.
+
+Each function computes the loss that the mesh would have with the fault, from the logits of one process. It returns
+a message if the mesh has exactly that loss, up to rounding, or else None.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardtrain.ops.targets import IGNORE
+from shardtrain.tools.verify.evidence import Evidence
+
+CLOSE = 2e-6
+"""Relative error of a loss that a hypothesis explains."""
+
+
+def counted_columns(e: Evidence) -> str | None:
+    """The exponentials of all logits are counted once per rank of tp."""
+    size = e.size("tp")
+    loss = e.expected.record.losses[e.first.step] + math.log(size)
+    if size == 1 or not e.explains_loss(loss, CLOSE):
+        return None
+    return f"logits counted {size} times over tp: the loss is log({size}) too large"
+
+
+def columns_from_zero(e: Evidence) -> str | None:
+    """Each rank of tp looks for the target among its columns as if they began with token id 0."""
+    size = e.size("tp")
+    logits_BTV = e.shares.logits_BTV.detach().float()
+    if size == 1 or logits_BTV.size(-1) % size:
+        return None
+    targets_BT = e.batch.targets_BT
+    columns = logits_BTV.size(-1) // size
+    index_BT1 = targets_BT.clamp(0, columns - 1).unsqueeze(-1)
+    of_target_BT = torch.zeros(targets_BT.shape)
+    for part_BTC in logits_BTV.split(columns, dim=-1):
+        of_target_BT += part_BTC.gather(-1, index_BT1).squeeze(-1)
+    of_target_BT *= targets_BT < columns
+    losses_BT = logits_BTV.logsumexp(-1) - of_target_BT
+    loss = float(losses_BT[targets_BT != IGNORE].sum()) / e.batch.num_targets
+    if not e.explains_loss(loss, CLOSE):
+        return None
+    return "split vocabulary: each rank of tp looks for targets as if its columns began with token id 0"
+
+
+def counts_of_parts(e: Evidence) -> str | None:
+    """Each part of the sequence is divided by its own number of targets instead of the global number."""
+    size = e.size("cp")
+    if size == 1:
+        return None
+    losses_BT = _losses_of_tokens(e)
+    is_target_BT = e.batch.targets_BT != IGNORE
+    batches = {
+        "of the step": [list(range(e.sequences))],
+        "of each micro-batch": [e.micro_rows_of(index) for index in range(e.num_micro)],
+    }
+    for unit, groups in batches.items():
+        total = 0.0
+        for rows in groups:
+            num_targets = int(is_target_BT[rows].sum())
+            mean = 0.0
+            for part in range(size):
+                positions = e.context_part(part)
+                count = int(is_target_BT[rows][:, positions].sum())
+                mean += float(losses_BT[rows][:, positions].sum()) / max(1, count) / size
+            total += mean * num_targets / e.batch.num_targets
+        if e.explains_loss(total, CLOSE):
+            return f"each part of the sequence {unit} divided by its own count of target tokens, then averaged over cp"
+    return None
+
+
+def targets_of_other_parts(e: Evidence) -> str | None:
+    """The logits of each part of the sequence meet the targets of another cp rank's part."""
+    size = e.size("cp")
+    for shift in range(1, size):
+        targets_BT = e.batch.targets_BT.clone()
+        for part in range(size):
+            other = e.context_part((part + shift) % size)
+            targets_BT[:, e.context_part(part)] = e.batch.targets_BT[:, other]
+        logits_BTV = e.shares.logits_BTV.detach()
+        loss = float(e.shares.losses_BT(logits_BTV, targets_BT).sum()) / e.batch.num_targets
+        if e.explains_loss(loss, CLOSE):
+            return "targets of another part of the sequence: each rank of cp has those of another rank"
+    return None
+
+
+def _losses_of_tokens(e: Evidence) -> Tensor:
+    return e.shares.losses_BT(e.shares.logits_BTV.detach())
