@@ -94,7 +94,9 @@ def read(folder: Path) -> Recording:
     num_ranks = headers[min(headers)]["num_ranks"]
     missing = sorted(set(range(num_ranks)) - paths.keys())
     if missing or len(paths) != num_ranks:
-        what = f"has no rank-{missing[0]}.jsonl" if missing else f"has files of {len(paths)} ranks"
+        what = f"has files of {len(paths)} ranks"
+        if missing:
+            what = f"has no rank-{missing[0]}.jsonl"
         raise DataError(f"{folder} {what}, but its program had {num_ranks} ranks; record into a new folder")
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -175,21 +177,32 @@ def _combined(
 
     def of_groups(key: str) -> list[Any]:
         """Return the first value that a rank of each group has recorded: only the last pipeline stage has a loss."""
-        recorded = [[records[rank][key] for rank in ranks if records[rank][key] is not None] for ranks in groups]
-        return [values[0] if values else None for values in recorded]
+        values = []
+        for ranks in groups:
+            recorded = [records[rank][key] for rank in ranks]
+            values.append(next((value for value in recorded if value is not None), None))
+        return values
 
     losses = of_groups("loss")
     tokens = of_groups("num_tokens")
     samples = of_groups("samples")
     all_samples = None
-    if all(ids is not None for ids in samples):
-        all_samples = tuple(sorted(str(one) for ids in samples for one in ids))
+    if None not in samples:
+        names: list[str] = []
+        for ids in samples:
+            names += map(str, ids)
+        all_samples = tuple(sorted(names))
     # A gradient may be None on some ranks only, such as that of an expert without tokens. It counts as zero there.
-    has_gradient = set().union(*(record["gradients"].keys() for record in records))
+    has_gradient: set[str] = set()
+    for record in records:
+        has_gradient |= record["gradients"].keys()
     gradients = []
     for record in records:
-        zeros = {name: [part[0], 0.0, _ZEROS] for name, part in record["weights"].items() if name in has_gradient}
-        gradients.append(zeros | record["gradients"])
+        with_zeros = {}
+        for name, (slices, *_) in record["weights"].items():
+            if name in has_gradient:
+                with_zeros[name] = [slices, 0.0, _ZEROS]
+        gradients.append(with_zeros | record["gradients"])
     return Step(
         number=number,
         losses=None if None in losses else tuple(map(float, losses)),
@@ -219,10 +232,10 @@ def _full(parts: list[Any], numel: int) -> Vector:
     replicas_differ = False
     first_at: dict[str, tuple[float, list[float]]] = {}
     for slices, squared, projections in parts:
-        numbers = [math.nan if number is None else float(number) for number in projections]
+        numbers = [_number(projection) for projection in projections]
         if len(numbers) != NUM_PROJECTIONS:
             raise ValueError("wrong number of projections")
-        squared = math.nan if squared is None else float(squared)
+        squared = _number(squared)
         position = json.dumps(slices)
         if position in first_at:
             norm = math.sqrt(abs(first_at[position][0]))
@@ -234,11 +247,23 @@ def _full(parts: list[Any], numel: int) -> Vector:
         num_found += math.prod(stop - start for start, stop in slices)
     if num_found != numel:
         raise ValueError("parts of a tensor are missing")
-    norm = math.nan if math.isnan(squared_norm) else math.sqrt(abs(squared_norm))
+    # The square root of NaN is NaN.
+    norm = math.sqrt(abs(squared_norm))
     return Vector(norm, tuple(sums), replicas_differ)
+
+
+def _number(recorded: Any) -> float:
+    """Return a recorded number. JSON has no NaN and no infinity, so they are recorded as null."""
+    if recorded is None:
+        return math.nan
+    return float(recorded)
 
 
 def distance(one: list[float] | tuple[float, ...], other: list[float] | tuple[float, ...]) -> float:
     """Estimate the distance of two tensors from their projections. NaN counts as infinity."""
-    squared = sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) / NUM_PROJECTIONS
-    return math.inf if math.isnan(squared) else math.sqrt(squared)
+    total = 0.0
+    for a, b in zip(one, other, strict=True):
+        total += (a - b) ** 2
+    if math.isnan(total):
+        return math.inf
+    return math.sqrt(total / NUM_PROJECTIONS)
