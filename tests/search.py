@@ -109,8 +109,8 @@ TOLERANCES = {
     # norm of the second step by 3e-6. In float64 the same cases agree to 1e-15.
     "steep": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
     # The derivative of a clamp jumps at its limit. With a limit as low as 0.02 about 200,000 values of these models are
-    # near it. One that rounds to the other side changes a gradient by 3e-5 of its norm, and the updates of the values
-    # whose gradients are smaller than the optimizer's eps by much more.
+    # near it. A value that rounds to the other side of the limit changes a gradient by 3e-5 of its norm. Updates change
+    # much more where gradients are smaller than the optimizer's eps.
     "clamped": Tolerance(loss=1e-5, norm=1e-5, gradient=2e-4, weight=1e-3),
     # 8-bit mantissas: precise enough to detect a missing term, a wrong scale or a skipped batch
     "reduced": Tolerance(loss=2e-2, norm=5e-2, gradient=0.15, weight=3e-2),
@@ -597,7 +597,7 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
     loaded = config.load(None, [*case.arguments(), *_flags(missing)])
     config.require(loaded, case.num_ranks, "cpu", 0)
     errors, _ = meta_model.build(loaded.config, case.num_ranks)
-    data_errors, _ = data_opening.look(loaded.config, "training", case.num_ranks)
+    data_errors, _ = data_opening.look(loaded.config, "training", None)
     for error in [*errors, *data_errors]:
         raise error
     return loaded
@@ -610,15 +610,17 @@ def _joined(first: list[Numbers] | Failure, second: list[Numbers]) -> list[Numbe
     """
     if isinstance(first, Failure):
         return first
-    joined = []
-    for numbers in second:
-        steps = [getattr(first[0], name) + getattr(numbers, name) for name in ("losses", "norms", "validations")]
-        joined.append(Numbers(*steps, {}, {}, numbers.final))
+
+    def joined_steps(numbers: Numbers) -> list[list[float]]:
+        """Return losses, norms and validations of both halves, with those that a rank of the second half has."""
+        return [getattr(first[0], name) + getattr(numbers, name) for name in ("losses", "norms", "validations")]
+
     # a run of one step ends in its first half
     ended_in_first = not any(numbers.final for numbers in second)
+    joined = [Numbers(*joined_steps(numbers), {}, {}, numbers.final) for numbers in second]
     for numbers in first:
         final = numbers.final if ended_in_first else {}
-        joined.append(Numbers(*steps, numbers.initial, numbers.gradients, final))
+        joined.append(Numbers(*joined_steps(second[-1]), numbers.initial, numbers.gradients, final))
     return joined
 
 

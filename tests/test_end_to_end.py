@@ -192,8 +192,9 @@ def test_checkpoint_records_its_progress_and_data(folder: Path, runs: list[Any])
     }
     order_hash = facts["state"].pop("order_hash")
     assert facts["state"] == counts and facts["weights_only"] is False
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    assert {line["step"]: line["order_hash"] for line in lines}.get(4, f"{order_hash:016x}") == f"{order_hash:016x}"
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    hash_by_step = {record["step"]: record["order_hash"] for record in records}
+    assert hash_by_step[4] == f"{order_hash:016x}"
     assert re.fullmatch(r"[0-9a-f]{64}", facts["data_fingerprint"])
 
 

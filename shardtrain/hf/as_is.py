@@ -213,15 +213,15 @@ def own_sizes(config: Any) -> Any:
     return dataclasses.replace(config, vocab_size=config.own_vocab_size)
 
 
-def check_rows(wanted: int, there: int) -> None:
-    """Raise ConfigError if a vocabulary has fewer rows than the folder of the initial weights."""
-    if wanted < there:
+def check_rows(vocab_size: int, stored_rows: int) -> None:
+    """Raise ConfigError if the vocabulary is smaller than the number of embedding rows in the initial weights."""
+    if vocab_size < stored_rows:
         raise ConfigError(
             Problem(
                 "model.overrides.vocab_size",
-                wanted,
-                rule=f"is below the {there} rows of the folder, and rows cannot be removed",
-                fix=f"use {there} or more",
+                vocab_size,
+                rule=f"is below the {stored_rows} rows of the folder, and rows cannot be removed",
+                fix=f"use {stored_rows} or more",
             )
         )
 

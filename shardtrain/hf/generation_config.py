@@ -35,24 +35,27 @@ def read_settings(source: FolderSource) -> dict[str, Any]:
     Raises:
         CheckpointError: ``generation_config.json`` cannot be read.
     """
-    settings: Any = {}
     # Without the file, transformers takes the settings from config.json. Its top level takes precedence.
     if GENERATION not in source.files:
+        inherited: dict[str, Any] = {}
         for config in (_text_config(source.config), source.config):
             for key, value in config.items():
                 if key in GENERATION_KEYS and value is not None:
-                    settings[key] = value
-        return dict(settings)
+                    inherited[key] = value
+        return inherited
     try:
         settings = checked_json.parse(source.read(GENERATION))
     except (OSError, ValueError, RecursionError) as error:
-        settings = error
+        raise _not_an_object(source, error) from None
     if not isinstance(settings, dict):
-        reason = str(settings)[:100]
-        raise CheckpointError(
-            f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again"
-        )
+        raise _not_an_object(source, settings)
     return dict(settings)
+
+
+def _not_an_object(source: FolderSource, found: Any) -> CheckpointError:
+    """Return the error about a generation_config.json that contains, or fails with, ``found``."""
+    reason = str(found)[:100]
+    return CheckpointError(f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again")
 
 
 def end_ids(settings: Mapping[str, Any]) -> list[int]:

@@ -263,7 +263,7 @@ class Writer:
             end = min(rows.stop, piece_rows.stop)
             if begin >= end:
                 continue
-            # The same rows have other numbers in our tensor.
+            # The same rows have different indices in our tensor.
             row_dim = len(piece.ours) - len(piece.theirs)
             shift = piece.ours[row_dim].start - piece_rows.start
             our_box = list(piece.ours)

@@ -101,7 +101,7 @@ def recognise(folder: Path, name: str = "") -> HubModel:
 
 
 def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
-    """Return the class of ``transformers`` for a folder.
+    """Return a folder's model as one that runs its architecture's own class of ``transformers``.
 
     Raises:
         ConfigError: transformers is not installed or has no such class.

@@ -127,7 +127,7 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
         try:
             ids = Tokenizer.from_file(str(file)).encode(_TEXT).ids[:_TOKENS]
         except Exception:
-            # If the tokenizer is broken, use random tokens. Other commands report the tokenizer.
+            # If the tokenizer is broken, use random tokens. Other commands report the error.
             ids = []
         if len(ids) > 1 and max(ids) < vocab_size:
             return torch.tensor([ids])

@@ -168,7 +168,7 @@ def read_part(
     weights: HubWeights,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return a box of one of our tensors on the CPU."""
+    """Read a box, one slice per dimension, of a tensor of the model. Return it on the CPU."""
     # If one piece covers the box, return the tensor from the file without a copy.
     shape = _shape_of(box)
     overlaps = []

@@ -67,7 +67,7 @@ class BlockFp8Weights(HubWeights):
         super().__init__(folder, prefix)
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
-        # The source trained in the dtype of its matrices that are not quantized.
+        # The model was trained in the dtype of its matrices that are not quantized.
         self._plain = torch.bfloat16
         for name in self.names():
             if name not in self._scaled and len(super().shape(name)) == 2:

@@ -122,7 +122,7 @@ def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
             Problem(
                 OPTION,
                 None,
-                rule="is empty, and the model's layout names no attention with linear modules",
+                rule="is empty, and the model has no attention with linear modules to adapt by default",
                 fix=f"name modules, such as {', '.join(linears[:3])}",
             )
         )

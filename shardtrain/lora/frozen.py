@@ -144,7 +144,7 @@ class FrozenWeights:
             first = self._weights.dtype(next(iter(self._translation.their_shapes())))
             self.dtype = str(first).removeprefix("torch.")
 
-        # Single tensors may be stored with another dtype.
+        # Some tensors may be stored with a different dtype.
         self.dtypes = dict.fromkeys(self.shapes, self.dtype)
         if path is not None:
             if self._weights is None:

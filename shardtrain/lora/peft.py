@@ -75,7 +75,7 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
         linears: Paths of all linear modules in transformers. ``target_modules`` contains a short name only if
             all linear modules with that name are adapted. Otherwise it contains full paths.
     """
-    # Short names adapt every module with that name, so they are only exact if all of them are adapted.
+    # A short name adapts every module with that name. Use short names only if all of these modules are adapted.
     paths = {names.modules[path] for path in spec.modules}
     ends = sorted({path.rpartition(".")[2] for path in paths})
     every = {path for path in linears if path.rpartition(".")[2] in ends}
@@ -244,7 +244,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
 def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str) -> None:
     if parameters and hub is not None and hub.model_type in _EXCHANGED:
         raise ConfigError(
-            f"{parameters[0]}: PEFT exchanges inputs and outputs of the experts of "
+            f"{parameters[0]}: PEFT swaps the inputs and outputs of the experts of "
             f"{hub.architecture}, so their adapters cannot be read or written in PEFT's format; "
             f"{fix}"
         )
@@ -263,7 +263,7 @@ def _saved_names(
     for name, _ in model.named_parameters(remove_duplicate=False):
         if spec is not None and not spec.holds(name):
             continue
-        # A transformers class uses its own names, and PEFT names a new head.
+        # A transformers model already has PEFT's names after its wrapper's prefix. A new head has PEFT's fixed name.
         owner, _, leaf = name.rpartition(".")
         if as_is.is_as_is(module):
             found[name] = name.partition(".")[2]
@@ -436,7 +436,8 @@ class PeftFolder:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's part of the adapters in place. Keys are names in our model.
 
-        Load the frozen weights among ``tensors`` first, because ``check_copies`` compares them.
+        The frozen weights in ``tensors`` must already be loaded, because ``check_copies`` compares them with the
+        adapter's file.
         """
         self.check_copies(tensors)
         for name in self.names.tensors.keys() & tensors.keys():

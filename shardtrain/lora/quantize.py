@@ -116,7 +116,7 @@ def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> in
     blocks = numel // _BLOCK
     # Four bits have 16 values.
     table = 16
-    return numel // 2 + blocks + dtype.itemsize * (blocks // _together(blocks) + 1 + table)
+    return numel // 2 + blocks + dtype.itemsize * (blocks // _scales_per_group(blocks) + 1 + table)
 
 
 def check_installed(kind: str) -> None:
@@ -178,11 +178,13 @@ def _torchao() -> Any:
 
 def _nf4(weight_OI: Tensor) -> Any:
     blocks = weight_OI.numel() // _BLOCK
-    return _to_nf4()(weight_OI.contiguous(), _BLOCK, _together(blocks))
+    return _to_nf4()(weight_OI.contiguous(), _BLOCK, _scales_per_group(blocks))
 
 
-def _together(blocks: int) -> int:
-    """Return the number of scales per block: the largest power of two up to 256 that divides ``blocks``."""
+def _scales_per_group(blocks: int) -> int:
+    """Return how many scales are quantized together: the largest power of two up to 256 that divides the number of
+    blocks, each of which has one scale.
+    """
     return next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
 
 

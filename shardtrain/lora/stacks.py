@@ -68,7 +68,10 @@ def find(model: nn.Module) -> dict[str, Stack]:
 
 
 def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> None:
-    """Add the factors to the owners of the stacks, in place. All other parameters must be frozen already."""
+    """Add the LoRA factors A and B to each module that owns a stack of expert weights, in place.
+
+    All other parameters must already be frozen.
+    """
     for stack in stacks:
         owner = model.get_submodule(stack.owner)
         name = stack.path.rpartition(".")[2]

@@ -67,7 +67,7 @@ have a mark in common, even if steps are short."""
 
 @dataclass(frozen=True)
 class Mark:
-    """Position of this process at the beginning of a step that all ranks begin together."""
+    """Snapshot of this process at the beginning of a step that all ranks begin together."""
 
     begun: int
     """Steps begun by this process. Equal on all ranks, even if their counters differ."""
@@ -84,7 +84,7 @@ class Mark:
 
 @dataclass
 class Moving:
-    """Counts of one process. ``mark_steps`` is 0 if nobody reads marks."""
+    """Progress counters of one process, which the watchdog reads. ``mark_steps`` is 0 if nobody reads marks."""
 
     ticks: int = 0
     """Pieces of work within phases, such as a validation batch or a piece of a file."""
@@ -109,12 +109,12 @@ _now = Moving()
 
 
 def now() -> Moving:
-    """Return the counts of this process."""
+    """Return the progress counters of this process."""
     return _now
 
 
 def restart(mark_steps: int) -> Moving:
-    """Count from zero, because a fork inherits the counts of its parent."""
+    """Reset the counters, because a fork inherits those of its parent."""
     global _now
     _now = Moving(mark_steps=mark_steps)
     return _now

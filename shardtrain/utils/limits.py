@@ -176,7 +176,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
-        # The error is from a non-blocking stream, not from a fork.
+        # An error of a non-blocking stream has ``characters_written``. The error of a failed fork does not.
         return not hasattr(error, "characters_written")
     text = str(error)[:1000].lower()
     return not isinstance(error, ShardtrainError) and any(word in text for word in _WORDS)

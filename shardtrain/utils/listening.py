@@ -1,4 +1,4 @@
-"""Sockets that listen at one address of this machine, where the name of the rendezvous determines one."""
+"""Sockets of the rendezvous. They listen on one address of this machine if its host name resolves to only one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def open_listener(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno not in _NOT_OF_THIS_MACHINE:
                 raise
-    both = socket.has_dualstack_ipv6()  # as PyTorch's store listens
+    # Listen on IPv4 and IPv6, as PyTorch's TCPStore does.
+    both = socket.has_dualstack_ipv6()
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 

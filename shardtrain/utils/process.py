@@ -95,7 +95,7 @@ def keep_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # The system assigns the lowest free number, which is this one.
+            # open() returns the lowest free descriptor, which is the one that is closed here.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)

@@ -28,7 +28,8 @@ def read_stat(pid: int | str = "self") -> ProcessStat | None:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may contain spaces
+    # The process name in parentheses may contain spaces, so split only the text after it.
+    fields = text.rpartition(")")[2].split()
     return ProcessStat(fields[0], int(fields[19])) if len(fields) > 19 else None
 
 

@@ -260,7 +260,7 @@ def three_ranks(rank: int, root: Path) -> dict[str, Any]:
     # one slow rank makes all ranks skip the next save
     with blocked_writers() if rank == 1 else contextlib.nullcontext() as go:
         manager.save(2, tensors_of_rank(2), {}, facts(2), last=False)
-        if rank == 2:  # has nothing to write, so its save ends immediately
+        if rank == 2:  # this rank has nothing to write, so its save ends immediately
             eventually(lambda: manager.saving.writing is not None and manager.saving.writing.ended)
         manager.save(3, tensors_of_rank(3), {}, facts(3), last=False)
         results["skipped"] = manager.skipped

@@ -136,7 +136,7 @@ def start(folder: Path, phase: str, *arguments: str):
 
 
 def send(pid: int, name: str) -> None:
-    """Send the signals of a row of the table."""
+    """Send the signals that ``name`` stands for, such as two SIGINT in succession."""
     if name == TWICE:
         os.kill(pid, signal.SIGINT)
         time.sleep(3 * ONE_REQUEST_SECONDS)

@@ -112,7 +112,7 @@ def test_peft_opens_adapters_of_interleaved_experts_that_were_trained_here(tmp_p
 def test_adapters_of_the_experts_of_llama4_are_refused_with_the_reason(
     names: list[str], tmp_path: Path, capsys
 ) -> None:
-    reason = "PEFT exchanges inputs and outputs of the experts of Llama4ForCausalLM"
+    reason = "PEFT swaps the inputs and outputs of the experts of Llama4ForCausalLM"
     base, adapters, _ = saved("llama4", tmp_path, target_modules=["o_proj"], target_parameters=names)
     with pytest.raises(ConfigError, match=re.escape(reason)):
         open_model(base, tokenizer_path="bytes", adapter=adapters)

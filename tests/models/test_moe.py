@@ -503,20 +503,24 @@ def test_padding_between_the_rows_of_experts_changes_no_number(counts: list[int]
         for parameter in experts.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     rows, gradient = (torch.randn(sum(counts), DIM, generator=generator) for _ in range(2))
-    count_E, results = torch.tensor(counts), []
-    for spread in (False, True):
+    count_E = torch.tensor(counts)
+    groups = Groups(count_E, sum(counts))
+    assert (groups.multiple > 1) == (sum(counts) >= 64)
+    assert bool((groups.count_E % groups.multiple == 0).all())
+
+    def outputs_and_gradients(has_padding: bool) -> list[torch.Tensor | None]:
         leaf = rows.clone().requires_grad_()
-        groups = Groups(count_E, len(leaf))
-        assert (groups.multiple > 1) == (sum(counts) >= 64) and bool((groups.count_E % groups.multiple == 0).all())
-        if spread:
+        if has_padding:
             out = groups.collect(experts._compute(groups.spread(leaf), groups.count_E))
         else:
             out = experts._compute(leaf, count_E)
         experts.zero_grad()
         out.backward(gradient)
-        results.append([out.detach(), leaf.grad, *(parameter.grad for parameter in experts.parameters())])
-    for plain, roomy in zip(*results, strict=True):
-        torch.testing.assert_close(roomy, plain, rtol=1e-5, atol=1e-5)
+        return [out.detach(), leaf.grad, *(parameter.grad for parameter in experts.parameters())]
+
+    pairs = zip(outputs_and_gradients(False), outputs_and_gradients(True), strict=True)
+    for without_padding, with_padding in pairs:
+        torch.testing.assert_close(with_padding, without_padding, rtol=1e-5, atol=1e-5)
 
 
 def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:

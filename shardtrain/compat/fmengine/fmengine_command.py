@@ -30,7 +30,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     parser.add_argument("output", type=output_path, metavar="DIR", help="new checkpoint folder")
     base = "Hugging Face folder of the model (default: config.json and tokenizer next to latest)"
     parser.add_argument("--base-model", type=Path, help=base)
-    parser.add_argument("--step", default="latest", help="global_stepN (default: the step that latest names)")
+    parser.add_argument("--step", default="latest", help="global_stepN (default: the step in the file named latest)")
     adapter = "write only the adapters, as a folder for PEFT and lora.initial_load_path"
     parser.add_argument("--adapter", action="store_true", help=adapter)
     alpha = "with --adapter: lora_alpha of the training JSON, which the weight files do not contain"

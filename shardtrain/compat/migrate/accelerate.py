@@ -226,18 +226,22 @@ def _zero(migration: FileMigration, count: int | None) -> None:
     key = "deepspeed_config\0zero_stage"
     key = key if key in migration.values else "deepspeed_config\0zero_optimization\0stage"
     stage = migration.get(key, int, 2)
-    if stage in (2, 3):
-        migration.set(key, "parallelism.fsdp_reshard_after_forward", "always" if stage == 3 else "never")
-    elif stage in (0, 1) and count and count > 1:
+    has_replicas = count is not None and count > 1
+    if stage == 3:
+        migration.set(key, "parallelism.fsdp_reshard_after_forward", "always")
+    elif stage == 2:
+        migration.set(key, "parallelism.fsdp_reshard_after_forward", "never")
+    elif stage in (0, 1) and has_replicas:
         migration.set(
             key, "parallelism.data_parallel_replicate_degree", count, "each process has a full copy of the model"
         )
         migration.default("parallelism.data_parallel_shard_degree", 1)
         if stage == 1:
             migration.default("parallelism.shard_optimizer_states", True)
-    if stage in (0, 1):
+    elif stage in (0, 1):
         migration.record(key, "honoured", "a single process does not shard")
-    migration.record(key, "unsupported", "it must be 0, 1, 2 or 3")
+    else:
+        migration.record(key, "unsupported", "it must be 0, 1, 2 or 3")
     for name in ("offload_optimizer", "offload_param"):
         for place in (f"deepspeed_config\0{name}_device", f"deepspeed_config\0zero_optimization\0{name}\0device"):
             translate_offload(migration, place)

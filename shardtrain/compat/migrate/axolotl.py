@@ -246,7 +246,7 @@ def finish(migration: FileMigration) -> None:
     """Translate the keys that depend on each other, and set axolotl's defaults."""
     get = migration.get
 
-    # The model.
+    # Translate the options that select the model.
     name = get("base_model", str)
     if name:
         folder, how = model_folder(name)
@@ -282,7 +282,7 @@ def finish(migration: FileMigration) -> None:
     migration.default("optimizer.beta2", 0.999)
     migration.default("optimizer.weight_decay", 0.0)
     if get("bfloat16", bool, False):
-        migration.set("bfloat16", "training.dtype", "bfloat16", "parameters and their updates use it too")
+        migration.set("bfloat16", "training.dtype", "bfloat16", "parameters and their updates also use this dtype")
     precision(migration)
     migration.set("max_grad_norm", "training.max_norm", get("max_grad_norm", float, 1.0))
     on = get("gradient_checkpointing", bool, False)

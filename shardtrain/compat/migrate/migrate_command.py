@@ -136,7 +136,7 @@ def report(migration: Migration, loaded: config.Loaded) -> list[str]:
     order = ("honoured", "renamed", "default", "ignored", "unsupported")
     by_verdict = {verdict: [entry for entry in migration.entries if entry.verdict == verdict] for verdict in order}
     lines += [str(entry) for entries in by_verdict.values() for entry in entries]
-    # The text of an entry repeats the notice about an older name of its key.
+    # If a key has an older name, the text of its entry reports that. Do not print the same notice again.
     reported = {(entry.where, entry.text) for entry in migration.entries}
     notices = (*migration.notices, *loaded.notices, *config.notes(loaded))
     for notice in dict.fromkeys(notices):

@@ -343,7 +343,7 @@ def precision(migration: FileMigration) -> None:
     for name in ("torch_dtype", "dtype"):
         kind = migration.get(name, str)
         if kind in ("bfloat16", "bf16") and migration.system == SYSTEM:
-            migration.set(name, "training.dtype", "bfloat16", "parameters and their updates use it too")
+            migration.set(name, "training.dtype", "bfloat16", "parameters and their updates also use this dtype")
         elif kind in ("float16", "fp16", "half"):
             migration.record(name, "unsupported", "training.dtype must be float32 or bfloat16")
         migration.record(name, "ignored", "parameters are stored in float32")

@@ -316,7 +316,7 @@ def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, An
     }
     if not survey.tally.documents:
         return table
-    # Count good rows also if there are too many bad ones, which the report contains.
+    # Count good rows even if there are too many bad ones. The report has both numbers.
     data = dataclasses.replace(
         config.data,
         bad_rows="skip",

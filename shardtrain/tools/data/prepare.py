@@ -489,7 +489,7 @@ def _locked(folder: Path) -> Iterator[None]:
     The system releases the lock when this process ends in any way.
     """
     with storing(folder):
-        atomic_io.guard(folder)  # refuses links
+        atomic_io.guard(folder)  # raises an error for symbolic links
         file = open(folder / UNFINISHED / _LOCK, "w", opener=atomic_io.open_file)  # noqa: SIM115
     with file:
         try:

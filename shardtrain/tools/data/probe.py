@@ -224,7 +224,7 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
         for other, places in change.leaks.items():
             faults.append(f"LEAK from document {change.document} into document {other}: {_ranges(places)}")
         if change.blind:
-            faults.append("BLIND: its own document did not move, so this model cannot be probed")
+            faults.append("BLIND: the logits of the changed document did not change, so this model cannot be probed")
         num_faults += len(faults)
         if not faults:
             own_places = _ranges(range(change.place, change.stop))

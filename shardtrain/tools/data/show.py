@@ -65,7 +65,7 @@ class DocumentPart:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of this part, without padding."""
         return sum(len(piece.tokens) for piece in self.pieces)
 
 
@@ -137,7 +137,7 @@ def main(words: list[str]) -> int:
 
 
 def _print_sequences(config: Config, first: int, count: int, as_json: bool, color: bool) -> int:
-    """Print sequences and, as text, the share of padding in them. Return the number of sequences."""
+    """Print sequences and, unless ``as_json``, the share of padding in them. Return the number of sequences."""
     loader = open_rows(config)
     num_shown = 0
     num_padding = 0
@@ -279,7 +279,7 @@ def _without_filler(tokens: list[int], targets: list[int], documents: list[int],
     while length and tokens[length - 1] == pad_id and targets[length - 1] == IGNORE:
         length -= 1
     if documents[-1]:
-        # The pad token may also end a document, which is not padding.
+        # The pad token may also be the end token of a document. Such a token is not padding.
         start_of_last = documents.index(documents[-1])
         return start_of_last if length <= start_of_last else len(tokens)
     return length

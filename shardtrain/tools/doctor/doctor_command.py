@@ -195,7 +195,7 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
 
     from shardtrain.launch import environment, local
 
-    # Set by shardtrain's own launcher. This rank ends with its parent process.
+    # shardtrain's own launcher sets this variable. A rank then ends with its parent process.
     parent = os.environ.get("SHARDTRAIN_PARENT")
     if parent:
         local.detach(variables.number(os.environ, "SHARDTRAIN_PARENT", ""))

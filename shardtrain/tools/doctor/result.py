@@ -41,7 +41,7 @@ class Reports:
 
     Attributes:
         facts: Rank -> area -> facts.
-        missing: Rank -> last known position.
+        missing: Rank that did not answer -> the last check that it began.
     """
 
     size: int

@@ -158,7 +158,7 @@ class Answers:
         self._warn_if_long([ids])
         text = self._text(ids)
         printer = Printer(text)
-        # A reader continues from the prompt, and a pipe needs only the new text.
+        # On a terminal, print the prompt before its continuation. A pipe receives only the new text.
         if sys.stdout.isatty() and not self._options.chat:
             self._print(prompt)
 

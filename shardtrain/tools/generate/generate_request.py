@@ -128,7 +128,7 @@ def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
         yield _problem(
             "--output",
             str(o.output),
-            "has no effect with --prompt, which is printed",
+            "has no effect with --prompt, whose continuation is printed",
             "remove it",
         )
     if o.chat and o.add_bos is not None:

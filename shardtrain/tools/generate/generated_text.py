@@ -67,7 +67,7 @@ class Text:
         """
         text = self.of(new).rstrip(_INCOMPLETE)
         for stop in self._stops:
-            # Find the longest beginning of the stop text that ends the text.
+            # Find the longest prefix of the stop text that is a suffix of the text.
             for size in range(len(stop) - 1, 0, -1):
                 if text.endswith(stop[:size]):
                     text = text[:-size]

@@ -151,7 +151,8 @@ def open_model(
                 fix="name a causal language model",
             )
         )
-    # Tests compare the cache of this package's models. The trace needs the meta device.
+    # Trace a model of the user's, while it is on the meta device, for operations that a cache does not support.
+    # The cache of this package's models is compared with a full forward pass by tests.
     mixing = None
     if config.model.name.endswith(".py"):
         mixing = token_mixing.outside_of_cores(model, module.LAYOUT)
@@ -337,7 +338,7 @@ class _StoredWeights:
             else:
                 base_tensors[name] = tensor
 
-        # Weights of adapters come from the PEFT folder, or from the checkpoint next to its frozen weights.
+        # Adapter weights come from the PEFT folder or the checkpoint. Frozen weights come from the base model.
         if self._stored is None:
             importing.fill(_prefixed(base_tensors), self._path, self._module, self._shape)
         elif self._spec is None:

@@ -111,8 +111,8 @@ class Measured:
 
     def line(self, report: str) -> str:
         """Return a sentence about the calibration."""
-        parts = ", ".join(f"{name} {1 / ratio:.0%}" for name, ratio in self.ratios.items())
-        return f"calibrated by {report}: share of the rates of {self.device.name} that these machines reach: {parts}"
+        parts = ", ".join(f"{1 / ratio:.0%} ({name})" for name, ratio in self.ratios.items())
+        return f"calibrated by {report}: these machines reach {parts} of the rates of {self.device.name}"
 
 
 def learn_report(path: Path, device: Device) -> Measured:

@@ -272,15 +272,16 @@ def _expert_mix_bytes(experts: ExpertShape, tokens: int, dim: int, width: int) -
         rows += expert_mix.expected_padding(rows, experts.count)
     input_bytes = rows * dim * width
     hidden_bytes = rows * experts.ffn * width
-    saved = 0
-    # The gate is also part of the combined product of gate and up.
+    # The normalized input in float32, its rows in the order of experts, and gate, up and their products.
+    saved = tokens * dim * 4 + input_bytes + 4 * hidden_bytes
+    # Small experts also save reordered weights, and the gate as part of the combined product of gate and up.
     if width < 4 and numel_per_expert <= expert_mix.SMALL_EXPERT_NUMEL:
         reordered_weights = experts.count * numel_per_expert * width
         saved += reordered_weights + hidden_bytes
-    saved += tokens * dim * 4 + input_bytes + 4 * hidden_bytes
-    # The router's float32 scores per token, and its numbers per row.
-    saved += tokens * experts.count * 4 + rows * 24
-    return _FeedForwardBytes(saved, 2 * hidden_bytes + input_bytes)
+    # The router's float32 scores per token, and three int64 indices per row.
+    saved += tokens * experts.count * 4 + rows * 3 * 8
+    gradients = 2 * hidden_bytes + input_bytes
+    return _FeedForwardBytes(saved, gradients)
 
 
 def _expert_bytes(experts: ExpertShape, tokens: int, dim: int, job: PlannedJob) -> _FeedForwardBytes:

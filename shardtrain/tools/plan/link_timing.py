@@ -12,8 +12,8 @@ SHARED_MEMORY = 2.0
 
 
 def stride(job: PlannedJob, axis: str) -> int:
-    """Return the ranks between two neighbors on a mesh axis (distributed/mesh.py: tp is innermost,
-    pp outermost).
+    """Return the difference between the ranks of two neighbors on a mesh axis (distributed/mesh.py: tp is
+    innermost, pp outermost).
     """
     inner = {"tp": 1, "cp": job.tp, "dp_replicate": job.tp * job.cp * job.dp_shard}
     return inner.get(axis, job.tp * job.cp * job.dp_shard * job.dp_replicate)
@@ -83,11 +83,13 @@ def ring_seconds(device: Device, ranks: int, stride: int) -> float:
     """
     if device.is_cpu:
         return device.link.latency_seconds
+    # A ring passes each node once, so it has one hop per node over the network. The other hops are within a node.
     per_node = min(ranks, max(1, device.linked // stride))
-    between = ranks // per_node if ranks > per_node else 0
-    within = ranks - max(1, between)
-    network_seconds = between * device.network.latency_seconds
-    link_seconds = within * device.link.latency_seconds / 2
+    hops_between_nodes = ranks // per_node if ranks > per_node else 0
+    hops_within_nodes = ranks - max(1, hops_between_nodes)
+    network_seconds = hops_between_nodes * device.network.latency_seconds
+    # ``latency_seconds`` is that of a collective. A single hop over a link takes half of it.
+    link_seconds = hops_within_nodes * device.link.latency_seconds / 2
     return network_seconds + link_seconds
 
 

@@ -235,8 +235,8 @@ def _in_pipeline(
     # The last quarter is sent after the peak.
     sent = num_sent * count * stream * 3 // 4 if len(stages) > 1 else 0
 
-    # Activations in flight: ``held`` at most, and ``later`` at most once backward has begun and
-    # gradients exist.
+    # The most activations in flight: ``held`` in the entire step, and ``later`` after backward has begun,
+    # when gradients exist.
     kept_by_stage = {index: stage.kept for index, stage in bytes_by_stage.items()}
     held_by_stage = {}
     for index, stage in bytes_by_stage.items():

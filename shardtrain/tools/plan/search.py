@@ -236,7 +236,7 @@ def _batches(
             count = rows // size
             if not pp <= count <= max(_MOST_MICROBATCHES, 2 * pp):
                 continue
-            # Schedules with several stages per rank need as many layers.
+            # Schedules with several stages per rank need at least one layer per stage.
             schedules = ["1F1B"]
             if 2 * pp <= layers and count >= 2 * pp:
                 schedules.append("Interleaved1F1B")
@@ -360,7 +360,7 @@ def why(best: Plan, other: Plan) -> str:
     if extra_bytes:
         comparison = "more" if extra_bytes > 0 else "less"
         memory = f"needs {format_bytes(abs(extra_bytes))} {comparison}"
-    return f"the runner-up is as fast to {EQUAL:.1%} and {memory}"
+    return f"the runner-up is equally fast (within {EQUAL:.1%}) and {memory}"
 
 
 def pareto(ranked: list[Ranked]) -> list[Ranked]:

@@ -46,7 +46,7 @@ class StageBytes:
         output: Part of ``extra`` for the logits.
         most: Largest activations of any moment.
         waiting: Activations that wait for the backward pass of weights, in schedules that split backward.
-        moments: Bytes at each moment.
+        moments: Bytes at each possible peak of the forward and backward pass, in their order.
     """
 
     kept: int

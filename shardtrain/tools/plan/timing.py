@@ -90,14 +90,14 @@ def of_step(
     for index in range(len(job.stages)):
         forward[index], backward[index] = _stage(model, job, device, index)
 
-    # Costs of all micro-batches. A pipeline counts those of the busiest rank, and the time that it waits.
+    # Costs of all micro-batches. A pipeline counts those of the busiest rank and its bubble.
     costs: dict[str, float] = {}
     bubble = 0.0
     if job.pp == 1:
         _add(costs, forward[0], job.num_microbatches)
         _add(costs, backward[0], job.num_microbatches)
     elif orders is None:
-        # By a formula: the busiest rank, and a share of its time in which it waits.
+        # Estimate by a formula: the time of the busiest rank, and the share of it that is the pipeline bubble.
         backward_of_rank: dict[int, float] = {}
         for rank in range(job.pp):
             backward_of_rank[rank] = sum(sum(backward[index].values()) for index in job.stages_of_rank(rank))

@@ -59,7 +59,7 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
             x = torch.randn(*shape, 96).to(dtype)
             actual = packed(x)
             assert actual.shape == (*shape, 144) and actual.dtype == dtype
-            # rounding of a sum, or of a 16-bit result, relative to the largest number of about 2
+            # rounding of a sum, or of a 16-bit result; the largest values are about 2, hence the factor
             torch.testing.assert_close(actual.double(), exact(x.double()), rtol=0, atol=2 * tolerance)
 
 

@@ -97,7 +97,7 @@ def test_rates_come_from_the_doctor_s_report(report):
     # Two devices of a host shared its network.
     assert device.network.bytes_per_second * device.network.efficiency == pytest.approx(20e9)
     assert device.memory_bytes_per_second == row.memory_bytes_per_second
-    assert "bfloat16 products 65%" in learned.line("report.json")
+    assert "65% (bfloat16 products)" in learned.line("report.json")
 
 
 def test_a_slower_device_of_the_report_makes_a_slower_plan(report):
