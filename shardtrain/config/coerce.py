@@ -207,3 +207,5 @@ def _unquoted(value: Value, kind: type) -> str | None:
 
 
 _SCALARS = {int: _integer, float: _number, bool: _boolean, str: _text}
+PLAIN_KINDS: dict[str, Any] = {kind.__name__: kind for kind in _SCALARS}
+"""Types of plain values by the name that an annotation in a user's file has."""

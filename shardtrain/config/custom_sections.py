@@ -27,14 +27,13 @@ from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from shardtrain.config.coerce import Unfit, coerce
+from shardtrain.config.coerce import PLAIN_KINDS, Unfit, coerce
 from shardtrain.config.schema import Config
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 OPTION = "job.custom_config_module"
 ROOT = "JobConfig"
-_PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
 _DEFAULT_FACTORIES: dict[str, Any] = {"list": [], "dict": {}}
 _RESERVED = ("job",)
 """Sections that cannot be extended, because ``job`` is read before the file is known."""
@@ -158,8 +157,8 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, ast.expr, ast.expr | None, st
 
 def _kind(node: ast.expr, option: str) -> Any:
     """Return the type of an annotation: bool, int, float, str, list, dict, Literal, or one of them or None."""
-    if isinstance(node, ast.Name) and node.id in _PLAIN:
-        return _PLAIN[node.id]
+    if isinstance(node, ast.Name) and node.id in PLAIN_KINDS:
+        return PLAIN_KINDS[node.id]
     if isinstance(node, ast.BinOp) and ast.unparse(node).endswith(" | None"):
         return _kind(node.left, option) | None
     if isinstance(node, ast.Subscript):

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtrain.config import derived
 from shardtrain.config.aliases import TORCHTITAN_DATASETS
-from shardtrain.config.coerce import Unfit, coerce
+from shardtrain.config.coerce import PLAIN_KINDS, Unfit, coerce
 from shardtrain.config.load import Loaded
 from shardtrain.config.model_file import ModelFacts, read_model_file, shape
 from shardtrain.config.options import nearest
@@ -20,7 +20,6 @@ from shardtrain.utils.errors import ConfigError, Problem
 _PARTS = ("num_layers", "num_experts", "num_shared_experts")
 """Sizes of at most ``MAX_PARTS``, because each layer and expert is built on the meta device."""
 _MAX_SIZE = 2**31 - 1
-_KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 def model_shape(loaded: Loaded) -> dict[str, Any] | None:
@@ -66,7 +65,7 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
             where=where,
         )
         return
-    kind = _KINDS.get(facts.fields[key][0].removesuffix(" | None"))
+    kind = PLAIN_KINDS.get(facts.fields[key][0].removesuffix(" | None"))
     if kind is None:
         return
     try:
