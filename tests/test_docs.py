@@ -39,6 +39,9 @@ SMALLER = {
     f"--checkpoint.initial_load_in_hf {CHATS} --optimizer.lr 5e-4 --job.dump_folder outputs/answers": TRAIN,
     "shardtrain train debug --training.steps 20 --checkpoint.interval 5 --job.dump_folder outputs/crash": TRAIN,
     "shardtrain train debug --training.steps 25 --checkpoint.interval 5 --job.dump_folder outputs/crash": TRAIN,
+    "shardtrain train debug --training.steps 20 --checkpoint.interval 10 --job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train debug --training.steps 30 --checkpoint.interval 10 "
+    "--job.dump_folder outputs/continued --nproc 1": TRAIN,
     "shardtrain train debug --training.dataset tokens --training.dataset_path outputs/tokens "
     "--job.dump_folder outputs/of_tokens": (f"--training.steps 2 {TRAIN}"),
     "shardtrain train outputs/own.toml --job.dump_folder outputs/own": (
