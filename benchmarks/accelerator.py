@@ -146,9 +146,14 @@ SMALL: Options = {
     "optimizer.eps": 1e-3,  # with a smaller value, rounding decides the sign of small updates
     "lr_scheduler.warmup_steps": 1,
 }
-DENSE_FAMILIES = {name: "debugmodel" for name in ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox")}
+DENSE_FAMILIES = {
+    name: "debugmodel" for name in ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox")
+}
 EXPERT_FAMILIES = {
-    **{name: "debugmodel" for name in ("llama4", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")},
+    **{
+        name: "debugmodel"
+        for name in ("llama4", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
+    },
     "qwen3_moe": "debugmodel_moe",
 }
 RECOMPUTE: tuple[Options, ...] = (
@@ -280,7 +285,9 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
                 _write_kernels(run, kernels)
         name = accelerator.name(here.device)
         flops = run.flops_per_token * tokens / seconds / here.size
-        dense = peak_flops(name, "bfloat16" if derived.compute_dtype(config) != "float32" else "float32")
+        dense = peak_flops(
+            name, "bfloat16" if derived.compute_dtype(config) != "float32" else "float32"
+        )
         return {
             "ranks": here.size,
             "seq_len": config.training.seq_len,
@@ -292,7 +299,9 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
             "peak_memory_gib": peak.peak_gib,
             "build_seconds": built - began,
             "warmup_seconds": started - built,
-            "losses": [round(float(one.loss_sum) / max(1, one.local_tokens), 4) for one in outcomes],
+            "losses": [
+                round(float(one.loss_sum) / max(1, one.local_tokens), 4) for one in outcomes
+            ],
         }
 
 
@@ -320,8 +329,11 @@ def capabilities(device: str, tiny: bool) -> Iterator[Row]:
         "pins_memory": accelerator.pins_memory(device),
         "flash_attention": device_kernels.has_flash_attention(there),
         "grouped_matmul_bfloat16": device_kernels.has_grouped_matmul(there, torch.bfloat16),
-        "memory_gib": accelerator.total_memory_bytes(there) / 2**30 if accelerator.is_accelerator(device) else None,
-        "peak_bfloat16_tflops": (peak_flops(accelerator.name(there), "bfloat16") or 0) / 1e12 or None,
+        "memory_gib": accelerator.total_memory_bytes(there) / 2**30
+        if accelerator.is_accelerator(device)
+        else None,
+        "peak_bfloat16_tflops": (peak_flops(accelerator.name(there), "bfloat16") or 0) / 1e12
+        or None,
     }
     if accelerator.is_accelerator(device):
         row["matmul_bfloat16_tflops"] = _matmul_tflops(there)
@@ -402,7 +414,10 @@ _lines: list[str] = []
 def _with_lines(message: Any, *_: Any, **__: Any) -> None:
     """Record the lines of the package that caused a warning."""
     if "called a synchronizing" in str(message):
-        lines = [f"{frame.filename.split('shardtrain/')[-1]}:{frame.lineno}" for frame in traceback.extract_stack()]
+        lines = [
+            f"{frame.filename.split('shardtrain/')[-1]}:{frame.lineno}"
+            for frame in traceback.extract_stack()
+        ]
         _lines.append(" < ".join(reversed(lines[-12:-1])))
 
 
@@ -461,24 +476,36 @@ def losses(device: str, tiny: bool) -> Iterator[Row]:
     def computed(kind: str) -> list[torch.Tensor]:
         exact = kind == "float64"
         place = torch.device("cpu") if exact else there
-        x, w = (one.clone().to(place, torch.float64 if exact else None).requires_grad_() for one in (hidden, head))
+        x, w = (
+            one.clone().to(place, torch.float64 if exact else None).requires_grad_()
+            for one in (hidden, head)
+        )
         factor = torch.tensor(1 / tokens, device=place)
         if exact:
             logits_NV, targets_N = (x @ w.t()).flatten(0, 1), targets.flatten()
             loss = (
-                torch.nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum") * factor
+                torch.nn.functional.cross_entropy(
+                    logits_NV, targets_N, ignore_index=IGNORE, reduction="sum"
+                )
+                * factor
             )
         elif kind == "apart":
             loss = cross_entropy.cross_entropy_sum(x @ w.t(), targets.to(place), factor)
         else:
-            chunk = torch.compile(cross_entropy.chunk_loss_without_scatter) if kind == "compiled" else None
+            chunk = (
+                torch.compile(cross_entropy.chunk_loss_without_scatter)
+                if kind == "compiled"
+                else None
+            )
             loss = linear_cross_entropy_sum(x, w, targets.to(place), factor, chunk)
         loss.backward()
         return [one.detach().cpu().double() for one in (loss, x.grad, w.grad) if one is not None]
 
     expected = computed("float64")
     for kind in ("apart", "together", "compiled"):
-        errors = [float((a - b).norm() / b.norm()) for a, b in zip(computed(kind), expected, strict=True)]
+        errors = [
+            float((a - b).norm() / b.norm()) for a, b in zip(computed(kind), expected, strict=True)
+        ]
         yield {
             "case": kind,
             "loss_error": errors[0],
@@ -492,12 +519,15 @@ def _differences(ours: Loaded, theirs: Loaded) -> Row:
     reference = _three_steps(theirs, weights)
     measured = _three_steps(ours, weights)
     worst = [
-        max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in zip(measured, reference, strict=True)
+        max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True))
+        for pair in zip(measured, reference, strict=True)
     ]
     return {"loss_difference": worst[0], "grad_norm_difference": worst[1]}
 
 
-def _three_steps(loaded: Loaded, weights: dict[str, torch.Tensor]) -> tuple[list[float], list[float]]:
+def _three_steps(
+    loaded: Loaded, weights: dict[str, torch.Tensor]
+) -> tuple[list[float], list[float]]:
     """Return losses and gradient norms of three steps from ``weights``. An empty ``weights`` is filled by the run."""
     config, losses, norms = loaded.config, [], []
     with join(config.comm, config.training.device) as here:
@@ -560,7 +590,8 @@ def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: 
         return {"case": name, **timed(loaded, warmup, steps, file)}
     except Exception as error:  # out of memory, rejected, or not built
         where = [
-            f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]
+            f"{Path(frame.filename).name}:{frame.lineno}"
+            for frame in traceback.extract_tb(error.__traceback__)[-6:]
         ]
         return {
             "case": name,
@@ -579,7 +610,9 @@ def planned(file: Path) -> str:
         if row.get("part") not in TIMED or "tokens_per_second_per_device" not in row or row["tiny"]:
             continue
         kind = "h200" if "H200" in row["device"] else "h100"
-        plan = shardtrain.plan(None, {**COMMON, **TIMED[row["part"]][row["case"]]}, gpus=row["ranks"], device=kind)
+        plan = shardtrain.plan(
+            None, {**COMMON, **TIMED[row["part"]][row["case"]]}, gpus=row["ranks"], device=kind
+        )
         speed = row["tokens_per_second_per_device"]
         lines.append(
             f"| {row['case']} | {speed:,.0f} | {plan.tps:,.0f} ({plan.tps / speed - 1:+.1%}) | {row['mfu']:.1%} "
@@ -616,7 +649,11 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 def chosen(names: Iterable[str], texts: str) -> list[str]:
     """Return names equal to one of the comma-separated texts, or containing one that is not a name. All for ""."""
     names, requested = list(names), texts.split(",")
-    return [name for name in names if not texts or any(w == name or (w not in names and w in name) for w in requested)]
+    return [
+        name
+        for name in names
+        if not texts or any(w == name or (w not in names and w in name) for w in requested)
+    ]
 
 
 def processes(part: str, options: argparse.Namespace) -> list[list[str]]:
@@ -642,17 +679,26 @@ def run_here(arguments: argparse.Namespace, device: str) -> Iterator[Row]:
     if work is None:
         names = [arguments.case] if arguments.case else list(TIMED[arguments.part])
         rows = (
-            case_of(arguments.part, name, device, arguments.tiny, arguments.steps, arguments.kernels) for name in names
+            case_of(
+                arguments.part, name, device, arguments.tiny, arguments.steps, arguments.kernels
+            )
+            for name in names
         )
     else:
-        rows = options(device, arguments.tiny, arguments.cases) if work is options else work(device, arguments.tiny)
+        rows = (
+            options(device, arguments.tiny, arguments.cases)
+            if work is options
+            else work(device, arguments.tiny)
+        )
     for row in rows:
         yield {**common, "time": int(time.time()), **row}
 
 
 def main(arguments: list[str]) -> int:
     """Run the parts. Return 1 if one of them printed no row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto", choices=DEVICE_TYPES)
     parser.add_argument("--tiny", action="store_true", help="models that a CPU trains in seconds")
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
@@ -687,10 +733,14 @@ def main(arguments: list[str]) -> int:
         parser.error(f"--only {','.join(unknown)}: use {', '.join(PARTS)}")
     options.results.mkdir(parents=True, exist_ok=True)
     common = ["--device", device, "--steps", str(options.steps), "--cases", options.cases]
-    common += ["--tiny"] * options.tiny + (["--kernels", str(options.kernels)] if options.kernels else [])
+    common += ["--tiny"] * options.tiny + (
+        ["--kernels", str(options.kernels)] if options.kernels else []
+    )
     failed = False
     with open(options.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:
-        for line in rows_of([[*more, *common] for part in parts for more in processes(part, options)]):
+        for line in rows_of(
+            [[*more, *common] for part in parts for more in processes(part, options)]
+        ):
             print(line, flush=True)
             file.write(line + "\n")
             file.flush()
@@ -724,7 +774,9 @@ def rows_of(commands: list[list[str]]) -> Iterator[str]:
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, __file__, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [sys.executable, __file__, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 if __name__ == "__main__":

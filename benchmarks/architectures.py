@@ -109,7 +109,9 @@ def config_of(path: Path, output: Path, mesh: str, loss_parallel: bool) -> Confi
     parallelism = {**MESHES[mesh], "disable_loss_parallel": not loss_parallel}
     rows = ROWS // parallelism.get("data_parallel_shard_degree", 1)
     training = {"local_batch_size": rows, "global_batch_size": ROWS}
-    return hf_tiny(path, output / mesh.replace(" ", "_"), parallelism=parallelism, training=training)
+    return hf_tiny(
+        path, output / mesh.replace(" ", "_"), parallelism=parallelism, training=training
+    )
 
 
 def first_steps(rank: int, configs: Sequence[Config]) -> list[FirstStep]:
@@ -117,7 +119,9 @@ def first_steps(rank: int, configs: Sequence[Config]) -> list[FirstStep]:
     return [first_step(rank, config) for config in configs]
 
 
-def measure(name: str, meshes: Sequence[str], path: Path, output: Path, expected: FirstStep) -> Iterator[Cell]:
+def measure(
+    name: str, meshes: Sequence[str], path: Path, output: Path, expected: FirstStep
+) -> Iterator[Cell]:
     """Compare the first step on some meshes with the one of one process."""
     accepted: dict[str, Config] = {}
     for mesh in meshes:
@@ -133,7 +137,9 @@ def measure(name: str, meshes: Sequence[str], path: Path, output: Path, expected
         else:
             accepted[mesh] = config
     for ranks in sorted({num_ranks(mesh) for mesh in accepted}):
-        for cell in _compared(name, {mesh: accepted[mesh] for mesh in accepted if num_ranks(mesh) == ranks}, expected):
+        for cell in _compared(
+            name, {mesh: accepted[mesh] for mesh in accepted if num_ranks(mesh) == ranks}, expected
+        ):
             yield cell
             if cell.mesh == "tp":
                 yield _with_split_sequences(cell, accepted["tp"])
@@ -145,7 +151,9 @@ def _with_split_sequences(cell: Cell, config: Config) -> Cell:
     resolved = hf_plan.resolve(models.build(module, shape), config)
     if resolved.sequences is None:
         option = "parallelism.tensor_parallel_degree"
-        return Cell(cell.architecture, SEQUENCES, "refused", option=option, text=resolved.unsplit_sequences)
+        return Cell(
+            cell.architecture, SEQUENCES, "refused", option=option, text=resolved.unsplit_sequences
+        )
     return dataclasses.replace(cell, mesh=SEQUENCES)
 
 
@@ -167,7 +175,9 @@ def _compared(name: str, configs: dict[str, Config], expected: FirstStep) -> Ite
         try:
             distance = difference([steps[index] for steps in by_rank], expected)
         except AssertionError as error:
-            yield Cell(name, mesh, "differs", text=str(error).splitlines()[0], loss_parallel=loss_parallel)
+            yield Cell(
+                name, mesh, "differs", text=str(error).splitlines()[0], loss_parallel=loss_parallel
+            )
             continue
         verdict = "same" if distance <= TOLERANCE else "differs"
         yield Cell(name, mesh, verdict, distance, loss_parallel=loss_parallel)
@@ -201,9 +211,13 @@ def transformers_step(rank: int, config: Config, class_name: str) -> FirstStep:
     weights = {path.removeprefix("hf."): weight for path, weight in whole(run).items()}
     network.load_state_dict(weights, strict=False)
     logits = network(input_ids=batch.tokens_BT).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=-100)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=-100
+    )
     loss.backward()
-    gradients = {f"hf.{path}": p.grad for path, p in network.named_parameters() if p.grad is not None}
+    gradients = {
+        f"hf.{path}": p.grad for path, p in network.named_parameters() if p.grad is not None
+    }
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     return FirstStep(initial, float(loss.detach()), norm, gradients)
 
@@ -221,7 +235,9 @@ def rows_of(name: str, meshes: Sequence[str], output: Path) -> list[Cell]:
 
 def _cells(name: str, meshes: Sequence[str], output: Path) -> Iterator[Cell]:
     path = deep_folder(name)
-    config = hf_tiny(path, output / name / "one", training={"local_batch_size": ROWS, "global_batch_size": ROWS})
+    config = hf_tiny(
+        path, output / name / "one", training={"local_batch_size": ROWS, "global_batch_size": ROWS}
+    )
     ours, theirs = run_ranks(1, both_steps, config, ARCHITECTURES[name][0])[0]
     distance = difference([ours], theirs)
     yield Cell(name, "one process", "same" if distance <= TOLERANCE else "differs", distance)
@@ -260,7 +276,9 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(installed()), help="architectures")
     parser.add_argument("--meshes", default=",".join(MESHES))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/architectures_cpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results/architectures_cpu.json"
+    )
     options = parser.parse_args()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

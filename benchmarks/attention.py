@@ -40,7 +40,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Callab
     out, lse = flash_attention.attend(q, k, v, causal=True)
     return {
         "forward": lambda: flash_attention.attend(q, k, v, causal=True),
-        "backward": lambda: flash_attention.attend_backward(gradient, q, k, v, out, lse, causal=True),
+        "backward": lambda: flash_attention.attend_backward(
+            gradient, q, k, v, out, lse, causal=True
+        ),
     }
 
 
@@ -72,21 +74,31 @@ def main() -> None:
             for size in SIZES:
                 B, T, N, K, H = size
                 generator = torch.Generator().manual_seed(0)
-                inputs = [torch.randn(B, T, heads, H, generator=generator).to(dtype) for heads in (N, K, K, N)]
+                inputs = [
+                    torch.randn(B, T, heads, H, generator=generator).to(dtype)
+                    for heads in (N, K, K, N)
+                ]
                 kernels = {"flash": flash(*inputs), "blocks": blocks(*inputs)}
                 best: dict[str, float] = {}
-                for _ in range(options.rounds + 1):  # the first is a warm-up, and is never the fastest
+                for _ in range(
+                    options.rounds + 1
+                ):  # the first is a warm-up, and is never the fastest
                     for kernel, directions in kernels.items():
                         for direction, function in directions.items():
                             name = f"{kernel} {direction}"
                             best[name] = min(best.get(name, float("inf")), cpu_ms(function))
                 gigaflop = 2 * B * N * T * T / 2 * H * 7 / 1e9
-                seconds = {kernel: (best[f"{kernel} forward"] + best[f"{kernel} backward"]) / 1e3 for kernel in kernels}
+                seconds = {
+                    kernel: (best[f"{kernel} forward"] + best[f"{kernel} backward"]) / 1e3
+                    for kernel in kernels
+                }
                 row = {
                     "dtype": str(dtype).removeprefix("torch."),
                     "size": size,
                     "cpu_ms": {name: round(value, 1) for name, value in best.items()},
-                    "gigaflops": {kernel: round(gigaflop / value) for kernel, value in seconds.items()},
+                    "gigaflops": {
+                        kernel: round(gigaflop / value) for kernel, value in seconds.items()
+                    },
                     "times_as_fast": round(seconds["flash"] / seconds["blocks"], 2),
                     "processor": platform.processor() or platform.machine(),
                     "torch": torch.__version__,

@@ -61,7 +61,9 @@ class Ours:
 
     def load(self, step: int, into: State) -> None:
         options = Checkpoint(enable=True, load_only=True)
-        Checkpoints(Config(job=Job(dump_folder=str(self.root)), checkpoint=options)).load(self.folder(step), into, {})
+        Checkpoints(Config(job=Job(dump_folder=str(self.root)), checkpoint=options)).load(
+            self.folder(step), into, {}
+        )
 
 
 class PlainDcp:
@@ -79,7 +81,9 @@ class PlainDcp:
         dcp.save(dict(tensors), storage_writer=writer)
 
     def newest(self) -> int:
-        return max((int(path.parent.name[5:]) for path in self.root.glob("step-*/.metadata")), default=0)
+        return max(
+            (int(path.parent.name[5:]) for path in self.root.glob("step-*/.metadata")), default=0
+        )
 
     def load(self, step: int, into: State) -> None:
         dcp.load(into, checkpoint_id=str(self.folder(step)))
@@ -254,7 +258,9 @@ def quiet() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--flips", type=int, default=400)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--megabytes", type=int, default=64)
@@ -272,7 +278,9 @@ def main() -> None:
                 "flipped bits": flips(kind, root / "flips", options.flips),
                 "kill -9": kills(kind, root / "kills", options.kills),
                 "write error": write_errors(kind, root / "error"),
-                f"seconds, {options.megabytes} MiB": seconds(kind, root / "seconds", options.megabytes),
+                f"seconds, {options.megabytes} MiB": seconds(
+                    kind, root / "seconds", options.megabytes
+                ),
             }
         results[kind.name] = outcomes
         print(kind.name)
@@ -282,7 +290,9 @@ def main() -> None:
                 flush=True,
             )
     if options.output:
-        options.output.write_text(json.dumps({"torch": torch.__version__, **results}, indent=1) + "\n")
+        options.output.write_text(
+            json.dumps({"torch": torch.__version__, **results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,9 @@ def once(way: Any, step: int, tensors: State, a: torch.Tensor) -> dict[str, floa
 def measure(megabytes: int, rounds: int, root: Path) -> dict[str, dict[str, float]]:
     tensors = {f"model.{i}": torch.randn(megabytes * 2**20 // 4 // 16) for i in range(16)}
     a = torch.randn(700, 700)
-    ways = {name: make(root / f"{name.replace(' ', '-')}-{megabytes}") for name, make in WAYS.items()}
+    ways = {
+        name: make(root / f"{name.replace(' ', '-')}-{megabytes}") for name, make in WAYS.items()
+    }
     times: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
@@ -116,13 +118,18 @@ def measure(megabytes: int, rounds: int, root: Path) -> dict[str, dict[str, floa
             if number:  # the first save allocates memory that later ones reuse
                 times[name].append(result)
     return {
-        name: {key: round(statistics.median(result[key] for result in results), 5) for key in results[0]}
+        name: {
+            key: round(statistics.median(result[key] for result in results), 5)
+            for key in results[0]
+        }
         for name, results in times.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
@@ -155,7 +162,9 @@ def main() -> None:
                     f"{megabytes:5} MiB  {name:17}",
                     "  ".join(f"{key} {value:.4f}" for key, value in numbers.items()),
                 )
-            print(f"{megabytes:5} MiB  the background keeps training waiting for {100 * ratio:.1f} % of a save at once")
+            print(
+                f"{megabytes:5} MiB  the background keeps training waiting for {100 * ratio:.1f} % of a save at once"
+            )
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -59,7 +59,10 @@ def main() -> None:
     options = parser.parse_args()
     for dtype in ("float32", "bfloat16"):
         rows = [
-            {kernels: run(dtype, kernels, options.compile, options.steps) for kernels in ("pytorch", "auto")}
+            {
+                kernels: run(dtype, kernels, options.compile, options.steps)
+                for kernels in ("pytorch", "auto")
+            }
             for _ in range(options.rounds)
         ]
         for row in rows:

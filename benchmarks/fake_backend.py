@@ -63,14 +63,18 @@ def main() -> None:
         ]
         environment = {**os.environ, "RANK": str(rank), "NGPU": str(size), "OMP_NUM_THREADS": "1"}
         started = time.perf_counter()
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
         assert process.stdout is not None
         text = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - started
         if status:
             sys.exit(f"{name} on {size} ranks failed")
-        mesh = next(line.partition(" on ")[2] for line in text.splitlines() if line.startswith("model "))
+        mesh = next(
+            line.partition(" on ")[2] for line in text.splitlines() if line.startswith("model ")
+        )
         print(
             f"{name:<13}{size:>6}{rank:>6}{seconds:>9.1f}{usage.ru_maxrss / 1024:>10.0f}  {mesh}",
             flush=True,

@@ -32,7 +32,9 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, object] = {"processor": processor(), "rounds": options.rounds}
     for verb in ("", *(verb for verb in VERBS if not verb.startswith("-") and verb != "help")):
-        results[f"{verb} --help".strip()] = measured([*([verb] if verb else []), "--help"], options.rounds)
+        results[f"{verb} --help".strip()] = measured(
+            [*([verb] if verb else []), "--help"], options.rounds
+        )
     results["config check llama3_8b --for-machine none"] = measured(
         ["config", "check", "llama3_8b", "--for-machine", "none"], options.rounds
     )
@@ -103,7 +105,10 @@ def lengthen(run: Path, steps: int) -> None:
     with metrics.open("w") as file:
         for step in range(1, steps + 1):
             loss = 8.0 / step**0.1 + 0.05 * ((step * 7919) % 101 / 101 - 0.5)
-            file.write(json.dumps({**record, "step": step, "loss": loss, "tokens_seen": 1024 * step}) + "\n")
+            file.write(
+                json.dumps({**record, "step": step, "loss": loss, "tokens_seen": 1024 * step})
+                + "\n"
+            )
 
 
 def watched(run: Path) -> float:

@@ -158,7 +158,9 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
         turns = [("transformers", hugging_face), ("shardtrain", shardtrain)]
         for name, run in turns if number % 2 else reversed(turns):
             seconds[name].append(cpu_seconds(run))
-    speeds = {name: round(rows * NEW / statistics.median(found), 1) for name, found in seconds.items()}
+    speeds = {
+        name: round(rows * NEW / statistics.median(found), 1) for name, found in seconds.items()
+    }
     ratios = [a / b for a, b in zip(seconds["transformers"], seconds["shardtrain"], strict=True)]
     return {
         "family": family,
@@ -210,9 +212,13 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     )
     config.eos_token_id = None
     torch.manual_seed(0)
-    reference = transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
+    reference = (
+        transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
+    )
     reference.generation_config.eos_token_id = None
-    for parameter in reference.parameters():  # distinct logits, so float32 rounding decides no token
+    for (
+        parameter
+    ) in reference.parameters():  # distinct logits, so float32 rounding decides no token
         if parameter.ndim > 1:
             parameter.mul_(3)
     models = []
@@ -220,7 +226,9 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         with torch.device("meta"):
             model = module.Model(ours)
         source = reference.state_dict()
-        model.load_state_dict({name: _find(name, source) for name in model.state_dict()}, assign=True)
+        model.load_state_dict(
+            {name: _find(name, source) for name in model.state_dict()}, assign=True
+        )
         if ours.tied_embeddings:
             model.head.weight = model.embed.weight
         models.append(model.eval().requires_grad_(False))
@@ -240,7 +248,9 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
     for rows in sorted(options.rows):
         is_packed = is_packed or packed_linear.use_where_it_pays(chosen, 128, rows)
         for tokens in options.prompts:
-            prompts_BT = torch.randint(1, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(1))
+            prompts_BT = torch.randint(
+                1, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(1)
+            )
             prompts = prompts_BT.tolist()
 
             def hugging_face(prompts_BT: torch.Tensor = prompts_BT) -> tuple[Any, list[float]]:
@@ -267,7 +277,9 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
                 "PyTorch's kernels": lambda: ours(plain, chosen_kernels.PYTORCH),
                 "chosen kernels": lambda: ours(chosen, kernels),
             }
-            found: dict[str, dict[str, list[float]]] = {name: {"first": [], "next": []} for name in turns}
+            found: dict[str, dict[str, list[float]]] = {
+                name: {"first": [], "next": []} for name in turns
+            }
             texts = {}
             for number in range(options.rounds):
                 for name in list(turns)[:: 1 if number % 2 else -1]:
@@ -292,7 +304,9 @@ def print_result(result: dict[str, Any]) -> None:
     for name, found in result["cpu_seconds"].items():
         first = statistics.median(found["first"])
         step = statistics.median(found["next"])
-        work = f"{result['size']:10s} {result['dtype']:8s} {rows} x {result['prompt']:4d}  {name:17s}"
+        work = (
+            f"{result['size']:10s} {result['dtype']:8s} {rows} x {result['prompt']:4d}  {name:17s}"
+        )
         prompt = f"prompt {first:8.3f} s {rows * result['prompt'] / first:8.1f} tokens/s"
         steps = f"step {1000 * step:7.1f} ms {rows / step:7.2f} tokens/s"
         weights = f"{result['weight_bytes'] / step / 1e9:5.1f} GB/s of weights"
@@ -322,7 +336,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=[], choices=list(find("llama3").FLAVORS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 1024])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"]
+    )
     parser.add_argument(
         "--new",
         type=int,
@@ -336,7 +352,10 @@ def main() -> None:
         keep_freed_memory()  # like the command; here it also applies to the others
         print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
         results = [
-            row for size in options.sizes for dtype in options.dtypes for row in measure_size(size, dtype, options)
+            row
+            for size in options.sizes
+            for dtype in options.dtypes
+            for row in measure_size(size, dtype, options)
         ]
         if options.out:
             facts = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -358,14 +377,18 @@ def main() -> None:
 def store_result(path: Path, result: dict[str, Any]) -> None:
     """Replace an older result with the same family and number of rows."""
     old = json.loads(path.read_text())["results"] if path.exists() else []
-    other_results = [one for one in old if (one["family"], one["rows"]) != (result["family"], result["rows"])]
+    other_results = [
+        one for one in old if (one["family"], one["rows"]) != (result["family"], result["rows"])
+    ]
     facts = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "model": {**THEIRS, "prompt_tokens": PROMPT, "new_tokens": NEW},
     }
-    results = sorted([*other_results, result], key=lambda one: (list(FAMILIES).index(one["family"]), one["rows"]))
+    results = sorted(
+        [*other_results, result], key=lambda one: (list(FAMILIES).index(one["family"]), one["rows"])
+    )
     path.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
 
 

@@ -36,7 +36,9 @@ def rank_main(rank: int, size: int, port: int, lazy: bool, sender: Any, release:
     os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=300))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
+    )
     init_device_mesh("cpu", (size // 8, 8), mesh_dim_names=("fsdp", "tp"))
     number = torch.tensor([rank])
     dist.all_reduce(number)
@@ -64,7 +66,9 @@ def measure(size: int, lazy: bool) -> str:
     pipes = []
     for rank in range(size):
         receiver, sender = context.Pipe(False)
-        context.Process(target=rank_main, args=(rank, size, port, lazy, sender, release), daemon=True).start()
+        context.Process(
+            target=rank_main, args=(rank, size, port, lazy, sender, release), daemon=True
+        ).start()
         pipes.append(receiver)
     ends, counts = zip(*(pipe.recv() for pipe in pipes), strict=True)
     release.set()

@@ -59,7 +59,9 @@ class Counted:
 
 def measure(ranks: int, per_node: int, beats: int) -> str:
     parent_end, child_end = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=serve, args=(child_end,), daemon=True)
+    server = multiprocessing.get_context("fork").Process(
+        target=serve, args=(child_end,), daemon=True
+    )
     server.start()
     port = parent_end.recv()
     stores = [
@@ -67,7 +69,10 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
         for _ in range(CONNECTIONS)
     ]
     nodes, assumed = math.ceil(ranks / per_node), beat_seconds(30, math.ceil(ranks / per_node))
-    speakers = [HeartbeatExchange(stores[node % CONNECTIONS], node * per_node, ranks, assumed) for node in range(nodes)]
+    speakers = [
+        HeartbeatExchange(stores[node % CONNECTIONS], node * per_node, ranks, assumed)
+        for node in range(nodes)
+    ]
     judging, judge = (
         HeartbeatExchange(stores[0], 0, ranks, assumed),
         HangDetector(ranks, assumed, 300, 100),
@@ -75,7 +80,10 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
     facts = "step 1234, 5046272 samples, order 9f8e7d6c5b4a3928"
 
     def sign(rank: int, beat: int) -> str:
-        marks = {grain: Mark(100 * beat, facts, 1.5 * beat, 7, 4000 * beat + rank, 5000 * beat) for grain in (100, 1)}
+        marks = {
+            grain: Mark(100 * beat, facts, 1.5 * beat, 7, 4000 * beat + rank, 5000 * beat)
+            for grain in (100, 1)
+        }
         return rank_heartbeat.write(
             Heartbeat(beat, f"node{rank // per_node:04d}.cluster", 1234, "step", 40, 7, "all_reduce",
                       "train/trainer.py:123 in step", 30.0, marks=marks)
@@ -86,7 +94,10 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
     for beat in range(beats + 1):  # the first beat, in which all ranks appear, is not counted
         texts = [
             "{"
-            + ",".join(f'"{rank}":{sign(rank, beat)}' for rank in range(node * per_node, (node + 1) * per_node))
+            + ",".join(
+                f'"{rank}":{sign(rank, beat)}'
+                for rank in range(node * per_node, (node + 1) * per_node)
+            )
             + "}"
             for node in range(nodes)
         ]

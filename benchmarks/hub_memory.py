@@ -49,11 +49,15 @@ def write_model(folder: Path) -> tuple[int, int, int]:
             sizes.append(0)
         files[-1][name] = tensor
         sizes[-1] += tensor.nbytes
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    names = [
+        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+    ]
     for name, tensors in zip(names, files, strict=True):
         save_file(tensors, folder / name, metadata={"format": "pt"})
     index = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": DIM,
         "num_hidden_layers": LAYERS, "num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": FFN,
@@ -73,7 +77,9 @@ def measure(arguments: list[str]) -> dict[str, Any]:
         except OSError:
             break
         for key in peaks:
-            values = [int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")]
+            values = [
+                int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{key}:")
+            ]
             peaks[key] = max([peaks[key], *values])
         time.sleep(0.02)
     if process.wait(timeout=60):
@@ -93,13 +99,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         total, largest_file, largest_tensor = write_model(root / "hf")
-        empty = measure(["-c", "import torch, safetensors, shardtrain.hf.importing, time; time.sleep(0.3)"])
+        empty = measure(
+            ["-c", "import torch, safetensors, shardtrain.hf.importing, time; time.sleep(0.3)"]
+        )
         cli, bound = (
             ["-m", "shardtrain"],
             ["--shard_gigabytes", str(SHARD_GIGABYTES), "--check", "weights"],
         )
         taken = measure([*cli, "import", str(root / "hf"), "--to", str(root / "checkpoint")])
-        given = measure([*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound])
+        given = measure(
+            [*cli, "export", str(root / "checkpoint"), "--to", str(root / "back"), *bound]
+        )
     mib = {"model": total, "largest_file": largest_file, "largest_tensor": largest_tensor}
     result = {
         "torch": torch.__version__,

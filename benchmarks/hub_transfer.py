@@ -67,10 +67,15 @@ def write_model(folder: Path) -> tuple[int, int]:
     generator, index = torch.Generator().manual_seed(0), {}
     for number, share in enumerate(shares, 1):
         file = f"model-{number:05d}-of-{len(shares):05d}.safetensors"
-        tensors = {name: torch.randn(shapes[name], generator=generator).mul_(0.02).bfloat16() for name in share}
+        tensors = {
+            name: torch.randn(shapes[name], generator=generator).mul_(0.02).bfloat16()
+            for name in share
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(share, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": DIM,
         "num_hidden_layers": LAYERS, "num_attention_heads": 32, "num_key_value_heads": KEYS // 64,
@@ -84,7 +89,9 @@ def measure(arguments: list[str]) -> tuple[float, int]:
     """Run a command. Return its seconds and its peak RssAnon in MiB."""
     started, peak = time.monotonic(), 0
     with open(os.devnull, "w") as nothing:
-        process = subprocess.Popen([sys.executable, *arguments], stdout=nothing, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=nothing, stderr=subprocess.PIPE
+        )
     while process.poll() is None:
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
@@ -93,7 +100,11 @@ def measure(arguments: list[str]) -> tuple[float, int]:
         peak = max(
             [
                 peak,
-                *(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")),
+                *(
+                    int(line.split()[1])
+                    for line in status.splitlines()
+                    if line.startswith("RssAnon:")
+                ),
             ]
         )
         time.sleep(0.02)
@@ -105,8 +116,16 @@ def measure(arguments: list[str]) -> tuple[float, int]:
 
 def processor() -> str:
     """Return the name of the processor."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} threads" if names else platform.processor()
+    names = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return (
+        f"{names[0].partition(':')[2].strip()}, {os.cpu_count()} threads"
+        if names
+        else platform.processor()
+    )
 
 
 def main() -> None:
@@ -160,7 +179,10 @@ def main() -> None:
         "load_averages": loads,
         "model_mib": round(total / 2**20),
         "largest_file_mib": round(largest / 2**20),
-        **{word: {**kept, "median_seconds": statistics.median(kept["seconds"])} for word, kept in results.items()},
+        **{
+            word: {**kept, "median_seconds": statistics.median(kept["seconds"])}
+            for word, kept in results.items()
+        },
     }
     text = json.dumps(result, indent=2)
     print(text)

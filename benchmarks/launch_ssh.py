@@ -86,13 +86,19 @@ def seconds_to_first_step(way: str, config: Path) -> float:
         with (Path(name) / "log").open("w+") as log:
             began = time.monotonic()
             processes = [
-                subprocess.Popen(words, env={**os.environ, **names}, cwd=ROOT, stdout=log, stderr=log)
+                subprocess.Popen(
+                    words, env={**os.environ, **names}, cwd=ROOT, stdout=log, stderr=log
+                )
                 for words in WAYS[way](config, folder)
             ]
             try:
                 while not _has_step(folder / "metrics.jsonl"):
-                    if time.monotonic() > began + TIMEOUT_SECONDS or all(one.poll() is not None for one in processes):
-                        raise SystemExit(f"{way} made no step:\n{(Path(name) / 'log').read_text()[-2000:]}")
+                    if time.monotonic() > began + TIMEOUT_SECONDS or all(
+                        one.poll() is not None for one in processes
+                    ):
+                        raise SystemExit(
+                            f"{way} made no step:\n{(Path(name) / 'log').read_text()[-2000:]}"
+                        )
                     time.sleep(0.01)
                 seconds = time.monotonic() - began
                 for one in processes:
@@ -107,7 +113,11 @@ def seconds_to_first_step(way: str, config: Path) -> float:
 
 def _has_step(path: Path) -> bool:
     try:
-        return any("loss" in json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+        return any(
+            "loss" in json.loads(line)
+            for line in path.read_text().splitlines()
+            if line.endswith("}")
+        )
     except OSError:
         return False
 
@@ -150,7 +160,9 @@ def summary(found: dict[str, list[float]], loads: list[float]) -> dict[str, obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

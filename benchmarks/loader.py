@@ -61,7 +61,9 @@ def open_at(folder: Path, data: Data) -> DataLoader:
         seq_len=SEQ_LEN,
         local_batch_size=ROWS,
     )
-    config = dataclasses.replace(config, model=model, training=dataclasses.replace(training, on_data_end="repeat"))
+    config = dataclasses.replace(
+        config, model=model, training=dataclasses.replace(training, on_data_end="repeat")
+    )
     return open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
 
 
@@ -135,17 +137,25 @@ def resident_mib() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=lambda text: int(text.replace("_", "")), default=1_000_000_000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=lambda text: int(text.replace("_", "")), default=1_000_000_000
+    )
     parser.add_argument("--text-mb", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), arguments.tokens)
-        results = {name: measure(Path(folder), data, arguments.seconds) for name, data in PACKINGS.items()}
+        results = {
+            name: measure(Path(folder), data, arguments.seconds) for name, data in PACKINGS.items()
+        }
     with tempfile.TemporaryDirectory() as folder:
-        results["jsonl as a stream"] = measure_text(Path(folder), arguments.text_mb, arguments.seconds)
+        results["jsonl as a stream"] = measure_text(
+            Path(folder), arguments.text_mb, arguments.seconds
+        )
     for name, values in results.items():
         print(f"{name:26}", "  ".join(f"{key} {value:,.3f}" for key, value in values.items()))
     if arguments.out:

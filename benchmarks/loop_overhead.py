@@ -73,8 +73,12 @@ def bare_step(config: Config) -> Callable[[], None]:
     module = models.find("llama3")
     model = module.Model(models.shape_of(module, "debugmodel", SHAPE, "rmsnorm"))
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(
+            parameter
+        )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=8e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     stream = data.open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
     low = config.training.mixed_precision_param == "bfloat16"
 
@@ -93,7 +97,9 @@ def bare_step(config: Config) -> Callable[[], None]:
 def trainer_step(config: Config, here: process_group.World) -> Callable[[], None]:
     """Return a step of the trainer, with its metrics."""
     run = trainer.build(config, here)
-    metrics = Metrics(config, Path(config.job.dump_folder), run_facts(run, here), ReduceOverMesh(run.mesh))
+    metrics = Metrics(
+        config, Path(config.job.dump_folder), run_facts(run, here), ReduceOverMesh(run.mesh)
+    )
 
     def step() -> None:
         outcome = trainer.step(run)

@@ -30,7 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    spec = importlib.util.spec_from_file_location("measured", ROOT / "tests/tools/plan/test_measured_memory.py")
+    spec = importlib.util.spec_from_file_location(
+        "measured", ROOT / "tests/tools/plan/test_measured_memory.py"
+    )
     assert spec is not None and spec.loader is not None
     law = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(law)
@@ -54,7 +56,9 @@ def main() -> None:
         apart *= degrees.get("pipeline_parallel_degree", 1)
         training = {"seq_len": 512, "mixed_precision_param": "bfloat16", "global_batch_size": -1}
         training |= {"local_batch_size": 8 * apart // size} | sections.get("training", {})
-        config = dataclasses.replace(tiny_config(**{**sections, "training": training}), model=Model(**law.LLAMA))
+        config = dataclasses.replace(
+            tiny_config(**{**sections, "training": training}), model=Model(**law.LLAMA)
+        )
         measured, planned = (
             run_ranks(size, law.measured_bytes, config),
             law.planned_bytes(config, size),

@@ -77,7 +77,9 @@ def make_config(model: str, dtype: str, folder: str, micro_batches: int) -> Conf
             mixed_precision_param=dtype,
             device="cpu",
         ),
-        compile=dataclasses.replace(config.compile, enable=False),  # by default, only dense models would be compiled
+        compile=dataclasses.replace(
+            config.compile, enable=False
+        ),  # by default, only dense models would be compiled
         activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
     )
 
@@ -92,8 +94,13 @@ def measure(dtype: str, rounds: int, kernels: str, micro_batches: int) -> dict[s
     """Return median CPU seconds per step of all models, measured alternately."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         if kernels == "fastest":
-            use_fastest_kernels(make_config("dense", dtype, folder, micro_batches), torch.device("cpu"))
-        steps = {name: trainer_step(make_config(name, dtype, folder, micro_batches), here) for name in MODELS}
+            use_fastest_kernels(
+                make_config("dense", dtype, folder, micro_batches), torch.device("cpu")
+            )
+        steps = {
+            name: trainer_step(make_config(name, dtype, folder, micro_batches), here)
+            for name in MODELS
+        }
         for step in steps.values():  # the first step allocates memory
             step()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -102,7 +109,9 @@ def measure(dtype: str, rounds: int, kernels: str, micro_batches: int) -> dict[s
                 start = time.process_time()
                 step()
                 seconds[name].append(time.process_time() - start)
-    speed = {name: TOKENS * micro_batches / statistics.median(values) for name, values in seconds.items()}
+    speed = {
+        name: TOKENS * micro_batches / statistics.median(values) for name, values in seconds.items()
+    }
     ratios = {name: speed[name] / speed[base] for name, base in BASE.items()}
     return {
         "dtype": dtype,
@@ -121,7 +130,10 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(dtype, options.rounds, options.kernels, options.micro_batches) for dtype in ("float32", "bfloat16")]
+    rows = [
+        measure(dtype, options.rounds, options.kernels, options.micro_batches)
+        for dtype in ("float32", "bfloat16")
+    ]
     for row in rows:
         for name, base in BASE.items():
             speed = row["tokens_per_cpu_second"]

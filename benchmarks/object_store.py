@@ -48,7 +48,9 @@ class Counted:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Any:
         method = environ["REQUEST_METHOD"]
-        self.requests["LIST" if method == "GET" and "list-type" in environ["QUERY_STRING"] else method] += 1
+        self.requests[
+            "LIST" if method == "GET" and "list-type" in environ["QUERY_STRING"] else method
+        ] += 1
         time.sleep(self.delay_seconds)
         return self.application(environ, start_response)
 
@@ -78,7 +80,9 @@ def markers(count: int, server: Counted) -> dict[str, Any]:
     folder = place(f"s3://{BUCKET}/markers-{count}")
     server.delay_seconds = 0.0
     for rank in range(count):
-        async_save.write_marker(folder, rank, "0123456789abcdef", TensorFile(f"rank-{rank:05d}.bin", 8, "0" * 64))
+        async_save.write_marker(
+            folder, rank, "0123456789abcdef", TensorFile(f"rank-{rank:05d}.bin", 8, "0" * 64)
+        )
     server.delay_seconds = DELAY_SECONDS
     server.requests.clear()
     started = time.perf_counter()
@@ -109,9 +113,13 @@ def run(server: Counted) -> dict[str, Any]:
         }  # fmt: skip
         codes = []
         for steps in (10, 20):
-            words = [f"--{name}={value}" for name, value in {**options, "training.steps": steps}.items()]
+            words = [
+                f"--{name}={value}" for name, value in {**options, "training.steps": steps}.items()
+            ]
             codes.append(subprocess.run([*command, *words], timeout=600, check=False).returncode)
-        resumed = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        resumed = [
+            json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()
+        ]
     steps_trained = [line["step"] for line in resumed if "loss" in line]
     listed = sorted(path.name for path in place(f"s3://{BUCKET}/run").iterdir())
     return {
@@ -126,7 +134,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     found: dict[str, Any] = {"processor": cpu[0].partition(":")[2].strip() if cpu else ""}
     with s3_server() as server:
         import s3fs

@@ -110,7 +110,9 @@ def ours(*flags: str) -> Callable[[str, int, int, Path], list[str]]:
 PEERS = {
     "plain": Peer(script("plain.py")),
     "plain, compiled": Peer(script("plain.py", "--compile")),
-    "Hugging Face Trainer": Peer(script("hugging_face.py"), needs=("transformers>=5", "accelerate")),
+    "Hugging Face Trainer": Peer(
+        script("hugging_face.py"), needs=("transformers>=5", "accelerate")
+    ),
     "Fabric": Peer(script("fabric.py"), needs=("lightning",)),
     "litgpt (compiled)": Peer(litgpt, needs=("litgpt", "lightning", "requests")),
     "ours": Peer(ours()),
@@ -141,7 +143,9 @@ def python_of(peer: Peer, environments: Path) -> str:
         # all trainers share one PyTorch and nothing else, because they require different versions of other packages.
         # The constraint stops pip from replacing it
         own = distribution("torch")
-        for name in {file.parts[0] for file in own.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        for name in {
+            file.parts[0] for file in own.files or () if file.parts[0] not in ("..", "__pycache__")
+        }:
             (site / name).symlink_to(Path(str(own.locate_file(name))))
         pinned = folder / "constraints.txt"
         pinned.write_text(f"torch=={version('torch')}\n")
@@ -154,7 +158,9 @@ def python_of(peer: Peer, environments: Path) -> str:
     return str(python)
 
 
-def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str = sys.executable) -> dict[str, object]:
+def run(
+    peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str = sys.executable
+) -> dict[str, object]:
     """Run one program and return its row."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
@@ -198,17 +204,23 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         ranks = [list(_steps(path)) for path in sorted(times.glob("*.jsonl"))]
     row: dict[str, object] = {"exit": code, "load": round(load, 1)}
     if code or len(ranks) < peer.ranks or any(len(rank) <= LEFT_OUT + 1 for rank in ranks):
+        # removes folders of this machine
         return {
             **row,
             "last_lines": re.sub(r"/[^\s\"':]*/", "", last),
-        }  # removes folders of this machine
+        }
     cpu = [
-        [after[1] - before[1] for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)]
+        [
+            after[1] - before[1]
+            for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)
+        ]
         for rank in ranks
     ]
     return {
         **row,
-        "tokens_per_cpu_second": round(TOKENS_PER_STEP / sum(statistics.median(rank) for rank in cpu)),
+        "tokens_per_cpu_second": round(
+            TOKENS_PER_STEP / sum(statistics.median(rank) for rank in cpu)
+        ),
         "cpu_seconds_per_step": [[round(value, 4) for value in rank] for rank in cpu],
         "seconds_to_first_step": round(ranks[0][0][0] - started, 2),
         "cpu_seconds_to_first_step": round(ranks[0][0][1], 2),
@@ -246,7 +258,9 @@ print(json.dumps(found))
 def gemm_ceilings() -> dict[str, int]:
     """Return GFLOP/s of one core by shape."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", GEMM], stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", GEMM], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
@@ -259,9 +273,8 @@ def processor() -> str:
     facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     flags = set(facts.get("flags", "").split())
     has = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    return (
-        f"{facts.get('model name', '')}, family {facts.get('cpu family')} model {facts.get('model')}: {' '.join(has)}"
-    )
+    family_and_model = f"family {facts.get('cpu family')} model {facts.get('model')}"
+    return f"{facts.get('model name', '')}, {family_and_model}: {' '.join(has)}"
 
 
 def summary(rows: list[dict[str, object]]) -> Iterator[str]:
@@ -272,7 +285,11 @@ def summary(rows: list[dict[str, object]]) -> Iterator[str]:
             rows_of_peer = {row["round"]: row for row in of_type if row["peer"] == name}
             base = "plain FSDP2, 2 ranks" if PEERS[name].ranks > 1 else "plain"
             rows_of_base = {row["round"]: row for row in of_type if row["peer"] == base}
-            speed = {number: row["tokens_per_cpu_second"] for number, row in rows_of_peer.items() if "peak_mib" in row}
+            speed = {
+                number: row["tokens_per_cpu_second"]
+                for number, row in rows_of_peer.items()
+                if "peak_mib" in row
+            }
             if not speed:
                 yield f"{dtype} | {name} | failed | | | |"
                 continue
@@ -281,7 +298,11 @@ def summary(rows: list[dict[str, object]]) -> Iterator[str]:
                 for number in speed
                 if "peak_mib" in rows_of_base.get(number, {})
             ]
-            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+            ratio = (
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                if ratios
+                else ""
+            )
             first = statistics.median(
                 row["seconds_to_first_step"] for row in rows_of_peer.values() if "peak_mib" in row
             )  # type: ignore[type-var]

@@ -121,13 +121,17 @@ def is_held_back(row_id: str) -> bool:
 
 def read(path: Path, everything: bool = False) -> list[dict[str, Any]]:
     """Return fully stated rows whose device is in devices.toml. With ``everything``, also partially stated ones."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
     return [row for row in rows if (row["fully_specified"] or everything) and device_of(row)]
 
 
 def device_of(row: dict[str, Any]) -> str | None:
     """Return the name of the device in devices.toml, or None."""
-    return next((name for pattern, name in DEVICES if re.search(pattern, row["hardware"]["gpu"])), None)
+    return next(
+        (name for pattern, name in DEVICES if re.search(pattern, row["hardware"]["gpu"])), None
+    )
 
 
 SCHEDULES = {
@@ -149,7 +153,9 @@ def score(row: dict[str, Any]) -> Score:
     orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
     time = timing.of_step(model, run, device, orders)
     # LitGPT's norms are separate float32 operations, like those of this package on a CPU
-    ranks = rank_memory.of_ranks(model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda")
+    ranks = rank_memory.of_ranks(
+        model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda"
+    )
     held, reserved = (max(getattr(one, name) for one in ranks) for name in ("peak", "reserved"))
     measured = row["derived"].get("step_s") or row["measured"].get("step_s")
     what = f"{row['model']['name']}, {row['hardware']['count']} x {device.name}, {row['seq_len']} tokens"
@@ -192,16 +198,22 @@ def model_of(row: dict[str, Any]) -> shapes.ModelShape:
     experts = shapes.ExpertShape(m["experts"], m["top_k"], m["moe_ffn"])
     shared = m.get("shared_experts", 0) * m["moe_ffn"]
     dense = m.get("dense_layers", 0)
-    sparse = shapes.decoder(m["name"], m["layers"] - dense, *sizes, **options, experts=experts, shared_ffn=shared)
+    sparse = shapes.decoder(
+        m["name"], m["layers"] - dense, *sizes, **options, experts=experts, shared_ffn=shared
+    )
     if not dense:
         return sparse
     first = shapes.decoder(m["name"], dense, *sizes, **options)
-    ends = sum(p.numel for p in (*first.first, *first.last)) * (1 if not m["tied_embeddings"] else 0)
+    ends = sum(p.numel for p in (*first.first, *first.last)) * (
+        1 if not m["tied_embeddings"] else 0
+    )
     return replace(
         sparse,
         layers=(*first.layers, *sparse.layers),
         num_params=sparse.num_params + first.num_params - ends,
-        flops_per_token=sparse.flops_per_token + first.flops_per_token - 6 * sum(p.numel for p in first.last),
+        flops_per_token=sparse.flops_per_token
+        + first.flops_per_token
+        - 6 * sum(p.numel for p in first.last),
     )
 
 
@@ -219,10 +231,14 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
         layer,
         parameters=still(tuple(one for one in layer.parameters if not low or one not in weights)),
         linears=tuple(replace(one, trained=False) for one in layer.linears),
-        low_bits_bytes=int(held * (0.5 + (1 / 16 if "dq" not in precision else 1 / 60))) if low else 0,
+        low_bits_bytes=int(held * (0.5 + (1 / 16 if "dq" not in precision else 1 / 60)))
+        if low
+        else 0,
         restored_numel=max(one.numel for one in weights) if low else 0,
     )
-    return replace(model, layers=(layer,) * len(model.layers), first=still(model.first), last=still(model.last))
+    return replace(
+        model, layers=(layer,) * len(model.layers), first=still(model.first), last=still(model.last)
+    )
 
 
 def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob:
@@ -242,7 +258,9 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
         shards, replicas = p["fsdp_group"], h["count"] // p["fsdp_group"]
     fsdp = shards > 1 or "ZeRO-3" in sharding or bool(p.get("fsdp"))
     pp, per_rank = p.get("pp") or 1, p.get("vpp") or 1
-    name = SCHEDULES.get(str(p.get("schedule") or "").lower(), "Interleaved1F1B" if per_rank > 1 else "1F1B")
+    name = SCHEDULES.get(
+        str(p.get("schedule") or "").lower(), "Interleaved1F1B" if per_rank > 1 else "1F1B"
+    )
     if name in stages.V_SHAPED:
         per_rank = 2
     pipeline = Parallelism(
@@ -250,7 +268,9 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
         pipeline_parallel_schedule=name,
         pipeline_parallel_first_stage_less_layers=0,
         pipeline_parallel_last_stage_less_layers=0,
-        pipeline_parallel_layers_per_stage=max(1, m["layers"] // (pp * per_rank)) if per_rank > 1 else None,
+        pipeline_parallel_layers_per_stage=max(1, m["layers"] // (pp * per_rank))
+        if per_rank > 1
+        else None,
     )
     layers = (
         job_sizes.layers_of_stages(pipeline, m["layers"])
@@ -263,13 +283,18 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job_sizes.PlannedJob
     pure = "pure bf16" in precision or "true" in precision
     deepspeed = precision == "bf16" and "DeepSpeed" in software
     pure = pure or deepspeed
-    mixed = (
-        not pure and not fsdp and "Lightning" not in software
-    )  # Megatron and DeepSpeed: 16-bit weights in addition to float32 ones
+    # Megatron and DeepSpeed: 16-bit weights in addition to float32 ones
+    mixed = not pure and not fsdp and "Lightning" not in software
     shards_states = bool(re.search(r"ZeRO-[12]|distributed optimizer", sharding)) and replicas > 1
     nvidia = "Megatron-Core" in software  # uses kernels of Transformer Engine and cuDNN
     recompute = row["recompute"] or "none"
-    mode = "full" if recompute.startswith("full") else "op" if recompute.startswith("selective") else "none"
+    mode = (
+        "full"
+        if recompute.startswith("full")
+        else "op"
+        if recompute.startswith("selective")
+        else "none"
+    )
     if mode == "op" and re.search("Megatron|NeMo|nanotron", software):
         mode = "core"  # "selective" of Korthikanti et al.
     loss = "whole" if "LitGPT" in software else "chunked"
@@ -321,7 +346,9 @@ def score_planned(row: dict[str, Any]) -> Score:
 
     ``job`` has fields that differ in the other system. ``seen`` marks rows that set a constant and are not held back.
     """
-    plan = shardtrain.plan(row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"])
+    plan = shardtrain.plan(
+        row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"]
+    )
     model = shapes.read(shardtrain.load_config(row.get("preset"), row["options"]).config)
     others = {"loss": "whole", **row.get("job", {})}  # torchtitan's loss has unsplit logits
     if "stages" in others:
@@ -357,7 +384,9 @@ def order_right(scores: Sequence[Score]) -> tuple[int, int]:
 def spread(errors: Sequence[float]) -> tuple[float, float]:
     """Return the median and the 90th percentile."""
     ordered = sorted(errors)
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
+    return statistics.median(ordered), ordered[
+        min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))
+    ]
 
 
 def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, float | None]]:
@@ -440,16 +469,24 @@ def scatter(scores: Sequence[Score]) -> str:
     for number, name in enumerate(names):
         y = 18 + 16 * number
         fill = colours[number % len(colours)]
-        parts.append(f'<circle cx="14" cy="{y - 4}" r="4" fill="{fill}"/><text x="24" y="{y}">{name}</text>')
-    parts.append(f'<text x="{size / 2}" y="{size + 36}" text-anchor="middle">measured step time, seconds</text>')
-    parts.append(f'<text transform="rotate(-90)" x="{-size / 2}" y="-34" text-anchor="middle">planned</text></g></svg>')
+        parts.append(
+            f'<circle cx="14" cy="{y - 4}" r="4" fill="{fill}"/><text x="24" y="{y}">{name}</text>'
+        )
+    parts.append(
+        f'<text x="{size / 2}" y="{size + 36}" text-anchor="middle">measured step time, seconds</text>'
+    )
+    parts.append(
+        f'<text transform="rotate(-90)" x="{-size / 2}" y="-34" text-anchor="middle">planned</text></g></svg>'
+    )
     return "\n".join(parts) + "\n"
 
 
 def main() -> None:
     """Print every row, or the tables of benchmarks/LOG.md with --markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=Path, nargs="?", default=Path(__file__).with_name("plan_published.jsonl"))
+    parser.add_argument(
+        "rows", type=Path, nargs="?", default=Path(__file__).with_name("plan_published.jsonl")
+    )
     parser.add_argument("--all", action="store_true", help="include partially stated rows")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--costs", action="store_true", help="also print the costs of a step")
@@ -458,16 +495,23 @@ def main() -> None:
     scores = [score(row) for row in read(options.rows, options.all)]
     if options.rows == parser.get_default("rows"):
         for path in (TORCHTITAN, OTHERS):
-            scores += [score_planned(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+            scores += [
+                score_planned(json.loads(line))
+                for line in path.read_text(encoding="utf-8").splitlines()
+            ]
     if options.svg:
         options.svg.write_text(scatter(scores), encoding="utf-8")
     if options.markdown:
-        print("| series | rows | time: median error | 90th percentile | rows | memory: median error |")
+        print(
+            "| series | rows | time: median error | 90th percentile | rows | memory: median error |"
+        )
         print("|---|---|---|---|---|---|")
         for name, count, median, worst, others, found in summary(scores):
             text = f"{others} | {found:.1%}" if found is not None else " |"
             print(f"| {name} | {count} | {median:.1%} | {worst:.1%} | {text} |")
-        print("\n| row | run | held back | predicted s | measured s | error |\n|---|---|---|---|---|---|")
+        print(
+            "\n| row | run | held back | predicted s | measured s | error |\n|---|---|---|---|---|---|"
+        )
         for one in scores:
             if one.error is not None:
                 held = "yes" if one.held_back else ""
@@ -476,7 +520,9 @@ def main() -> None:
         print("\n| row | run | predicted GiB | measured GiB | error |\n|---|---|---|---|---|")
         for one in scores:
             if one.memory_error is not None:
-                print(f"| {one.id} | {one.what} | {one.gib:.1f} | {one.measured_gib:.1f} | {one.memory_error:+.1%} |")
+                print(
+                    f"| {one.id} | {one.what} | {one.gib:.1f} | {one.measured_gib:.1f} | {one.memory_error:+.1%} |"
+                )
     else:
         for one in scores:
             error = f"{one.error:+8.1%}" if one.error is not None else " " * 8
@@ -484,13 +530,19 @@ def main() -> None:
             costs = ", ".join(f"{name} {s:.3g}" for name, s in one.costs) if options.costs else ""
             seconds = f"{one.seconds:9.3f} s {one.measured_seconds or 0:9.3f}"
             wrong = "" if one.fits == one.ran else f" said to {'fit' if one.fits else 'not fit'}"
-            print(f"{one.id:22}{'*' if one.held_back else ' '} {seconds} {error} {gib}{wrong} {costs}")
+            print(
+                f"{one.id:22}{'*' if one.held_back else ' '} {seconds} {error} {gib}{wrong} {costs}"
+            )
         for name, count, median, worst, others, found in summary(scores):
             of_memory = f", {others} of memory, median {found:6.1%}" if found is not None else ""
-            print(f"{name:34}{count:4} rows, median {median:6.1%}, 90th percentile {worst:6.1%}{of_memory}")
+            print(
+                f"{name:34}{count:4} rows, median {median:6.1%}, 90th percentile {worst:6.1%}{of_memory}"
+            )
     right, pairs = order_right(scores)
     ran, of_ran, failed, of_failed = fitting_right(scores)
-    print(f"\nran and said to fit: {ran} of {of_ran}; out of memory and said not to fit: {failed} of {of_failed}")
+    print(
+        f"\nran and said to fit: {ran} of {of_ran}; out of memory and said not to fit: {failed} of {of_failed}"
+    )
     print(f"order right in {right} of {pairs} pairs ({right / max(1, pairs):.1%})")
 
 

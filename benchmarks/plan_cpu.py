@@ -127,7 +127,9 @@ def measure(model: str, mesh: str, steps: int) -> dict[str, Any]:
                 "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             }  # fmt: skip
             words = [sys.executable, __file__, "--rank", model, mesh, str(steps), folder]
-            started.append(subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True))
+            started.append(
+                subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+            )
         said = [one.communicate(timeout=1800)[0] for one in started]
     if any(one.returncode for one in started):
         raise SystemExit(f"{model} on {mesh} ended with {[one.returncode for one in started]}")
@@ -163,21 +165,30 @@ def score(rows: list[dict[str, Any]]) -> list[tuple[str, str, float, float, floa
         config = shardtrain.load_config("debug", options(model, mesh)).config
         alone = mesh == "one process"
         # each rank has one thread here; by default, a run in one process uses all cores
-        time = planning.make(config, 1 if alone else 2, device.with_nodes_of(1) if alone else device).time
+        time = planning.make(
+            config, 1 if alone else 2, device.with_nodes_of(1) if alone else device
+        ).time
         waits = time.costs.get("pipeline bubble and sends", 0.0)
         planned[model, mesh] = time.seconds - waits, time.seconds
-    least = {key: tuple(min(one) for one in zip(*pairs, strict=True)) for key, pairs in measured.items()}
+    least = {
+        key: tuple(min(one) for one in zip(*pairs, strict=True)) for key, pairs in measured.items()
+    }
     base = next(key for key in least if key[1] == CALIBRATED_WITH)
     of_wall, of_cpu = least[base][0] / planned[base][1], least[base][1] / planned[base][0]
-    print(f"calibrated with {base[0]} on {base[1]}: x {of_cpu:.2f} in CPU seconds, x {of_wall:.2f} in wall seconds")
+    print(
+        f"calibrated with {base[0]} on {base[1]}: x {of_cpu:.2f} in CPU seconds, x {of_wall:.2f} in wall seconds"
+    )
     return [
-        (*key, cpu, planned[key][0] * of_cpu, wall, planned[key][1] * of_wall) for key, (wall, cpu) in least.items()
+        (*key, cpu, planned[key][0] * of_cpu, wall, planned[key][1] * of_wall)
+        for key, (wall, cpu) in least.items()
     ]
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print planned and measured times."""
-    print(f"{'model':7}{'mesh':14}{'CPU s':>9}{'planned':>9}{'error':>8}{'wall s':>10}{'planned':>9}{'error':>8}")
+    print(
+        f"{'model':7}{'mesh':14}{'CPU s':>9}{'planned':>9}{'error':>8}{'wall s':>10}{'planned':>9}{'error':>8}"
+    )
     for model, mesh, cpu, of_cpu, wall, of_wall in score(rows):
         print(
             f"{model:7}{mesh:14}{cpu:9.3f}{of_cpu:9.3f}{of_cpu / cpu - 1:+8.0%}"

@@ -50,7 +50,9 @@ def make_text(path: Path, megabytes: int) -> None:
             sizes = np.clip(random.lognormal(5.5, 1.0, 256), 8, 20_000).astype(int)
             chosen = vocabulary[np.searchsorted(cumulative, random.random(int(sizes.sum())))]
             for part in np.split(chosen, np.cumsum(sizes)[:-1]):
-                sentences = (" ".join(part[i : i + 14]).capitalize() for i in range(0, len(part), 14))
+                sentences = (
+                    " ".join(part[i : i + 14]).capitalize() for i in range(0, len(part), 14)
+                )
                 line = json.dumps({"text": ". ".join(sentences) + ".", "id": written}) + "\n"
                 file.write(line)
                 written += len(line)
@@ -70,7 +72,9 @@ def train_tokenizer(text: Path, folder: Path) -> None:
         show_progress=False,
     )
     with text.open() as file:
-        tokenizer.train_from_iterator((json.loads(line)["text"] for line in file.readlines(BPE_MB * 10**6)), trainer)
+        tokenizer.train_from_iterator(
+            (json.loads(line)["text"] for line in file.readlines(BPE_MB * 10**6)), trainer
+        )
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
 
@@ -85,7 +89,9 @@ def peer(text: str, tokenizer_file: str, folder: str, processes: int) -> None:
     bos, eos = tokenizer.token_to_id("<|begin_of_text|>"), tokenizer.token_to_id("<|end_of_text|>")
 
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"ids": [[bos, *one.ids, eos] for one in encode(rows["text"], add_special_tokens=False)]}
+        return {
+            "ids": [[bos, *one.ids, eos] for one in encode(rows["text"], add_special_tokens=False)]
+        }
 
     rows = datasets.load_dataset("json", data_files=text, cache_dir=folder, split="train")
     rows = rows.map(
@@ -135,7 +141,9 @@ def timed(command: list[str]) -> dict[str, float | str]:
         "HF_HUB_OFFLINE": "1",
     }
     before, started = os.times(), time.perf_counter()
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     memory = Memory(process.pid)
     memory.start()
     out, err = process.communicate()
@@ -144,7 +152,9 @@ def timed(command: list[str]) -> dict[str, float | str]:
     memory.join()
     if process.returncode:
         raise SystemExit(f"{command} failed:\n{err}")
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return {
         "seconds": seconds,
         "cpu_seconds": cpu,
@@ -165,7 +175,9 @@ def main() -> None:
         action="store_true",
         help="use the byte tokenizer, without the peer: the cost of the pipeline",
     )
-    parser.add_argument("--folder", type=Path, help="folder for the files (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for the files (default: a temporary one)"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peer", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -226,8 +238,14 @@ def main() -> None:
                     end="",
                 )
                 print(f", peak {row['pss']:.0f} MiB (rss {row['rss']:.0f})", flush=True)
-    seconds = {side: statistics.median(r["seconds"] for r in rows if r["side"] == side) for side in {*_sides(rows)}}
-    summary = {side: {"mb_per_second": megabytes / s, "tokens_per_second": tokens / s} for side, s in seconds.items()}
+    seconds = {
+        side: statistics.median(r["seconds"] for r in rows if r["side"] == side)
+        for side in {*_sides(rows)}
+    }
+    summary = {
+        side: {"mb_per_second": megabytes / s, "tokens_per_second": tokens / s}
+        for side, s in seconds.items()
+    }
     if "datasets" in seconds:
         summary["ratio"] = seconds["datasets"] / seconds["shardtrain"]
         print(f"shardtrain is {summary['ratio']:.2f} times as fast, by the medians")

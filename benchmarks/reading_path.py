@@ -80,7 +80,9 @@ def _by_file(codes: set[CodeType]) -> Found:
     found: Found = {}
     for code in sorted(codes, key=lambda code: code.co_firstlineno):
         path = Path(code.co_filename)
-        if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:  # not a module or class body
+        if (
+            path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED
+        ):  # not a module or class body
             last = max(line or 0 for _, _, line in code.co_lines())
             function = (code.co_name, code.co_firstlineno, last)
             found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(function)
@@ -99,7 +101,9 @@ def trace(nproc: int, folder: Path, options: Sequence[str] = ()) -> dict[str, di
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status:
         raise SystemExit(f"the run that was traced ended with {status}")
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("first_update", "step")}
+    return {
+        name: json.loads((folder / f"{name}.json").read_text()) for name in ("first_update", "step")
+    }
 
 
 def _train(nproc: int, folder: Path, options: Sequence[str]) -> int:
@@ -161,7 +165,8 @@ def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) ->
             functions = sum(map(len, files.values()))
             # nested functions share lines with the outer one
             entered = sum(
-                len({line for _, first, last in inside for line in range(first, last + 1)}) for inside in files.values()
+                len({line for _, first, last in inside for line in range(first, last + 1)})
+                for inside in files.values()
             )
             lines.append(f"{label:38}{len(files):>3}{functions:>11,}{total:>8,}{entered:>9,}")
     return lines
@@ -191,7 +196,11 @@ def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
     if new_files:
         problems.append(f"a training step executes new files: {', '.join(new_files)}")
     if new_lines > MAX_NEW_LINES:
-        grown = {name: lines - kept.get(name, 0) for name, lines in found.items() if lines > kept.get(name, 0)}
+        grown = {
+            name: lines - kept.get(name, 0)
+            for name, lines in found.items()
+            if lines > kept.get(name, 0)
+        }
         largest = sorted(grown.items(), key=lambda item: -item[1])[:5]
         places = ", ".join(f"{name} +{lines}" for name, lines in largest)
         problems.append(f"the files of a training step have {new_lines} more lines ({places})")
@@ -203,12 +212,17 @@ def growth(kept: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 def compare(reason: str | None) -> int:
     """Compare a fresh trace with the kept one, or replace the kept one if there is a ``reason``."""
-    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory: each rank that ends would remove it
+    # not a TemporaryDirectory: each rank that ends would remove it
+    folder = Path(tempfile.mkdtemp())
     try:
         found = plain_step(folder)
     finally:
         shutil.rmtree(folder)
-    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"updates": [], "files": {}}
+    kept = (
+        json.loads(KEPT.read_text(encoding="utf-8"))
+        if KEPT.exists()
+        else {"updates": [], "files": {}}
+    )
     print(f"a plain step: {len(found)} files, {sum(found.values()):,} lines")
     if reason is None:
         problem = growth(kept["files"], found)
@@ -228,17 +242,26 @@ def size_of(name: str) -> int:
 
 def main() -> int:
     """Print the table, and its files or functions with ``--files`` or ``--functions``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--files", action="store_true", help="print every file with its functions and lines")
-    parser.add_argument("--functions", action="store_true", help="the same, and the names of the functions")
-    parser.add_argument("--compare", action="store_true", help="compare a plain step with reading_path.json")
+    parser.add_argument(
+        "--files", action="store_true", help="print every file with its functions and lines"
+    )
+    parser.add_argument(
+        "--functions", action="store_true", help="the same, and the names of the functions"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="compare a plain step with reading_path.json"
+    )
     parser.add_argument("--update", metavar="REASON", help="write reading_path.json")
     options = parser.parse_args()
     if options.compare or options.update:
         return compare(options.update)
 
-    folder = Path(tempfile.mkdtemp())  # not a TemporaryDirectory: each rank that ends would remove it
+    # not a TemporaryDirectory: each rank that ends would remove it
+    folder = Path(tempfile.mkdtemp())
     try:
         traces = trace(options.nproc, folder)
     finally:
@@ -252,7 +275,9 @@ def main() -> int:
                 print(f"  {file:52}{len(functions):>4}{size_of(file):>6}{beside}")
                 if options.functions:
                     names = " ".join(name for name, _, _ in functions)
-                    print(textwrap.fill(names, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+                    print(
+                        textwrap.fill(names, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
+                    )
     return 0
 
 

@@ -33,7 +33,9 @@ def replicated(config: Config, rows: int) -> Config:
     """Return the configuration for two replicas with ``rows`` sequences of 512 tokens each."""
     return dataclasses.replace(
         config,
-        training=dataclasses.replace(config.training, local_batch_size=rows, global_batch_size=2 * rows),
+        training=dataclasses.replace(
+            config.training, local_batch_size=rows, global_batch_size=2 * rows
+        ),
         parallelism=dataclasses.replace(
             config.parallelism, data_parallel_replicate_degree=2, data_parallel_shard_degree=1
         ),
@@ -83,7 +85,9 @@ def main() -> None:
         return
     for measured in results:
         step = f"{measured['tokens']:6d} tokens a rank: step {measured['step']:.3f} s"
-        comparison = f"comparison of {measured['bytes'] / 1e6:.0f} MB {measured['comparison'] * 1e3:.1f} ms"
+        comparison = (
+            f"comparison of {measured['bytes'] / 1e6:.0f} MB {measured['comparison'] * 1e3:.1f} ms"
+        )
         print(f"{step}, {comparison}, {100 * measured['share']:.2f} % of a step")
     if options.out:
         facts = {

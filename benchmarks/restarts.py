@@ -52,7 +52,9 @@ class Lines:
                 if came > after and re.search(pattern, line):
                     return came, line
             if self._process.poll() is not None and seen == len(self.found):
-                raise SystemExit(f"the run has ended with {self._process.returncode}:\n{self.tail()}")
+                raise SystemExit(
+                    f"the run has ended with {self._process.returncode}:\n{self.tail()}"
+                )
             time.sleep(0.005)
         raise SystemExit(f"waited in vain for {pattern}:\n{self.tail()}")
 
@@ -83,7 +85,9 @@ def gone(pid: int) -> bool:
 
 def start(folder: Path, launcher: str, kills: int) -> subprocess.Popen[str]:
     text = folder / "words.txt"
-    text.write_text(" ".join(random.Random(0).choices(["mesh", "shard", "gather", "reduce", "loss"], k=200_000)))
+    text.write_text(
+        " ".join(random.Random(0).choices(["mesh", "shard", "gather", "reduce", "loss"], k=200_000))
+    )
     options = {
         "job.dump_folder": folder, "training.dataset": "text", "training.dataset_path": text, "training.seq_len": 32,
         "training.local_batch_size": 1, "training.steps": 1_000_000, "training.device": "cpu", "metrics.log_freq": 1,
@@ -160,7 +164,8 @@ def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, obje
                 else:  # as soon as two processes exist again
                     end = time.monotonic() + TIMEOUT_SECONDS
                     while (
-                        len([p for p in ranks_of(process.pid).values() if not gone(p)]) < 2 and time.monotonic() < end
+                        len([p for p in ranks_of(process.pid).values() if not gone(p)]) < 2
+                        and time.monotonic() < end
                     ):
                         time.sleep(0.002)
                     time.sleep(dice.random() * (0.3 if launcher == "shardtrain" else 3.0))
@@ -179,7 +184,9 @@ def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, obje
             if launcher == "shardtrain":
                 restarts = sum(bool(re.match(r"restart \d+ of", line)) for _, line in lines.found)
             else:
-                environ = Path(f"/proc/{next(iter(ranks_of(process.pid).values()))}/environ").read_bytes()
+                environ = Path(
+                    f"/proc/{next(iter(ranks_of(process.pid).values()))}/environ"
+                ).read_bytes()
                 restarts = int(re.search(rb"TORCHELASTIC_RESTART_COUNT=(\d+)", environ).group(1))  # type: ignore[union-attr]
         finally:
             process.send_signal(signal.SIGTERM)
@@ -196,7 +203,9 @@ def measure(launcher: str, kills: int, at: str, seed: int = 0) -> dict[str, obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--launcher", choices=["shardtrain", "torchrun"], default="shardtrain")
     parser.add_argument("--at", choices=["step", "load", "rendezvous"], default="step")
@@ -213,7 +222,11 @@ def main() -> None:
     print(json.dumps(found, indent=2))
     if given.output:
         earlier = json.loads(given.output.read_text()) if given.output.exists() else []
-        kept = [one for one in earlier if (one["launcher"], one["at"]) != (found["launcher"], found["at"])]
+        kept = [
+            one
+            for one in earlier
+            if (one["launcher"], one["at"]) != (found["launcher"], found["at"])
+        ]
         given.output.write_text(json.dumps([*kept, found], indent=2) + "\n")
 
 

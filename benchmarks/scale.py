@@ -102,7 +102,10 @@ def slow_ranks(count: int) -> dict[str, Any]:
     judge, signs = Stragglers(count), {rank: Heartbeat(0, "host") for rank in range(count)}
     for window in range(2):
         busy = {rank: 4000 * window + rank % 7 for rank in range(count)}
-        marks = {rank: Mark(100 * window, "", 100.0 * window, 0, busy[rank], 5000 * window) for rank in range(count)}
+        marks = {
+            rank: Mark(100 * window, "", 100.0 * window, 0, busy[rank], 5000 * window)
+            for rank in range(count)
+        }
         seconds, _ = cpu_timed(lambda: judge.add(marks, signs))  # noqa: B023 - called at once
     return {"cpu_seconds": seconds}
 
@@ -167,7 +170,9 @@ def many_files(count: int) -> dict[str, Any]:
         for rank in range(2):
             receiver, sender = multiprocessing.Pipe(False)
             options = (config, rank, f"{folder}/store", sender)
-            processes.append(multiprocessing.get_context("fork").Process(target=open_many_files, args=options))
+            processes.append(
+                multiprocessing.get_context("fork").Process(target=open_many_files, args=options)
+            )
             processes[-1].start()
             pipes.append(receiver)
         first, other = (pipe.recv() for pipe in pipes)
@@ -257,7 +262,9 @@ class PeriodicLengths:
         return self.num_documents
 
     def __getitem__(self, which: Any) -> Any:
-        numbers = np.arange(which.start, which.stop) if isinstance(which, slice) else np.int64(which)
+        numbers = (
+            np.arange(which.start, which.stop) if isinstance(which, slice) else np.int64(which)
+        )
         return self._starts[numbers % BLOCK_DOCUMENTS] + numbers // BLOCK_DOCUMENTS * self._period
 
     def tokens(self, start: int, stop: int) -> Any:
@@ -338,7 +345,9 @@ def experts_1t() -> dict[str, tuple[int, ...]]:
     return {**shapes, "norm.weight": (dim,), "head.weight": (163840, dim)}
 
 
-def tables(shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]) -> tuple[list[Table], list[int]]:
+def tables(
+    shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]
+) -> tuple[list[Table], list[int]]:
     """Return the tables that ranks exchange. FSDP splits the shards of TP or EP, and stages have different layers."""
     tp, ep = mesh.get("tp", 1), mesh.get("ep", 1)
     shard, stages, replicas = mesh.get("fsdp", 1), mesh.get("pp", 1), mesh.get("replicas", 1)
@@ -346,7 +355,13 @@ def tables(shapes: dict[str, tuple[int, ...]], mesh: dict[str, int]) -> tuple[li
     layers = 1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers."))
     said: list[Table] = [{} for _ in range(stages)]
     for name, shape in shapes.items():
-        layer = int(name.split(".")[1]) if name.startswith("layers.") else 0 if name.startswith("embed") else layers - 1
+        layer = (
+            int(name.split(".")[1])
+            if name.startswith("layers.")
+            else 0
+            if name.startswith("embed")
+            else layers - 1
+        )
         if ".experts." in name and ep > 1:
             rule = [[ep, 1, 0], [shard * tp // ep, ep, 1]]
         else:
@@ -397,7 +412,9 @@ def saving(mesh: str) -> dict[str, Any]:
     planned = time.process_time() - cpu
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     digest = hashlib.sha256().hexdigest()
-    files = tuple(TensorFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
+    files = tuple(
+        TensorFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size
+    )
     whole = Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}})
     write_seconds, data = cpu_timed(whole.to_bytes)
     read_seconds, _ = cpu_timed(lambda: parse(data, Path("step-1")))
@@ -435,14 +452,18 @@ def stored_by(mesh: str, columns: int | None = None) -> Manifest:
     ranks = math.prod(degrees[axis] for axis in ("pp", "replicas", "fsdp", "tp") if axis in degrees)
     stored, load = save_plan.share_out(held, ranks)
     digest = hashlib.sha256().hexdigest()
-    files = tuple(TensorFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
+    files = tuple(
+        TensorFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size
+    )
     return Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}})
 
 
 def narrowed(shapes: dict[str, tuple[int, ...]], columns: int | None) -> dict[str, tuple[int, ...]]:
     if columns is None:
         return shapes
-    return {name: (*shape[:-1], columns) if len(shape) > 1 else shape for name, shape in shapes.items()}
+    return {
+        name: (*shape[:-1], columns) if len(shape) > 1 else shape for name, shape in shapes.items()
+    }
 
 
 def resuming(name: str) -> dict[str, Any]:
@@ -513,7 +534,10 @@ def own_parts(count: int) -> dict[str, Any]:
     """Measure a rank with a shard of each tensor: FSDP 64 over tensor parallelism 8, on a fake process group."""
     dist.init_process_group("fake", rank=0, world_size=512, store=FakeStore())
     mesh = init_device_mesh("cpu", (64, 8))
-    held = {f"layers.{n}.w": DTensor.from_local(torch.zeros(32, 8), mesh, [Shard(0), Shard(0)]) for n in range(count)}
+    held = {
+        f"layers.{n}.w": DTensor.from_local(torch.zeros(32, 8), mesh, [Shard(0), Shard(0)])
+        for n in range(count)
+    }
     found = {}
     for name, action in (
         ("save", lambda: holders.table_of(held)),
@@ -569,7 +593,9 @@ def delayed_reductions(folder: str, rank: int, size: int, sender: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size
+    )
     send = dist.isend
 
     def delayed_send(*arguments: Any, **named: Any) -> Any:
@@ -592,15 +618,21 @@ def delayed_reductions(folder: str, rank: int, size: int, sender: Any) -> None:
 def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2
+    )
     mesh, count = init_device_mesh("cpu", (2,)), 96
     rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments each
     model = {
-        f"{section}.layers.{n}.w{end}": DTensor.from_local(torch.randn(rows // 2, 1024), mesh, [Shard(0)])
+        f"{section}.layers.{n}.w{end}": DTensor.from_local(
+            torch.randn(rows // 2, 1024), mesh, [Shard(0)]
+        )
         for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq"))
         for n in range(count)
     }
-    kept = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
+    kept = Checkpoints(
+        Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True))
+    )
 
     def above(action: Callable[[], Any]) -> float:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
@@ -612,7 +644,9 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     save = lambda: kept.save(1, model, {}, {"state": {"step": 1}}, last=False)  # noqa: E731
     told |= {"first_save_mib": above(save)}
     kept.close()
-    again = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
+    again = Checkpoints(
+        Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True))
+    )
     told |= {"check_and_read_mib": above(lambda: again.load(again.to_continue(), model, {}))}  # type: ignore[arg-type]
     again.close()
     sender.send(told)
@@ -635,13 +669,17 @@ def peer_rows(count: int) -> dict[str, Any]:
         for rank in range(count):
             receiver, sender = multiprocessing.Pipe(False)
             arguments = (folder, rank, count, sender)
-            processes.append(multiprocessing.get_context("fork").Process(target=rows_of_peer, args=arguments))
+            processes.append(
+                multiprocessing.get_context("fork").Process(target=rows_of_peer, args=arguments)
+            )
             processes[-1].start()
             pipes.append(receiver)
         told = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-        each_tokenizes = seconds_to_tokenize(Path(folder, "text.jsonl"), Path(folder, "tokenizer"), 8192)
+        each_tokenizes = seconds_to_tokenize(
+            Path(folder, "text.jsonl"), Path(folder, "tokenizer"), 8192
+        )
     found = {key: round(max(one[key] for one in told), 6) for key in told[0]}
     return found | {"each_tokenizes_cpu_seconds": round(each_tokenizes, 6)}
 
@@ -661,7 +699,9 @@ def seconds_to_tokenize(text: Path, tokenizer: Path, tokens: int) -> float:
 def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count
+    )
     packing = Packing(8192, "concat")
     rows, out = (
         pack(ShardTokenBuffer(Path(folder, "s")), packing, None),
@@ -708,7 +748,9 @@ def retained(count: int) -> dict[str, Any]:
             (folder / f"step-{step}" / "manifest.json").write_bytes(whole.to_bytes())
         reads, read = [], retention.read
         retention.read = lambda path: (reads.append(1), read(path))[1]  # type: ignore[attr-defined]
-        seconds, _ = timed(lambda: retention.delete_old(folder, 10 * count, 2, 10, 0, "", retention.Removals()))
+        seconds, _ = timed(
+            lambda: retention.delete_old(folder, 10 * count, 2, 10, 0, "", retention.Removals())
+        )
         listed, _ = timed(lambda: retention.step_folders(folder))
         return {"seconds": seconds, "manifests_read": len(reads), "list_seconds": listed}
 
@@ -724,13 +766,17 @@ def commit(count: int) -> dict[str, Any]:
             (draft / name).write_bytes(b"12345678")
         tensor = StoredTensor("int64", (count,), (Grid((0,), (1,), 0, 0, (Axis(count, 0, 1),)),))
         files = tuple(TensorFile(name, 8, digest) for name in names)
-        whole = Manifest(1, count, "0", "benchmark", files, {"model.a": tensor}, {"state": {"step": 1}})
+        whole = Manifest(
+            1, count, "0", "benchmark", files, {"model.a": tensor}, {"state": {"step": 1}}
+        )
         seconds, final = timed(lambda: storage.publish(draft, whole, lambda: None))
         look_seconds, _ = timed(lambda: retention.is_complete(final))
         markers = Path(folder)
         for rank in range(count):
             async_save.write_marker(markers, rank, "t", files[rank])
-        wait_seconds, _ = timed(lambda: async_save.wait_for_markers(markers, range(count), "t", lambda: None))
+        wait_seconds, _ = timed(
+            lambda: async_save.wait_for_markers(markers, range(count), "t", lambda: None)
+        )
     return {"seconds": seconds, "is_whole_seconds": look_seconds, "markers_seconds": wait_seconds}
 
 
@@ -747,7 +793,9 @@ print(len(opened), len(sys.modules), own)
 def imports(module: str) -> dict[str, Any]:
     """Files that one process opens to import a module. Under torchrun and srun, every rank does so."""
     command = [sys.executable, "-P", "-c", OPENS, module]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    printed = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
     num_opens, num_modules, num_own_modules = map(int, printed.split())
     return {"opens": num_opens, "modules": num_modules, "own_modules": num_own_modules}
 
@@ -755,7 +803,9 @@ def imports(module: str) -> dict[str, Any]:
 def in_fresh_process(measure: Callable[[Any], dict[str, Any]], count: Any) -> dict[str, Any]:
     """Run a measurement in a separate process, to start with fresh memory."""
     receiver, sender = multiprocessing.Pipe(False)
-    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(measure(count)))
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: sender.send(measure(count))
+    )
     process.start()
     sender.close()
     found: dict[str, Any] = receiver.recv()
@@ -776,7 +826,11 @@ def main() -> None:
         (real_save, (768, 3072)), (host_reduce, (16, 32, 64)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
         (imports, ("torch", "torch.distributed.tensor", "torch._dynamo", "shardtrain.train.trainer")),
     ]  # fmt: skip
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    cpu = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     found: dict[str, Any] = {
         "processor": f"{cpu[0].partition(':')[2].strip()}, {os.cpu_count()} threads" if cpu else ""
     }
@@ -784,7 +838,9 @@ def main() -> None:
         if options.only not in (None, measure.__name__):
             continue
         for count in counts:
-            found.setdefault(measure.__name__, {})[str(count)] = told = in_fresh_process(measure, count)
+            found.setdefault(measure.__name__, {})[str(count)] = told = in_fresh_process(
+                measure, count
+            )
             print(measure.__name__, count, told, flush=True)
     if options.out:
         options.out.write_text(json.dumps(found, indent=2) + "\n")

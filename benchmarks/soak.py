@@ -24,7 +24,10 @@ def descendants(pid: int) -> list[int]:
     pids = [pid]
     for parent in pids:
         with contextlib.suppress(OSError):
-            pids += [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+            pids += [
+                int(child)
+                for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+            ]
     return pids
 
 
@@ -32,7 +35,11 @@ def sample(pid: int) -> dict[str, float]:
     total = {"mib": 0.0, "files": 0, "threads": 0, "cpu_seconds": 0.0}
     for one in descendants(pid):
         with contextlib.suppress(OSError, ValueError):
-            private = [line for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines() if "Private" in line]
+            private = [
+                line
+                for line in Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+                if "Private" in line
+            ]
             fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
             total["mib"] += sum(int(line.split()[1]) for line in private) / 1024
             total["files"] += len(os.listdir(f"/proc/{one}/fd"))
@@ -70,7 +77,9 @@ def soak(steps: int, nproc: int, folder: Path) -> list[dict[str, Any]]:
         str(nproc),
         *arguments,
     ]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
+    )
     samples: list[dict[str, Any]] = []
     try:
         while process.poll() is None:
@@ -94,11 +103,16 @@ def grown(samples: list[dict[str, Any]]) -> dict[str, float]:
         return float(sum(one[name] for one in of) / max(1, len(of)))
 
     def pace(of: list[dict[str, Any]]) -> float:
-        return float((of[-1]["cpu_seconds"] - of[0]["cpu_seconds"]) / (of[-1]["step"] - of[0]["step"]))
+        return float(
+            (of[-1]["cpu_seconds"] - of[0]["cpu_seconds"]) / (of[-1]["step"] - of[0]["step"])
+        )
 
     return {
         "steps": late[-1]["step"] - early[0]["step"],
-        **{name: round(mean(late, name) - mean(early, name), 2) for name in ("mib", "files", "threads")},
+        **{
+            name: round(mean(late, name) - mean(early, name), 2)
+            for name in ("mib", "files", "threads")
+        },
         "cpu_seconds_per_step_ratio": round(pace(late) / pace(early), 3),
     }
 

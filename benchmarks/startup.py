@@ -75,7 +75,9 @@ def _counting(name: str) -> Any:
 
     def method(self: Counted, *arguments: Any) -> Any:
         first = arguments[0]
-        Counted.asked += len(first) if isinstance(first, list | tuple) and name != "multi_set" else 1
+        Counted.asked += (
+            len(first) if isinstance(first, list | tuple) and name != "multi_set" else 1
+        )
         return forward(self, *arguments)
 
     return method
@@ -97,7 +99,9 @@ def loaded_for(size: int, folder: str) -> Any:
     return loaded
 
 
-def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sender: Any, release: Any) -> None:
+def rank_main(
+    rank: int, size: int, per_node: int, port: int, loaded: Any, sender: Any, release: Any
+) -> None:
     """Run one rank up to the point at which it would build its model."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node),
@@ -129,7 +133,9 @@ def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sende
 
 
 def serve(pipe: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=900))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=900)
+    )
     pipe.send(store.port)
     pipe.recv()
 
@@ -181,14 +187,20 @@ def fitted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             law(last["ranks"]) - law(first["ranks"])
         )
         start = last["requests_of_all_others"] - slope * law(last["ranks"])
-        errors = [abs(start + slope * law(row["ranks"]) - row["requests_of_all_others"]) for row in rows]
+        errors = [
+            abs(start + slope * law(row["ranks"]) - row["requests_of_all_others"]) for row in rows
+        ]
         asked = {str(n): round(start + slope * law(n)) for n in ASKED}
-        found.append({"law": name, "misses_by_at_most": round(max(errors)), "requests_of_all_others": asked})
+        found.append(
+            {"law": name, "misses_by_at_most": round(max(errors)), "requests_of_all_others": asked}
+        )
     return sorted(found, key=lambda one: one["misses_by_at_most"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--out", type=Path)

@@ -112,7 +112,9 @@ def main() -> None:
         private_network.create_network_namespace() as network,
     ):
         if not network:
-            raise SystemExit("this system does not allow network namespaces, so the rendezvous would not be private")
+            raise SystemExit(
+                "this system does not allow network namespaces, so the rendezvous would not be private"
+            )
         places: dict[str, tuple[Path | int, dict[str, str]]] = {
             "private": (Path(folder), network),
             "plain": (free_port(), {}),
@@ -121,7 +123,9 @@ def main() -> None:
             pairs[name] = []
             for rank in range(RANKS):
                 here, there = context.Pipe()
-                context.Process(target=rank_main, args=(rank, meeting, names, there), daemon=True).start()
+                context.Process(
+                    target=rank_main, args=(rank, meeting, names, there), daemon=True
+                ).start()
                 pairs[name].append(here)
         seconds: dict[str, list[float]] = {name: [] for name in pairs}
         for number in range(options.rounds + 1):
@@ -135,7 +139,9 @@ def main() -> None:
             one.send(False)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = median["private"] / median["plain"]
-    print(f"plain {median['plain'] * 1e3:.2f} ms  private {median['private'] * 1e3:.2f} ms a step  ratio {ratio:.3f}")
+    print(
+        f"plain {median['plain'] * 1e3:.2f} ms  private {median['private'] * 1e3:.2f} ms a step  ratio {ratio:.3f}"
+    )
     if options.out:
         facts = {
             "torch": torch.__version__,

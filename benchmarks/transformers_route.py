@@ -82,7 +82,9 @@ def model_of(name: str, route: str, folder: Path) -> dict[str, Any]:
         family, flavor, sizes = NATIVE[name]
         return {"name": family, "flavor": flavor, "overrides": {**COMMON, **sizes}}
     class_name, sizes = HF[name]
-    config = getattr(transformers, class_name).config_class(**HF_COMMON, **sizes, architectures=[class_name])
+    config = getattr(transformers, class_name).config_class(
+        **HF_COMMON, **sizes, architectures=[class_name]
+    )
     path = folder / name
     config.save_pretrained(path)
     return {"name": "transformers", "flavor": "folder", "overrides": {"path": str(path)}}
@@ -109,7 +111,9 @@ def make_config(name: str, route: str, dtype: str, folder: Path) -> Config:
     )
 
 
-def measure(dtype: str, rounds: int, here: process_group.World, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    dtype: str, rounds: int, here: process_group.World, folder: Path
+) -> list[dict[str, Any]]:
     """Return one row per model: CPU seconds of each step, tokens per CPU-second and their ratio."""
     runs = {}
     for name in NATIVE:
@@ -126,7 +130,9 @@ def measure(dtype: str, rounds: int, here: process_group.World, folder: Path) ->
                 seconds[key].append(time.process_time() - start)
     rows = []
     for name in NATIVE:
-        speeds = {route: ROWS * TOKENS / statistics.median(seconds[name, route]) for route in ROUTES}
+        speeds = {
+            route: ROWS * TOKENS / statistics.median(seconds[name, route]) for route in ROUTES
+        }
         pairs = zip(seconds[name, "native"], seconds[name, "transformers"], strict=True)
         row = {
             "model": name,
@@ -135,7 +141,8 @@ def measure(dtype: str, rounds: int, here: process_group.World, folder: Path) ->
             "ratio": speeds["transformers"] / speeds["native"],
             "ratios": [native / theirs for native, theirs in pairs],
             "num_params": {
-                route: sum(p.numel() for p in runs[name, route].runner.parameters().values()) for route in ROUTES
+                route: sum(p.numel() for p in runs[name, route].runner.parameters().values())
+                for route in ROUTES
             },
         }
         print(f"{name:10s} {dtype:9s} {row['ratio']:.2f} {speeds}", flush=True)
@@ -155,7 +162,9 @@ def main() -> None:
     """Print the ratios and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/transformers_route_cpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks/results/transformers_route_cpu.json"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

@@ -15,15 +15,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100_000)
     steps = parser.parse_args().steps
-    fields = ", ".join(f'"goodput_{name}_seconds": 12.5' for name in ("productive", "checkpoint", "data", "start"))
+    fields = ", ".join(
+        f'"goodput_{name}_seconds": 12.5' for name in ("productive", "checkpoint", "data", "start")
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "metrics.jsonl")
-        line = '{{"step": {}, "loss": 2.3, "grad_norm": 1.1, "tps": 10000.0, "memory_gib": 9.5, ' + fields + "}}\n"
+        line = (
+            '{{"step": {}, "loss": 2.3, "grad_norm": 1.1, "tps": 10000.0, "memory_gib": 9.5, '
+            + fields
+            + "}}\n"
+        )
         with path.open("w") as file:
             file.writelines(line.format(step) for step in range(1, steps + 1))
         followed, begun = FollowedRun(Path(folder)), time.process_time()
         followed.look()
-        print(f"{steps} steps, {path.stat().st_size >> 20} MiB: first look {time.process_time() - begun:.3f} CPU s")
+        print(
+            f"{steps} steps, {path.stat().st_size >> 20} MiB: first look {time.process_time() - begun:.3f} CPU s"
+        )
         begun = time.process_time()
         for step in range(steps + 1, steps + 101):
             with path.open("a") as file:

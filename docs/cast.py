@@ -159,7 +159,10 @@ def draw(title: str, columns: int, events: list[Event], keep: str = ":") -> str:
             chosen.append(([(char, DIM) for char in "   ..."], rows[place][1]))
         chosen.append(rows[place])
     rows = chosen
-    rows = [([(char, COLORS[32] if at == 0 else TEXT) for at, char in enumerate("$ " + title)], 0.0), *rows]
+    rows = [
+        ([(char, COLORS[32] if at == 0 else TEXT) for at, char in enumerate("$ " + title)], 0.0),
+        *rows,
+    ]
     width, height = columns * CHAR_WIDTH + 2 * EDGE, len(rows) * LINE_HEIGHT + 2 * EDGE
     whole = max(at for _, at in rows) or 1.0
     parts = [
@@ -200,13 +203,17 @@ def _places(part: str, count: int) -> range:
 
 def main() -> None:
     """Record or replay, and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, help="SVG file to write")
     parser.add_argument("--columns", type=int, default=96, help="width of the terminal (96)")
     parser.add_argument("--title", help="shown as the command; the command itself unless given")
     parser.add_argument("--record", type=Path, help="also write the recording here")
     parser.add_argument("--replay", type=Path, help="draw this recording, and run nothing")
-    parser.add_argument("--keep", default=":", help='slices of the rows that are drawn: "0:4 -20:" (all)')
+    parser.add_argument(
+        "--keep", default=":", help='slices of the rows that are drawn: "0:4 -20:" (all)'
+    )
     parser.add_argument("command", nargs="*")
     asked = parser.parse_args()
     if asked.replay:

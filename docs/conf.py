@@ -38,7 +38,9 @@ html_css_files = ["site.css"]
 # Set DOCS_REPOSITORY to the address of the repository for a link "edit this page" on each page.
 repository = os.environ.get("DOCS_REPOSITORY", "")
 html_theme_options = (
-    {"source_repository": repository, "source_branch": "main", "source_directory": ""} if repository else {}
+    {"source_repository": repository, "source_branch": "main", "source_directory": ""}
+    if repository
+    else {}
 )
 copybutton_prompt_text = "$ "
 myst_heading_anchors = 4
@@ -54,9 +56,8 @@ def setup(app: Any) -> None:
 
     def lead(app: Any, error: Exception | None) -> None:
         if error is None and app.builder.name == "html":
-            page = (
-                '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>shardtrain</title>\n'
-            )
+            refresh = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+            page = f"<!doctype html>{refresh}<title>shardtrain</title>\n"
             (Path(app.outdir) / "index.html").write_text(page)
 
     app.connect("build-finished", lead)

@@ -29,7 +29,13 @@ def mesh() -> str:
     for pp in range(2):
         left = 96 + pp * 340
         canvas.box(left - 16, 44, 244, 252)
-        canvas.text(left + 106, 30, f"node {pp + 1}: pp {pp}, layers {16 * pp} to {16 * pp + 15}", "head", "middle")
+        canvas.text(
+            left + 106,
+            30,
+            f"node {pp + 1}: pp {pp}, layers {16 * pp} to {16 * pp + 15}",
+            "head",
+            "middle",
+        )
         for tp in range(2):
             canvas.text(left + 54 + tp * 104, 66, f"tp {tp}", "dim", "middle")
         for shard in range(4):
@@ -65,7 +71,11 @@ SPLITS = (
 def axes() -> str:
     """Draw which parts of four layers and of four sequences two ranks along each axis hold and read."""
     canvas = Canvas(720, 84 + 66 * len(SPLITS), "What each axis divides between two ranks")
-    for x, words in ((128, "weights of four layers"), (370, "a step's sequences"), (552, "exchanged")):
+    for x, words in (
+        (128, "weights of four layers"),
+        (370, "a step's sequences"),
+        (552, "exchanged"),
+    ):
         canvas.text(x, 26, words, "head")
     for rank in range(2):
         canvas.text(128 + rank * 122, 48, f"rank {rank}", "dim small")
@@ -82,12 +92,17 @@ def axes() -> str:
             for row in range(4):
                 _row(canvas, 372 + rank * 90, y + 2 + row * 13, reads, rank, row, kind)
     canvas.text(
-        14, 76 + 66 * len(SPLITS), "Filled: held or read by this rank. Empty: held or read by the other rank.", "dim"
+        14,
+        76 + 66 * len(SPLITS),
+        "Filled: held or read by this rank. Empty: held or read by the other rank.",
+        "dim",
     )
     return canvas.svg()
 
 
-def _layer(canvas: Canvas, x: float, y: float, weights: str, rank: int, layer: int, kind: str) -> None:
+def _layer(
+    canvas: Canvas, x: float, y: float, weights: str, rank: int, layer: int, kind: str
+) -> None:
     size = 24
     held = {
         "all": (0, 0, size, size),
@@ -109,7 +124,9 @@ def _row(canvas: Canvas, x: float, y: float, reads: str, rank: int, row: int, ki
     canvas.box(x, y, width, height, "none")
     if reads == "all" or (reads == "rows" and row // 2 == rank):
         canvas.box(x, y, width, height, kind)
-    elif reads == "tokens" and rank == 0:  # a piece from each end: then causal attention costs both ranks the same
+    elif (
+        reads == "tokens" and rank == 0
+    ):  # a piece from each end: then causal attention costs both ranks the same
         canvas.box(x, y, width / 4, height, kind)
         canvas.box(x + 3 * width / 4, y, width / 4, height, kind)
     elif reads == "tokens":
@@ -120,7 +137,9 @@ LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Slots of an action. A backward pass takes about two forward passes, and each of its halves one."""
 
 
-def times(name: str, degree: int, per_rank: int, count: int) -> tuple[list[tuple[int, int, schedule.Action]], int]:
+def times(
+    name: str, degree: int, per_rank: int, count: int
+) -> tuple[list[tuple[int, int, schedule.Action]], int]:
     """Each action of a schedule as (rank, slot in which it begins, action), as early as its inputs allow; the end."""
     orders = schedule.orders(name, degree, degree * per_rank, count)
     last = degree * per_rank - 1
@@ -137,12 +156,16 @@ def times(name: str, degree: int, per_rank: int, count: int) -> tuple[list[tuple
                     needs = [("F", action.stage - 1, action.microbatch)]
                 elif action.kind in "BI":
                     above = ("back", action.stage + 1, action.microbatch)
-                    needs = [above if action.stage < last else ("F", action.stage, action.microbatch)]
+                    needs = [
+                        above if action.stage < last else ("F", action.stage, action.microbatch)
+                    ]
                 if any(need not in done for need in needs):
                     break
                 begin = max([clock[rank], *(done[need] for need in needs)])
                 clock[rank] = begin + LENGTHS[action.kind]
-                done["back" if action.kind in "BI" else action.kind, action.stage, action.microbatch] = clock[rank]
+                done[
+                    "back" if action.kind in "BI" else action.kind, action.stage, action.microbatch
+                ] = clock[rank]
                 placed.append((rank, begin, action))
                 place[rank] += 1
                 moved = True
@@ -157,7 +180,11 @@ SCHEDULES = (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble"
 def pipelines() -> str:
     """Four schedules of a step, as PyTorch orders them."""
     degree, count, scale, height = 4, 8, 15, 20
-    canvas = Canvas(720, 66 + len(SCHEDULES) * (degree * height + 44), "A step of 4 pipeline ranks and 8 micro-batches")
+    canvas = Canvas(
+        720,
+        66 + len(SCHEDULES) * (degree * height + 44),
+        "A step of 4 pipeline ranks and 8 micro-batches",
+    )
     canvas.text(14, 26, canvas.title, "head")
     for number, (name, per_rank) in enumerate(SCHEDULES):
         top = 72 + number * (degree * height + 44)
@@ -295,12 +322,16 @@ def resharding() -> str:
     for shard in range(2):
         middle = 50 + shard * 104 + 49
         for piece in range(2):
-            canvas.arrow(436, 50 + (2 * shard + piece) * 52 + 23, 504, middle + (4 if piece else -4))
+            canvas.arrow(
+                436, 50 + (2 * shard + piece) * 52 + 23, 504, middle + (4 if piece else -4)
+            )
         for tp in range(2):
             x = 510 + tp * 94
             canvas.box(x, 50 + shard * 104, 88, 98, KINDS[2 * shard])
             canvas.text(x + 44, middle - 4, f"rank {2 * shard + tp}", "", "middle")
-            canvas.text(x + 44, middle + 16, "left half" if tp == 0 else "right half", "small", "middle")
+            canvas.text(
+                x + 44, middle + 16, "left half" if tp == 0 else "right half", "small", "middle"
+            )
     canvas.text(360, 282, "Each rank reads only the pieces that overlap its part.", "dim", "middle")
     return canvas.svg()
 
@@ -326,12 +357,19 @@ PARTS = (
 def step_memory() -> str:
     """Draw the memory of a rank at each moment of a step, as ``plan`` counts it."""
     ranks = 8
-    options = ["--training.global_batch_size", str(ranks), "--activation_checkpoint.mode", "selective"]
+    options = [
+        "--training.global_batch_size",
+        str(ranks),
+        "--activation_checkpoint.mode",
+        "selective",
+    ]
     settings = config.load("llama3_8b", options).config
     model = shapes.read(settings)
     job = job_sizes.of_config(settings, ranks, len(model.layers), 1, model.has_experts)
     rank = rank_memory.of_rank(model, job, 0, None, "cuda")
-    moments = {moment.name: moment for moment in stage_memory.stage_bytes(model, job, 0, "cuda").moments}
+    moments = {
+        moment.name: moment for moment in stage_memory.stage_bytes(model, job, 0, "cuda").moments
+    }
     states = [rank.parameters, rank.optimizer]
     rows = [("before the step", [*states, 0, 0, 0])]
     for moment, name in STEP:
@@ -340,7 +378,11 @@ def step_memory() -> str:
     rows.append(("update", [*states, rank.gradients, 0, 0]))
     largest = max(sum(sizes) for _, sizes in rows)
 
-    canvas = Canvas(720, 144 + 34 * len(rows), f"Llama 3 8B on {ranks} GPUs: memory of a GPU in a step, as planned")
+    canvas = Canvas(
+        720,
+        144 + 34 * len(rows),
+        f"Llama 3 8B on {ranks} GPUs: memory of a GPU in a step, as planned",
+    )
     canvas.text(16, 26, canvas.title, "head")
     left, width = 216, 390
     for number, (name, sizes) in enumerate(rows):
@@ -362,10 +404,16 @@ def step_memory() -> str:
         canvas.text(x + 18, foot + 11, part, "small")
         x += 46 + 6.4 * len(part)
     canvas.text(
-        16, foot + 38, "The forward pass adds activations; the backward pass frees them and leaves gradients.", "dim"
+        16,
+        foot + 38,
+        "The forward pass adds activations; the backward pass frees them and leaves gradients.",
+        "dim",
     )
     canvas.text(
-        16, foot + 58, "FSDP gathers the weights of one layer at a time, and of two in the backward pass.", "dim"
+        16,
+        foot + 58,
+        "FSDP gathers the weights of one layer at a time, and of two in the backward pass.",
+        "dim",
     )
     return canvas.svg()
 

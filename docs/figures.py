@@ -70,9 +70,14 @@ GPU_CASES = {
 
 def gpu_table() -> str:
     """Return a table of cases on one GPU: tokens per second, utilization and memory."""
-    lines = ["| Model, sequences of 4,096 tokens | tokens/s | MFU | Peak memory, GiB |", "|---|---:|---:|---:|"]
+    lines = [
+        "| Model, sequences of 4,096 tokens | tokens/s | MFU | Peak memory, GiB |",
+        "|---|---:|---:|---:|",
+    ]
     for case, title in GPU_CASES.items():
-        lines.append(f"| {title} | {gpu_tokens(case)} | {gpu_mfu(case)} % | {_gpu(case)['peak_memory_gib']:.1f} |")
+        lines.append(
+            f"| {title} | {gpu_tokens(case)} | {gpu_mfu(case)} % | {_gpu(case)['peak_memory_gib']:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -81,7 +86,11 @@ def gpu_table() -> str:
 
 def _tokens_by_round(dtype: str, peer: str) -> dict[int, float]:
     rows = [row for row in read("peers_cpu")["rows"] if row["exit"] == 0]
-    return {row["round"]: row["tokens_per_cpu_second"] for row in rows if (row["dtype"], row["peer"]) == (dtype, peer)}
+    return {
+        row["round"]: row["tokens_per_cpu_second"]
+        for row in rows
+        if (row["dtype"], row["peer"]) == (dtype, peer)
+    }
 
 
 def _ratios(dtype: str, peer: str, base: str) -> list[float]:
@@ -96,7 +105,9 @@ def peer_ratio(dtype: str, peer: str, base: str) -> str:
 
 
 def _peak_mib(dtype: str, peer: str) -> float:
-    rows = [row for row in read("peers_cpu")["rows"] if (row["dtype"], row["peer"]) == (dtype, peer)]
+    rows = [
+        row for row in read("peers_cpu")["rows"] if (row["dtype"], row["peer"]) == (dtype, peer)
+    ]
     return statistics.median(max(row["peak_mib"]) for row in rows)
 
 
@@ -113,9 +124,18 @@ PEERS = {
     "plain FSDP2, 2 ranks": ("plain FSDP2, 2 ranks", "plain FSDP2, 2 ranks"),
     "plain FSDP2, compiled, 2 ranks": ("plain FSDP2, compiled, 2 ranks", "plain FSDP2, 2 ranks"),
     "ours, FSDP, 2 ranks": ("shardtrain, FSDP, 2 ranks", "plain FSDP2, 2 ranks"),
-    "ours, FSDP, compiled, 2 ranks": ("shardtrain, FSDP, compiled, 2 ranks", "plain FSDP2, 2 ranks"),
-    "ours, tensor parallel, 2 ranks": ("shardtrain, tensor parallel, 2 ranks", "plain FSDP2, 2 ranks"),
-    "ours, context parallel, 2 ranks": ("shardtrain, context parallel, 2 ranks", "plain FSDP2, 2 ranks"),
+    "ours, FSDP, compiled, 2 ranks": (
+        "shardtrain, FSDP, compiled, 2 ranks",
+        "plain FSDP2, 2 ranks",
+    ),
+    "ours, tensor parallel, 2 ranks": (
+        "shardtrain, tensor parallel, 2 ranks",
+        "plain FSDP2, 2 ranks",
+    ),
+    "ours, context parallel, 2 ranks": (
+        "shardtrain, context parallel, 2 ranks",
+        "plain FSDP2, 2 ranks",
+    ),
 }
 
 
@@ -130,7 +150,9 @@ def peers_table() -> str:
         for dtype in ("float32", "bfloat16"):
             ratios = _ratios(dtype, peer, base)
             middle = statistics.median(ratios)
-            spread = "1" if peer == base else f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            spread = (
+                "1" if peer == base else f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
             cells += [f"{statistics.median(_tokens_by_round(dtype, peer).values()):,.0f}", spread]
         cells.append(str(len(_tokens_by_round("float32", peer))))
         lines.append(f"| {' | '.join(cells)} |")
@@ -147,7 +169,9 @@ def transfer_seconds(direction: str) -> str:
 
 def save_table() -> str:
     """Return a table of the plans of saves: CPU seconds, memory, message and manifest by model and mesh."""
-    lines = ["| Model and mesh | Ranks | Plan, CPU s | Plan, MiB | Sent by a rank, bytes | Manifest, MB |"]
+    lines = [
+        "| Model and mesh | Ranks | Plan, CPU s | Plan, MiB | Sent by a rank, bytes | Manifest, MB |"
+    ]
     lines.append("|---|---:|---:|---:|---:|---:|")
     for name, row in read("scale_cpu")["saving"].items():
         plan = f"{row['plan_cpu_seconds']:.2f} | {row['plan_mib']:.0f}"
@@ -158,11 +182,15 @@ def save_table() -> str:
 
 def resume_table() -> str:
     """Return a table of resumes: CPU seconds, memory and files of a rank by the meshes that saved and that resume."""
-    lines = ["| Saved on, resumed on | CPU s of a rank | MiB | Pieces | Files | Bytes read for each needed |"]
+    lines = [
+        "| Saved on, resumed on | CPU s of a rank | MiB | Pieces | Files | Bytes read for each needed |"
+    ]
     lines.append("|---|---:|---:|---:|---:|---:|")
     for name, row in read("scale_cpu")["resuming"].items():
         cost = f"{row['cpu_seconds']:.1f} | {row['mib']:.0f}"
-        lines.append(f"| {name} | {cost} | {row['pieces']:,} | {row['files']:,} | {row['read_for_needed']:.1f} |")
+        lines.append(
+            f"| {name} | {cost} | {row['pieces']:,} | {row['files']:,} | {row['read_for_needed']:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -233,12 +261,20 @@ def architectures_percent() -> str:
 def routes_table() -> str:
     """Return a table of both routes: tokens per CPU-second, and the ratios of all rounds."""
     result = read("transformers_route_cpu")
-    lines = ["| Model | Precision | native, tokens/CPU-s | `transformers`, tokens/CPU-s | Ratio (rounds) |"]
+    lines = [
+        "| Model | Precision | native, tokens/CPU-s | `transformers`, tokens/CPU-s | Ratio (rounds) |"
+    ]
     lines.append("|---|---|---:|---:|---|")
     for row in result["rows"]:
         speeds = row["tokens_per_cpu_second"]
         spread = f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})"
-        cells = [row["model"], row["dtype"], f"{speeds['native']:,.0f}", f"{speeds['transformers']:,.0f}", spread]
+        cells = [
+            row["model"],
+            row["dtype"],
+            f"{speeds['native']:,.0f}",
+            f"{speeds['transformers']:,.0f}",
+            spread,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -254,7 +290,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "architectures.table": architectures_table,
     "architectures.reasons_table": architectures_reasons_table,
     "architectures.same": lambda: str(architectures_count("same")),
-    "architectures.cells": lambda: str(len(_architecture_cells()) - architectures_count("no experts")),
+    "architectures.cells": lambda: str(
+        len(_architecture_cells()) - architectures_count("no experts")
+    ),
     "architectures.percent": architectures_percent,
     "gpu.table": gpu_table,
     "gpu.8b.tokens": lambda: gpu_tokens("8B of five rows"),
@@ -264,8 +302,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "cpu.bfloat16_compiled": lambda: peer_ratio("bfloat16", "ours, compiled", "plain"),
     "cpu.float32": lambda: peer_ratio("float32", "ours", "plain"),
     "cpu.float32_compiled": lambda: peer_ratio("float32", "ours, compiled", "plain"),
-    "cpu.fsdp_bfloat16": lambda: peer_ratio("bfloat16", "ours, FSDP, 2 ranks", "plain FSDP2, 2 ranks"),
-    "cpu.fsdp_float32": lambda: peer_ratio("float32", "ours, FSDP, 2 ranks", "plain FSDP2, 2 ranks"),
+    "cpu.fsdp_bfloat16": lambda: peer_ratio(
+        "bfloat16", "ours, FSDP, 2 ranks", "plain FSDP2, 2 ranks"
+    ),
+    "cpu.fsdp_float32": lambda: peer_ratio(
+        "float32", "ours, FSDP, 2 ranks", "plain FSDP2, 2 ranks"
+    ),
     "cpu.memory": lambda: peer_memory("bfloat16", "ours", "plain"),
     "cpu.peers_table": peers_table,
     "hub.import_seconds": lambda: transfer_seconds("import"),
@@ -287,7 +329,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "object_store.run": lambda: str(sum(read("object_store_cpu")["run"]["requests"].values())),
     "scale.save_table": save_table,
     "scale.resume_table": resume_table,
-    "scale.save_plan_seconds": lambda: f"{read('scale_cpu')['saving']['405B fsdp 2048 tp 8']['plan_cpu_seconds']:.0f}",
+    "scale.save_plan_seconds": lambda: (
+        f"{read('scale_cpu')['saving']['405B fsdp 2048 tp 8']['plan_cpu_seconds']:.0f}"
+    ),
 }
 
 
@@ -315,9 +359,13 @@ def filled(text: str) -> str:
 def main() -> int:
     """Write all pages, or list those that differ from the result files; return 1 if ``--check`` finds one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="list pages whose figures differ, and write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="list pages whose figures differ, and write nothing"
+    )
     options = parser.parse_args()
-    stale = [page for page in pages() if page.exists() and filled(page.read_text()) != page.read_text()]
+    stale = [
+        page for page in pages() if page.exists() and filled(page.read_text()) != page.read_text()
+    ]
     for page in stale:
         print(page.relative_to(ROOT))
         if not options.check:

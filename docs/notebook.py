@@ -40,7 +40,10 @@ def executed(path: Path, seconds: int = 600) -> Any:
 def printed(notebook: Any) -> dict[str, str]:
     """What each cell of code has printed, by the cell's id."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return {cell.id: "".join(one.text for one in cell.outputs if one.output_type == "stream") for cell in cells}
+    return {
+        cell.id: "".join(one.text for one in cell.outputs if one.output_type == "stream")
+        for cell in cells
+    }
 
 
 def main() -> None:

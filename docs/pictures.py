@@ -33,7 +33,10 @@ def take(page: Path, folder: Path) -> list[Path]:
         common = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
                   "--hide-scrollbars", "--virtual-time-budget=2000"]  # fmt: skip
         asked = [
-            *((name, [f"--window-size={width},{height}"]) for name, (width, height) in SIZES.items()),
+            *(
+                (name, [f"--window-size={width},{height}"])
+                for name, (width, height) in SIZES.items()
+            ),
             ("report_print.pdf", ["--no-pdf-header-footer"]),
         ]
         for name, options in asked:

@@ -17,7 +17,11 @@ from svg import Canvas
 
 FOLDER = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
-NAMES = {"ours": "shardtrain", "plain": "plain loop", "ours, FSDP, 2 ranks": "shardtrain, FSDP, 2 ranks"}
+NAMES = {
+    "ours": "shardtrain",
+    "plain": "plain loop",
+    "ours, FSDP, 2 ranks": "shardtrain, FSDP, 2 ranks",
+}
 
 
 def read(name: str) -> Any:
@@ -25,7 +29,9 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def bars(canvas: Canvas, top: float, rows: list[tuple[str, float, str, str]], left: float = 280) -> None:
+def bars(
+    canvas: Canvas, top: float, rows: list[tuple[str, float, str, str]], left: float = 280
+) -> None:
     """A bar for each (name, value, what is written at its end, kind), the longest as long as there is room."""
     scale = (canvas.width - left - 120) / max(value for _, value, _, _ in rows)
     for number, (name, value, words, kind) in enumerate(rows):
@@ -40,14 +46,24 @@ def peers() -> str:
     found: dict[str, list[float]] = {}
     for row in read("peers_cpu")["rows"]:
         if row["exit"] == 0 and row["dtype"] == "bfloat16":
-            found.setdefault(NAMES.get(row["peer"], row["peer"]), []).append(row["tokens_per_cpu_second"])
-    rows = sorted(((name, statistics.median(rates)) for name, rates in found.items()), key=lambda pair: -pair[1])
-    canvas = Canvas(720, 64 + 26 * len(rows), "Tokens per CPU-second, bfloat16: the median of its rounds")
+            found.setdefault(NAMES.get(row["peer"], row["peer"]), []).append(
+                row["tokens_per_cpu_second"]
+            )
+    rows = sorted(
+        ((name, statistics.median(rates)) for name, rates in found.items()),
+        key=lambda pair: -pair[1],
+    )
+    canvas = Canvas(
+        720, 64 + 26 * len(rows), "Tokens per CPU-second, bfloat16: the median of its rounds"
+    )
     canvas.text(16, 26, canvas.title, "head")
     bars(
         canvas,
         46,
-        [(name, rate, f"{rate:,.0f}", "a" if name.startswith("shardtrain") else "box") for name, rate in rows],
+        [
+            (name, rate, f"{rate:,.0f}", "a" if name.startswith("shardtrain") else "box")
+            for name, rate in rows
+        ],
     )
     return canvas.svg()
 
@@ -55,7 +71,9 @@ def peers() -> str:
 def generating() -> str:
     """Generated tokens per CPU-second beside transformers."""
     results = read("generate_cpu")["results"]
-    canvas = Canvas(720, 84 + 26 * len(results), "Generating: tokens per CPU-second, of those of transformers")
+    canvas = Canvas(
+        720, 84 + 26 * len(results), "Generating: tokens per CPU-second, of those of transformers"
+    )
     canvas.text(16, 26, canvas.title, "head")
     rows = []
     for row in results:
@@ -71,7 +89,11 @@ def generating() -> str:
 def memory() -> str:
     """Peak memory of a rank, measured and planned."""
     rows = read("memory_cpu")["rows"]
-    canvas = Canvas(720, 92 + 26 * len(rows), "Peak memory of a rank in a step, MiB: measured (blue), planned (orange)")
+    canvas = Canvas(
+        720,
+        92 + 26 * len(rows),
+        "Peak memory of a rank in a step, MiB: measured (blue), planned (orange)",
+    )
     canvas.text(16, 26, canvas.title, "head")
     left = 280
     scale = (canvas.width - left - 120) / max(row["measured_bytes"] for row in rows)
@@ -104,11 +126,18 @@ def stalls() -> str:
     for power in range(int(low), int(high) + 1):
         canvas.line(left, height(10.0**power), right, height(10.0**power), "grid")
         canvas.text(left - 8, height(10.0**power) + 4, f"{10.0**power:g}", "dim small", "end")
-    places = {size: left + 30 + number * (right - left - 60) / (len(sizes) - 1) for number, size in enumerate(sizes)}
+    places = {
+        size: left + 30 + number * (right - left - 60) / (len(sizes) - 1)
+        for number, size in enumerate(sizes)
+    }
     for size, x in places.items():
         canvas.text(x, foot + 20, size, "dim small", "middle")
     for number, (name, kind) in enumerate(kinds.items()):
-        points = [(x, height(sizes[size][name]["stall"])) for size, x in places.items() if name in sizes[size]]
+        points = [
+            (x, height(sizes[size][name]["stall"]))
+            for size, x in places.items()
+            if name in sizes[size]
+        ]
         for one, other in pairwise(points):
             canvas.line(*one, *other)
         for x, y in points:
@@ -124,7 +153,9 @@ def rounding() -> str:
     found = read("verify_cpu")
     rows = [row for row in found["rows"] if row["verdict"] == "same"]
     canvas = Canvas(
-        720, 104 + 22 * len(rows), "Largest difference of a gradient from one process, relative to its norm"
+        720,
+        104 + 22 * len(rows),
+        "Largest difference of a gradient from one process, relative to its norm",
     )
     canvas.text(16, 26, canvas.title, "head")
     left, right, low, high = 350, 690, -9.0, -4.0
@@ -135,7 +166,13 @@ def rounding() -> str:
 
     for power in range(int(low), int(high) + 1):
         canvas.line(place(10.0**power), 42, place(10.0**power), foot, "grid")
-        canvas.text(place(10.0**power), foot + 18, f"1e{power}" if power > low else "0", "dim small", "middle")
+        canvas.text(
+            place(10.0**power),
+            foot + 18,
+            f"1e{power}" if power > low else "0",
+            "dim small",
+            "middle",
+        )
     canvas.line(place(1e-5), 38, place(1e-5), foot + 4, "line", dashed=True)
     canvas.text(place(1e-5), foot + 38, "verify allows 1e-5", "dim small", "middle")
     for number, row in enumerate(rows):
@@ -146,7 +183,13 @@ def rounding() -> str:
     return canvas.svg()
 
 
-ALL = {"peers": peers, "generating": generating, "memory": memory, "stalls": stalls, "rounding": rounding}
+ALL = {
+    "peers": peers,
+    "generating": generating,
+    "memory": memory,
+    "stalls": stalls,
+    "rounding": rounding,
+}
 
 
 if __name__ == "__main__":

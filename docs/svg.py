@@ -39,7 +39,9 @@ class Canvas:
         self.width, self.height, self.title = width, height, title
         self._parts: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str = "box", title: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str = "box", title: str = ""
+    ) -> None:
         """A rectangle; its title shows under the pointer where the file itself is open."""
         told = f"<title>{escape(title)}</title>" if title else ""
         self._parts.append(
@@ -51,10 +53,14 @@ class Canvas:
         at = f'x="{x:.5g}" y="{y:.5g}" class="{kind}" text-anchor="{anchor}"'
         self._parts.append(f"<text {at}>{escape(words)}</text>")
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line", dashed: bool = False) -> None:
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, kind: str = "line", dashed: bool = False
+    ) -> None:
         """A straight line."""
         more = ' stroke-dasharray="4 3"' if dashed else ""
-        self._parts.append(f'<line class="{kind}" x1="{x1:.5g}" y1="{y1:.5g}" x2="{x2:.5g}" y2="{y2:.5g}"{more}/>')
+        self._parts.append(
+            f'<line class="{kind}" x1="{x1:.5g}" y1="{y1:.5g}" x2="{x2:.5g}" y2="{y2:.5g}"{more}/>'
+        )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """A line with a tip at its end."""
@@ -65,7 +71,9 @@ class Canvas:
     def circle(self, x: float, y: float, radius: float, kind: str, title: str = "") -> None:
         """A dot."""
         told = f"<title>{escape(title)}</title>" if title else ""
-        self._parts.append(f'<circle class="{kind}" cx="{x:.5g}" cy="{y:.5g}" r="{radius:.5g}">{told}</circle>')
+        self._parts.append(
+            f'<circle class="{kind}" cx="{x:.5g}" cy="{y:.5g}" r="{radius:.5g}">{told}</circle>'
+        )
 
     def svg(self) -> str:
         """The file."""
@@ -79,7 +87,10 @@ class Canvas:
         )
         ground = f'<rect class="ground" width="{self.width}" height="{self.height}" rx="6"/>'
         title = f"<title>{escape(self.title)}</title>"
-        return "\n".join([head, title, f"<style>{STYLE}</style>", tip, ground, *self._parts, "</svg>"]) + "\n"
+        return (
+            "\n".join([head, title, f"<style>{STYLE}</style>", tip, ground, *self._parts, "</svg>"])
+            + "\n"
+        )
 
 
 def write_all(drawings: Mapping[str, Callable[[], str]], folder: Path) -> None:

@@ -17,7 +17,11 @@ import sys as _sys
 if _sys.argv[:1] == ["-m"]:  # Python is looking for the module of `python -m`
     # The current directory is first in sys.path. Remove it before another import finds a json.py or torch.py in it.
     # It becomes the last entry if the package was found there, as in a clone that is not installed.
-    if not _sys.flags.safe_path and _os.path.isdir(_sys.path[0]) and _os.path.samefile(".", _sys.path[0]):
+    if (
+        not _sys.flags.safe_path
+        and _os.path.isdir(_sys.path[0])
+        and _os.path.samefile(".", _sys.path[0])
+    ):
         _current = _sys.path.pop(0)
         if _current == _os.path.dirname(__path__[0]):
             _sys.path.append(_current)
@@ -29,10 +33,30 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from shardtrain.api import StepResult, Trainer, evaluate, generate, load_config, load_model, plan, report, verify
+    from shardtrain.api import (
+        StepResult,
+        Trainer,
+        evaluate,
+        generate,
+        load_config,
+        load_model,
+        plan,
+        report,
+        verify,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
+__all__ = [
+    "StepResult",
+    "Trainer",
+    "evaluate",
+    "generate",
+    "load_config",
+    "load_model",
+    "plan",
+    "report",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> _Any:
@@ -46,7 +70,9 @@ def __getattr__(name: str) -> _Any:
         if error.name not in BEYOND_THE_CORE:
             raise
         fix = "install the complete package: pip install shardtrain"
-        raise ImportError(f"shardtrain.{name} needs {error.name}, which is not installed; {fix}") from None
+        raise ImportError(
+            f"shardtrain.{name} needs {error.name}, which is not installed; {fix}"
+        ) from None
     return getattr(api, name)
 
 

@@ -52,7 +52,17 @@ if TYPE_CHECKING:
     from shardtrain.distributed.process_group import World
     from shardtrain.train.run import Run
 
-__all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
+__all__ = [
+    "StepResult",
+    "Trainer",
+    "evaluate",
+    "generate",
+    "load_config",
+    "load_model",
+    "plan",
+    "report",
+    "verify",
+]
 
 
 @python_function
@@ -116,7 +126,9 @@ class Trainer:
     """
 
     @python_function
-    def __init__(self, config: Loaded | str | Path | None = None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, config: Loaded | str | Path | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         """Check the configuration on this machine. The model is built on first use.
 
         Raises:
@@ -128,7 +140,8 @@ class Trainer:
         self._environment = _EnvironmentChanges()
         self._stack.callback(self._environment.undo)
         self._stack.callback(_restore, (log.logger.level, log.logger.propagate), _switches())
-        self._stack.callback(setattr, sys, "excepthook", sys.excepthook)  # a process group puts its rank before traces
+        # a process group puts its rank before traces
+        self._stack.callback(setattr, sys, "excepthook", sys.excepthook)
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
         # as torchrun has set them; a notebook has none of both, and is the only rank
@@ -136,7 +149,9 @@ class Trainer:
         local_size = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
         try:
             with self._environment.noted():
-                preflight.require(self._loaded, preflight.this_machine(self._loaded, None, size, local_size))
+                preflight.require(
+                    self._loaded, preflight.this_machine(self._loaded, None, size, local_size)
+                )
         except BaseException:
             self.close()
             raise
@@ -176,7 +191,9 @@ class Trainer:
         # the ranks of these axes have other tokens or, in a pipeline, no loss; the sum over them is that of the step
         total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
         tokens = outcome.global_tokens
-        return StepResult(run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens)
+        return StepResult(
+            run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens
+        )
 
     def train(self) -> TrainState:
         """Train to the end with metrics, validation and checkpoints, then close. Return the final counters.
@@ -218,22 +235,31 @@ class Trainer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
     def _opened(self) -> tuple[World, Run, Checkpoints]:
         if self._closed:
-            raise ShardtrainError("this Trainer is closed; make another one, which continues from the last checkpoint")
+            raise ShardtrainError(
+                "this Trainer is closed; make another one, which continues from the last checkpoint"
+            )
         if self._open is None:
             # The constructor only checks the configuration. The first use joins the process group and builds the model.
             resilience = Resilience()
             try:
                 with self._environment.noted():
-                    local.prepare(Path(self.config.job.dump_folder), not local.has_live_run(self._loaded))
+                    local.prepare(
+                        Path(self.config.job.dump_folder), not local.has_live_run(self._loaded)
+                    )
                     world = self._stack.enter_context(trainer.joined(self._loaded, resilience))
                     self._loaded = compatibility.keep_batch_size(self._loaded, world)
-                    run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, world, resilience))
+                    run, checkpoints = self._stack.enter_context(
+                        trainer.opened(self._loaded, world, resilience)
+                    )
             except BaseException:
                 self.close()
                 raise
@@ -284,7 +310,9 @@ def load_model(
         )
     config_file = None if config is None else Path(config)
     wanted = None if step is None else step_name(step)
-    return open_model(Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted, needs_text=False)
+    return open_model(
+        Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted, needs_text=False
+    )
 
 
 @python_function
@@ -300,7 +328,9 @@ def generate(model: OpenedModel, prompts: str | Sequence[str], text: TextOptions
         return []
     check(text)
     rows = [
-        read_row(json.dumps({"prompt": prompt}).encode(), f"prompts[{number}]", "prompt", "prediction")
+        read_row(
+            json.dumps({"prompt": prompt}).encode(), f"prompts[{number}]", "prompt", "prediction"
+        )
         for number, prompt in enumerate(texts)
     ]
     return Answers(text, model, is_first=False).of(rows, "prompt")
@@ -384,7 +414,9 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
         )
     for folder in folders:
         # Trainer.step() writes no metrics
-        if (Path(folder) / RESOLVED_CONFIG).is_file() and not (Path(folder) / "metrics.jsonl").is_file():
+        if (Path(folder) / RESOLVED_CONFIG).is_file() and not (
+            Path(folder) / "metrics.jsonl"
+        ).is_file():
             raise ConfigError(
                 Problem(
                     "runs",
@@ -473,10 +505,17 @@ def verify(
     # Status 4 means that a mesh differs. The table is complete then too.
     if done.returncode not in (0, 4):
         # of "error[2]: text" the text; other lines are progress
-        lines = [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("error[")]
+        lines = [
+            line.partition(": ")[2]
+            for line in done.stderr.splitlines()
+            if line.startswith("error[")
+        ]
         raise ConfigError("\n".join(lines) or done.stderr.strip())
     rows = json.loads(done.stdout)["rows"]
-    return [MeshResult(**{k: v for k, v in row.items() if k in MeshResult.__annotations__}) for row in rows]
+    return [
+        MeshResult(**{k: v for k, v in row.items() if k in MeshResult.__annotations__})
+        for row in rows
+    ]
 
 
 def _arguments(options: Mapping[str, Any] | None) -> list[str]:
@@ -500,7 +539,12 @@ def _text(value: Any) -> str:
 def _switches() -> tuple[bool, bool, bool, bool]:
     cudnn = torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return deterministic, torch.is_deterministic_algorithms_warn_only_enabled(), cudnn.deterministic, cudnn.benchmark
+    return (
+        deterministic,
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
 
 
 class _EnvironmentChanges:

@@ -84,7 +84,10 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         if error.name not in ("torch", "numpy"):
             raise
         return _print_errors(
-            2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"]
+            2,
+            [
+                f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"
+            ],
         )
     except OSError as error:
         return _print_system_error(error)
@@ -105,15 +108,21 @@ def _print_system_error(error: OSError) -> int:
         return _print_errors(refused.exit_code, [str(refused)])
     if error.errno == errno.ENAMETOOLONG:
         # pathlib's exists() and is_file() raise this instead of returning False
-        return _print_errors(2, [str(storage_errors.cannot("use", error.filename or "a path", error))])
+        return _print_errors(
+            2, [str(storage_errors.cannot("use", error.filename or "a path", error))]
+        )
     try:
         os.getcwd()
     except FileNotFoundError:
-        return _print_errors(2, ["the working folder of this process was deleted; cd into one that is there"])
+        return _print_errors(
+            2, ["the working folder of this process was deleted; cd into one that is there"]
+        )
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        return _print_errors(8, ["no folder for temporary files can be written; set TMPDIR to one that can"])
+        return _print_errors(
+            8, ["no folder for temporary files can be written; set TMPDIR to one that can"]
+        )
     try:
         # verbs that start no ranks, such as plan, notice this when they import PyTorch's compiler
         library_environment.require_compiler_cache(os.environ)
@@ -157,7 +166,9 @@ def _print_errors(code: int, problems: Sequence[str]) -> int:
     return code
 
 
-def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tuple[Loaded, CommandLine]:
+def _open(
+    arguments: CommandLine, verb: str, keep_problems: bool = False
+) -> tuple[Loaded, CommandLine]:
     """Load the configuration of a verb. Return it with the command line, completed by a file of another system.
 
     Such a file may also set the number of nodes and processes. ``verb`` is "train", "test" or "config". With
@@ -167,12 +178,16 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     from shardtrain.config import presets
 
     arguments = with_variable(arguments, os.environ)
-    if arguments.path is None and any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides):
+    if arguments.path is None and any(
+        word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides
+    ):
         return _load_flags(arguments), arguments
     # a file of this package, or a preset
     if not (arguments.path and arguments.path.lower().endswith(FOREIGN_CONFIGS)):
         preset = None if verb == "test" else presets.FIRST
-        loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
+        loaded = config.load(
+            arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems
+        )
         return loaded, arguments
     from shardtrain.launch import environment
 
@@ -259,7 +274,9 @@ def _train(words: list[str]) -> int:
         def require(world_size: int | None, local_ranks: int) -> None:
             with local.refusals_in_exit_json(loaded):
                 limits.require(local_ranks, is_node=True)
-                preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
+                preflight.require(
+                    loaded, preflight.this_machine(loaded, None, world_size, local_ranks)
+                )
 
         with local.lost_peers_in_exit_json(loaded):
             code = agent.train(loaded, arguments, several, require)
@@ -283,7 +300,11 @@ def _train_rank(loaded: Loaded) -> NoReturn:
         # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
         with local.refusals_in_exit_json(loaded, of_configuration=True):
             limits.require(local_ranks)
-            preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
+            preflight.require(
+                loaded,
+                preflight.this_machine(loaded, None, world_size, local_ranks),
+                looks_at_files,
+            )
     except ShardtrainError as error:
         local.leave_refused(error, loaded)  # to the agent of this node, if there is one
         raise
@@ -309,7 +330,9 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
 
     # before torch is imported, which reads them then
-    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
+    environment.set_process_defaults(
+        os.environ, choice.count, environment.usable_cores(), alone=True
+    )
 
     # Run all checks. If ranks are forked, use a child process, because the checks start threads and a process
     # with threads cannot fork safely.
@@ -321,7 +344,11 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
             elif lost := preflight.require_in_child(loaded, machine, watch):
                 return lost
         ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
-        print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+        print(
+            f"shardtrain {__version__}: training with {ranks} ({choice.reason})",
+            file=sys.stderr,
+            flush=True,
+        )
         return None
 
     # one rank in this process, forks of it, or fresh processes that run this command line again
@@ -329,7 +356,9 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         if config.problems_of(loaded, choice.count, machine.device, accelerators):
             check(None)  # raises the problems, without importing torch
         # _trainer() imports torch here, before the first fork, so that no child imports it again
-        code = local.launch(loaded, choice.count, _trainer(), (), restarts, check, ends_process=True)
+        code = local.launch(
+            loaded, choice.count, _trainer(), (), restarts, check, ends_process=True
+        )
     elif choice.count == 1 and not restarts:
         check(None)
         with local.refusals_in_exit_json(loaded):
@@ -360,12 +389,15 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
         from shardtrain.tools.plan import after_run
 
         is_cpu = machine.device == "cpu"
-        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)  # CPU ranks share it
+        # CPU ranks share it
+        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)
         return after_run.after_out_of_memory(loaded.config, world_size, is_cpu, per_rank)
     if code == 0 and machine.device not in ("cpu", None):
         from shardtrain.tools.plan import after_run
 
-        return after_run.beside_measured(Path(loaded.config.job.dump_folder), world_size, machine.name)
+        return after_run.beside_measured(
+            Path(loaded.config.job.dump_folder), world_size, machine.name
+        )
     return []
 
 
@@ -373,7 +405,12 @@ def _show_sample(loaded: Loaded) -> None:
     """Generate text from ``metrics.sample_prompt`` with the saved weights. Ignore failures."""
     config = loaded.config
     prompt = config.metrics.sample_prompt
-    if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
+    if (
+        not prompt
+        or config.metrics.sample_freq == 0
+        or not config.checkpoint.enable
+        or config.checkpoint.load_only
+    ):
         return
     if not _has_tools():
         return
@@ -381,7 +418,15 @@ def _show_sample(loaded: Loaded) -> None:
     from shardtrain.tools.generate import generate_command
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
-    words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
+    words = [
+        "--from",
+        config.job.dump_folder,
+        *_own_code(config),
+        "--prompt",
+        prompt,
+        "--max_new_tokens",
+        "160",
+    ]
     # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
     signals.handle_requests(signal.default_int_handler)
     try:
@@ -404,7 +449,9 @@ def _own_code(config: Config) -> list[str]:
     """
     from shardtrain.config.toml_writer import RESOLVED_CONFIG
 
-    has_code = any(name and name.endswith(".py") for name in (config.model.name, config.model.tokenizer_path))
+    has_code = any(
+        name and name.endswith(".py") for name in (config.model.name, config.model.tokenizer_path)
+    )
     return ["--config", str(Path(config.job.dump_folder) / RESOLVED_CONFIG)] if has_code else []
 
 
@@ -423,7 +470,9 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
     if config.checkpoint.enable and not config.checkpoint.load_only:
         if prompt := config.metrics.sample_prompt.split("\n")[-1].strip():
             code = "".join(f" {shlex.quote(word)}" for word in _own_code(config))
-            commands.append(f"shardtrain generate {folder}{code} --prompt {shlex.quote(prompt)} --temperature 0.7")
+            commands.append(
+                f"shardtrain generate {folder}{code} --prompt {shlex.quote(prompt)} --temperature 0.7"
+            )
         # the same command line with twice the steps in place of those that it had
         steps = f"--training.steps={2 * config.training.steps}"
         kept = [word for word in words if not word.startswith("--training.steps=")]
@@ -432,7 +481,9 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
         if config.training.epochs is None:
             commands.append(f"shardtrain train {shlex.join([*kept, steps])}")
     commands.append(f"shardtrain report {folder}")
-    return [("next: " if number == 0 else "      ") + command for number, command in enumerate(commands)]
+    return [
+        ("next: " if number == 0 else "      ") + command for number, command in enumerate(commands)
+    ]
 
 
 def _trainer() -> Callable[[Loaded], object]:
@@ -479,7 +530,9 @@ def _completion(words: list[str]) -> int:
             Problem(
                 "shardtrain completion",
                 " ".join(words) or None,
-                rule="is not a shell that is known" if len(words) == 1 else "takes the name of one shell",
+                rule="is not a shell that is known"
+                if len(words) == 1
+                else "takes the name of one shell",
                 fix=(
                     'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
                 ),

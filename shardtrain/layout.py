@@ -89,7 +89,9 @@ class Draw:
             parameters. It is for small parameters with a formula of their own.
     """
 
-    distribution: Literal["normal", "truncated_normal", "uniform", "log_uniform", "ones", "zeros", "computed"]
+    distribution: Literal[
+        "normal", "truncated_normal", "uniform", "log_uniform", "ones", "zeros", "computed"
+    ]
     std: float = 1.0
     cutoff: float = 2.0
     depth: Depth = "none"
@@ -112,7 +114,9 @@ def matches(path: str, pattern: str) -> bool:
     """
     names = path.split(".")
     globs = _globs(pattern)
-    return len(names) == len(globs) and all(glob.match(name) for name, glob in zip(names, globs, strict=True))
+    return len(names) == len(globs) and all(
+        glob.match(name) for name, glob in zip(names, globs, strict=True)
+    )
 
 
 def style_of(layout: Layout, module_path: str) -> str | None:
@@ -142,17 +146,35 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
             problems.append(
                 f"LAYOUT.tensor[{pattern!r}]={style!r} is not a known style; use one of {sorted(TENSOR_STYLES)}"
             )
-        if not any(matches(module, pattern) for module in modules) and not _may_be_absent(pattern, layout.optional):
-            problems.append(f"LAYOUT.tensor[{pattern!r}] names no module; remove the rule or correct the path")
+        if not any(matches(module, pattern) for module in modules) and not _may_be_absent(
+            pattern, layout.optional
+        ):
+            problems.append(
+                f"LAYOUT.tensor[{pattern!r}] names no module; remove the rule or correct the path"
+            )
 
     # The modules of the other roles exist.
-    for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
-        problems += [f"LAYOUT.{role} names {name!r}, which is not a module" for name in names if name not in modules]
-    cores = (("context", layout.context), ("recurrence", layout.recurrence), ("expert", layout.expert))
+    for role, names in (
+        ("first", layout.first),
+        ("layers", (layout.layers,)),
+        ("last", layout.last),
+    ):
+        problems += [
+            f"LAYOUT.{role} names {name!r}, which is not a module"
+            for name in names
+            if name not in modules
+        ]
+    cores = (
+        ("context", layout.context),
+        ("recurrence", layout.recurrence),
+        ("expert", layout.expert),
+    )
     for role, pattern in cores:
         absent = pattern and not any(matches(module, pattern) for module in modules)
         if absent and not _may_be_absent(pattern, layout.optional):
-            problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
+            problems.append(
+                f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path"
+            )
 
     # Each parameter has one rule: without one it would be replicated silently. Modules with the styles "gather",
     # "local" and "copy" have no weights.

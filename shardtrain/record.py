@@ -80,7 +80,11 @@ class Recorder:
         seed: int = 0,
     ) -> None:
         if precision not in PRECISIONS:
-            raise ConfigError(Problem("precision", precision, f"must be one of {', '.join(PRECISIONS)}", "correct it"))
+            raise ConfigError(
+                Problem(
+                    "precision", precision, f"must be one of {', '.join(PRECISIONS)}", "correct it"
+                )
+            )
         self._parameters = _named(model)
         self._seed = seed
         rank, num_ranks = _rank_and_size()
@@ -132,7 +136,9 @@ class Recorder:
             "num_tokens": None if num_tokens is None else int(num_tokens),
             "lr": None if lr is None else float(lr),
             "grad_norm": None if grad_norm is None else float(grad_norm),
-            "samples": None if samples is None else [one if isinstance(one, str) else int(one) for one in samples],
+            "samples": None
+            if samples is None
+            else [one if isinstance(one, str) else int(one) for one in samples],
             "gradients": gradients,
             "weights": weights,
         }
@@ -172,7 +178,9 @@ def trainer_callback(folder: str | Path, precision: str = "float32", seed: int =
                 predicted = labels[:, 1:] if labels.ndim == 2 else labels
                 self.num_tokens += int((predicted != -100).sum())
 
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+        def on_pre_optimizer_step(
+            self, args: Any, state: Any, control: Any, **arguments: Any
+        ) -> None:
             """Record the gradients of the step."""
             if self.recorder is None:
                 self.recorder = Recorder(folder, arguments["model"], precision, seed=seed)
@@ -192,7 +200,9 @@ def summary(name: str, tensor: Tensor, seed: int) -> list[Any]:
     if is_distributed(tensor) and any(placement.is_partial() for placement in tensor.placements):
         from torch.distributed.tensor import Replicate
 
-        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+        tensor = tensor.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
+        )
     slices = [(one.start, one.stop) for one in local_slices(tensor)]
     squared = 0.0
     projections = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64)
@@ -213,19 +223,26 @@ def _signed_chunks(
     for begin in range(0, flat.numel(), CHUNK_NUMEL):
         values_n = flat[begin : begin + CHUNK_NUMEL].double()
         positions_n = torch.arange(begin, begin + values_n.numel(), device=local.device)
-        bits_n = _mixed(_in_full_tensor(positions_n, local.shape, tensor.shape, slices) + (key << 20))
+        bits_n = _mixed(
+            _in_full_tensor(positions_n, local.shape, tensor.shape, slices) + (key << 20)
+        )
         shifts_P = torch.arange(NUM_PROJECTIONS, device=local.device)
         signs_Pn = 1.0 - 2.0 * ((bits_n >> shifts_P[:, None]) & 1).double()
         yield values_n, signs_Pn
 
 
 def _in_full_tensor(
-    positions: Tensor, local_shape: Sequence[int], shape: Sequence[int], slices: Sequence[tuple[int, int]]
+    positions: Tensor,
+    local_shape: Sequence[int],
+    shape: Sequence[int],
+    slices: Sequence[tuple[int, int]],
 ) -> Tensor:
     """Convert row-major positions in a part to positions in the full tensor."""
     converted = torch.zeros_like(positions)
     stride = 1
-    for local_size, size, (start, _) in zip(reversed(local_shape), reversed(shape), reversed(slices), strict=True):
+    for local_size, size, (start, _) in zip(
+        reversed(local_shape), reversed(shape), reversed(slices), strict=True
+    ):
         converted += (positions % local_size + start) * stride
         positions = positions // local_size
         stride *= size
@@ -251,11 +268,17 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in model.named_parameters():
         if name.endswith(("flat_param", "_flat_param")):
             rule = "is a flattened parameter of FSDP1, whose shape depends on the number of ranks"
-            raise ConfigError(Problem("model", name, rule, "wrap the model with fully_shard (FSDP2)"))
+            raise ConfigError(
+                Problem("model", name, rule, "wrap the model with fully_shard (FSDP2)")
+            )
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         named[".".join(parts)] = parameter
     # A wrapper contains all parameters. A submodule of the same name does not.
-    while named and len(heads := {name.partition(".")[0] for name in named}) == 1 and heads <= set(_OUTER_WRAPPERS):
+    while (
+        named
+        and len(heads := {name.partition(".")[0] for name in named}) == 1
+        and heads <= set(_OUTER_WRAPPERS)
+    ):
         if not all("." in name for name in named):
             break
         named = {name.partition(".")[2]: parameter for name, parameter in named.items()}

@@ -65,7 +65,9 @@ def pairs() -> list[dict[str, Any]]:
     ]
 
 
-def ours(rows: list[dict[str, Any]], style: str = "llama3", ranks: int = 1, **sections: dict[str, Any]) -> Ended:
+def ours(
+    rows: list[dict[str, Any]], style: str = "llama3", ranks: int = 1, **sections: dict[str, Any]
+) -> Ended:
     """Train on the rows with shardtrain, with other options in ``sections``. Return the results of rank 0."""
     run = Path(tempfile.mkdtemp(prefix="shardtrain-tests-"))
     (run / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,7 +152,9 @@ def _theirs(
     torch.distributed.destroy_process_group()  # the other trainer would treat this process as a rank
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    model = getattr(transformers, cls).from_pretrained(folder(style), dtype=torch.float32, **model_options)
+    model = getattr(transformers, cls).from_pretrained(
+        folder(style), dtype=torch.float32, **model_options
+    )
     trainer = make(model, transformers.AutoTokenizer.from_pretrained(folder(style)))
     # by default, the other trainer does not decay norms and biases
     parameters = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -167,7 +171,8 @@ def _theirs(
 
     trainer.training_step = recorded_step
     trainer.train()
-    size = len(losses) // STEPS  # micro-batches per step; their losses are already divided by this number
+    # micro-batches per step; their losses are already divided by this number
+    size = len(losses) // STEPS
     return [sum(losses[i * size : (i + 1) * size]) for i in range(STEPS)]
 
 
@@ -176,7 +181,9 @@ def in_order(rows: list[dict[str, Any]], ended: Ended, columns: tuple[str, ...])
     import datasets
 
     numbers = [number for step in ended.sample_ids for number in step]
-    return datasets.Dataset.from_list([{key: rows[number][key] for key in columns} for number in numbers])
+    return datasets.Dataset.from_list(
+        [{key: rows[number][key] for key in columns} for number in numbers]
+    )
 
 
 def assert_close(ended: Ended, losses: list[float]) -> None:

@@ -26,9 +26,15 @@ def open_source(request):
 def assert_silent(folder: Path, lines: set[bytes]) -> None:
     everything = [path for path in folder.rglob("*") if path.is_file()]
     for name, canary in CANARIES.items():
-        leaks = [path for path in everything if canary.encode() in path.read_bytes() or canary in path.name]
+        leaks = [
+            path
+            for path in everything
+            if canary.encode() in path.read_bytes() or canary in path.name
+        ]
         assert not leaks, f"{name} is in {leaks}"
-        assert not [line for line in lines if canary.encode() in line], f"{name} is in a command line"
+        assert not [line for line in lines if canary.encode() in line], (
+            f"{name} is in a command line"
+        )
 
 
 def options(folder: Path, **more: object) -> list[str]:

@@ -11,7 +11,8 @@ from shardtrain.utils import log
 
 pytest_plugins = ("tiers", "readability")
 
-settings.register_profile("untimed", deadline=None)  # no test asserts times, because the machine may be busy
+# no test asserts times, because the machine may be busy
+settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 

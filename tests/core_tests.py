@@ -27,14 +27,22 @@ BEYOND = ("tools", "compat", "launch/platforms")
 """Folders of the package that the core lacks."""
 MISSING = (*(f"shardtrain.{folder.replace('/', '.')}" for folder in BEYOND), "shardtrain.api")
 """Modules that cannot be imported without these folders."""
-VERBS = {name for name, verb in cli.VERBS.items() if isinstance(verb.target, str) and verb.target.startswith("tools.")}
+VERBS = {
+    name
+    for name, verb in cli.VERBS.items()
+    if isinstance(verb.target, str) and verb.target.startswith("tools.")
+}
 VERBS |= {"checkpoint", "launch", "test"}
 """Verbs that need them. The targets of the last three are functions that import them."""
 
 
 def files() -> dict[Path, str]:
     """Map each test file of the core's rooms to what it needs and the core lacks. Empty for most files."""
-    return {path: missing_part(path) for room in ROOMS for path in sorted((TESTS / room).rglob("test_*.py"))}
+    return {
+        path: missing_part(path)
+        for room in ROOMS
+        for path in sorted((TESTS / room).rglob("test_*.py"))
+    }
 
 
 def share(number: int, count: int) -> list[Path]:
@@ -54,7 +62,9 @@ def missing_part(path: Path) -> str:
         if helper.is_file() and helper != path and (missing := missing_part(helper)):
             return missing
     runs_verbs = not imported.isdisjoint({"shardtrain.cli", "shardtrain.cli.main"})
-    return next((f"the verb {verb}" for verb in first_words(path) if runs_verbs and verb in VERBS), "")
+    return next(
+        (f"the verb {verb}" for verb in first_words(path) if runs_verbs and verb in VERBS), ""
+    )
 
 
 def first_words(path: Path) -> Iterator[str]:
@@ -74,9 +84,17 @@ def imported_names(path: Path) -> Iterator[str]:
             for alias in node.names:
                 is_api = node.module == "shardtrain" and alias.name in shardtrain.__all__
                 yield f"{node.module}.{'api' if is_api else alias.name}"
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "shardtrain":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "shardtrain"
+        ):
             yield "shardtrain.api" if node.attr in shardtrain.__all__ else f"shardtrain.{node.attr}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(MISSING):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith(MISSING)
+        ):
             yield node.value
 
 

@@ -117,7 +117,9 @@ def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any
     del state["dataloader"]
     dcp.load(state, checkpoint_id=folder)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_model_state_dict(model, {k: v for k, v in state.items() if k not in ("optimizer", "train_state")})
+    set_model_state_dict(
+        model, {k: v for k, v in state.items() if k not in ("optimizer", "train_state")}
+    )
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=flat)
     group = {name: optimizer.param_groups[0][name] for name in GROUP}
     return full_state(model, optimizer), state["train_state"], group
@@ -125,7 +127,10 @@ def load(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Any], Any
 
 def words(**others: int) -> list[str]:
     """Return the options of this package for the model, optionally with other sizes."""
-    return [f"--model.overrides.{name}={json.dumps(value)}" for name, value in {**OVERRIDES, **others}.items()]
+    return [
+        f"--model.overrides.{name}={json.dumps(value)}"
+        for name, value in {**OVERRIDES, **others}.items()
+    ]
 
 
 def rows(name: str, tensor: Tensor) -> Tensor:

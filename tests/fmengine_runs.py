@@ -32,7 +32,11 @@ def hf_folder(folder: Path, family: str = "llama2", **changed: Any) -> Path:
 def jsonl(file: Path, rows: int = 60) -> Path:
     """Write documents of thirty tokens. Return the file."""
     drawn = random.Random(0)
-    file.write_text("".join(json.dumps({"text": " ".join(drawn.choices(WORDS, k=30))}) + "\n" for _ in range(rows)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": " ".join(drawn.choices(WORDS, k=30))}) + "\n" for _ in range(rows)
+        )
+    )
     return file
 
 
@@ -94,4 +98,6 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Assert that the tensors are equal, including their names and dtypes."""
     assert actual.keys() == expected.keys()
     assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
-    assert {name: t.dtype for name, t in actual.items()} == {name: t.dtype for name, t in expected.items()}
+    assert {name: t.dtype for name, t in actual.items()} == {
+        name: t.dtype for name, t in expected.items()
+    }

@@ -126,5 +126,7 @@ def config_for(
         }
     )
     fields = {"path": str(folder(name)), **(overrides or {})}
-    model = dataclasses.replace(config.model, name="transformers", flavor="folder", overrides=fields)
+    model = dataclasses.replace(
+        config.model, name="transformers", flavor="folder", overrides=fields
+    )
     return dataclasses.replace(config, model=model)

@@ -150,7 +150,9 @@ def _stack(context: int = 1) -> list[inspect.FrameInfo]:
     frame, frames = sys._getframe(1), []
     while frame is not None:
         code = frame.f_code
-        frames.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frames.append(
+            inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None)
+        )
         frame = frame.f_back  # type: ignore[assignment]
     return frames
 
@@ -164,7 +166,9 @@ def _run(command: list[str]) -> NoReturn:
     code = 0
     try:
         if command[1] == "-m":
-            with contextlib.suppress(FileNotFoundError):  # the working directory may have been deleted
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # the working directory may have been deleted
                 sys.path.insert(0, os.getcwd())
             sys.path[1:1] = _python_path()
             sys.argv = ["-m", *command[3:]]

@@ -115,7 +115,9 @@ def patch(folder: Path, place: str) -> None:
 
         before(MicroBatches, "__getitem__", 9, stop_worker)
     elif place == "forward":
-        before(PlainRunner, "forward_backward", HELD, lambda: before(Attention, "forward", 2, sleep))
+        before(
+            PlainRunner, "forward_backward", HELD, lambda: before(Attention, "forward", 2, sleep)
+        )
     elif place == "update":
         before(train.optim, "set_learning_rate", HELD, sleep)
     elif place == "validation":
@@ -187,9 +189,8 @@ def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
 def _launch(run_config, place, culprits, count):
     environment.set_process_defaults(os.environ, count, 2, alone=True)
     folder = Path(run_config.job.dump_folder)
-    sys.stderr = (folder / "terminal").open(
-        "w", buffering=1
-    )  # line-buffered, because the process exits without a flush
+    # line-buffered, because the process exits without a flush
+    sys.stderr = (folder / "terminal").open("w", buffering=1)
     os._exit(local.launch(Loaded(run_config), count, main=trainer(folder, place, culprits)))
 
 

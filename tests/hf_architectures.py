@@ -292,7 +292,9 @@ def layers_of(name: str) -> int:
 def layered(name: str, num_layers: int) -> dict[str, Any]:
     """Return the changes of fields that give an architecture more layers of the same kinds."""
     fields = ARCHITECTURES[name][1]
-    changes: dict[str, Any] = {"n_layer" if "n_layer" in fields else "num_hidden_layers": num_layers}
+    changes: dict[str, Any] = {
+        "n_layer" if "n_layer" in fields else "num_hidden_layers": num_layers
+    }
     for key in _PER_LAYER:
         if key in fields:
             changes[key] = list(fields[key]) * (num_layers // len(fields[key]))

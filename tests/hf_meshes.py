@@ -23,7 +23,10 @@ def deep_folder(name: str) -> Path:
     changes = layered(name, 4)
     return hf_folder(
         name,
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()},
+        **{
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in changes.items()
+        },
     )
 
 
@@ -34,7 +37,11 @@ NOT_LOADED = ("qwen3_5_moe", "kimi_linear")
 def hf_tiny(path: Path, output: Path, **sections: Any) -> Config:
     """Return the tiny configuration of a folder, which loads its weights."""
     training = {"seq_len": 32, "max_norm": 1e9, "local_batch_size": 4, "global_batch_size": 4}
-    load = {} if path.name in NOT_LOADED else {"initial_load_path": str(path), "initial_load_in_hf": True}
+    load = (
+        {}
+        if path.name in NOT_LOADED
+        else {"initial_load_path": str(path), "initial_load_in_hf": True}
+    )
     merged: dict[str, Any] = {
         **sections,
         "job": {"dump_folder": str(output)},
@@ -42,7 +49,9 @@ def hf_tiny(path: Path, output: Path, **sections: Any) -> Config:
         "checkpoint": {"enable": True, **load, **sections.get("checkpoint", {})},
     }
     config = tiny_config(**merged)
-    model = dataclasses.replace(config.model, name="transformers", flavor="folder", overrides={"path": str(path)})
+    model = dataclasses.replace(
+        config.model, name="transformers", flavor="folder", overrides={"path": str(path)}
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -74,7 +83,9 @@ def first_step(rank: int, config: Config) -> FirstStep:
     run.runner.update = keep  # type: ignore[method-assign]
     outcome = trainer.step(run)
     assert outcome is not None
-    loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")).item()
+    loss = run.mesh.sum(
+        outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")
+    ).item()
     return FirstStep(initial, loss / outcome.global_tokens, outcome.grad_norm, gradients)
 
 

@@ -76,7 +76,9 @@ def _like_llama(source: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 def _find(name: str, source: dict[str, Tensor]) -> Tensor:
     layer = re.match(r"layers\.(\d+)\.(.*)", name)
     if layer is None:
-        return source[_NAMES[name.replace(".bias", ".weight")].replace(".weight", name[name.rindex(".") :])]
+        return source[
+            _NAMES[name.replace(".bias", ".weight")].replace(".weight", name[name.rindex(".") :])
+        ]
     prefix, rest = f"model.layers.{layer[1]}.", layer[2]
     if rest.startswith("moe.experts."):
         return _expert_weight(rest[-2:], f"{prefix}mlp.experts.", source)
@@ -95,13 +97,18 @@ def _expert_weight(ours: str, prefix: str, source: dict[str, Tensor]) -> Tensor:
     return source[f"{prefix}gate_up_proj"].chunk(2, dim=1)[0 if ours == "w1" else 1]
 
 
-def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e-4, tokens: int = 24) -> None:
+def assert_same_logits(
+    theirs: nn.Module, ours: nn.Module, tolerance: float = 1e-4, tokens: int = 24
+) -> None:
     """Assert equal logits for random weights, biases and tokens. Rounding errors are 1e-6, far below the tolerance."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in theirs.state_dict().values():
             if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (0.2 if tensor.ndim > 1 else 0.1))
+                tensor.copy_(
+                    torch.randn(tensor.shape, generator=generator)
+                    * (0.2 if tensor.ndim > 1 else 0.1)
+                )
                 if tensor.ndim == 1:
                     tensor += 1.0
         copy_weights(theirs, ours)
@@ -110,23 +117,31 @@ def assert_same_logits(theirs: nn.Module, ours: nn.Module, tolerance: float = 1e
         torch.testing.assert_close(logits_BTV, expected_BTV, atol=tolerance, rtol=0)
 
 
-def assert_same_logits_and_gradients(theirs: nn.Module, ours: nn.Module, lengths: tuple[int, ...]) -> None:
+def assert_same_logits_and_gradients(
+    theirs: nn.Module, ours: nn.Module, lengths: tuple[int, ...]
+) -> None:
     """Assert, for each number of tokens, equal logits to 1e-4 and equal gradients of a loss to 1e-4 of their norm."""
     for tokens in lengths:
         assert_same_logits(theirs, ours, tokens=tokens)
         for model, logits_BTV in zip((theirs, ours), _logits(theirs, ours, tokens), strict=True):
             model.zero_grad()
             logits_BTV.log_softmax(-1)[..., 7].sum().backward()
-        expected = _like_llama({name: p.grad for name, p in theirs.named_parameters()}, theirs.config)
+        expected = _like_llama(
+            {name: p.grad for name, p in theirs.named_parameters()}, theirs.config
+        )
         # if tokens only attend to themselves, queries and keys have no gradient except rounding errors
         floor = 1e-2 * max(gradient.norm() for gradient in expected.values())
         for name, parameter in ours.named_parameters():
             gradient = _find(name, expected)
             error = float((parameter.grad - gradient).norm() / gradient.norm().clamp_min(floor))
-            assert error <= 1e-4, f"{tokens} tokens: gradient of {name} is off by {error:.1e} of its norm"
+            assert error <= 1e-4, (
+                f"{tokens} tokens: gradient of {name} is off by {error:.1e} of its norm"
+            )
 
 
 def _logits(theirs: nn.Module, ours: nn.Module, tokens: int) -> tuple[Tensor, Tensor]:
     vocab_size: Any = theirs.config.vocab_size
-    tokens_BT = torch.randint(0, vocab_size, (2, tokens), generator=torch.Generator().manual_seed(1))
+    tokens_BT = torch.randint(
+        0, vocab_size, (2, tokens), generator=torch.Generator().manual_seed(1)
+    )
     return theirs.eval()(tokens_BT).logits, ours(tokens_BT, torch.arange(tokens).expand(2, -1))

@@ -25,6 +25,10 @@ def computed_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the records in ``metrics.jsonl`` of a run folder, without measured metrics."""
     records = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     return [
-        {key: value for key, value in record.items() if key not in MEASURED and not key.startswith("goodput")}
+        {
+            key: value
+            for key, value in record.items()
+            if key not in MEASURED and not key.startswith("goodput")
+        }
         for record in records
     ]

@@ -47,7 +47,9 @@ TRUSTED = tuple(
         sys.base_prefix,
         sys.prefix,
         Path(shardtrain.__file__).parent,
-        Path(torch.__file__).parents[1],  # a virtual environment may use the packages of another one
+        Path(torch.__file__).parents[
+            1
+        ],  # a virtual environment may use the packages of another one
     }
 )
 # the package caches tokens here if tokenizing takes long, so on a busy machine writing here is allowed
@@ -95,7 +97,9 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "code.__new__" and str(args[1]) == "<template>":
         return  # Jinja makes a traceback point into the template, without running it
-    if event == "subprocess.Popen" and list(args[1]) == python_child.command("shardtrain.data.sandbox_child"):
+    if event == "subprocess.Popen" and list(args[1]) == python_child.command(
+        "shardtrain.data.sandbox_child"
+    ):
         return  # the sandbox that first opens the artefact within limits, and reports its problems to this process
     if event in ALWAYS:
         events.append(f"{event} {str(args)[:100]}")
@@ -156,7 +160,9 @@ def open_tokens(path: Path) -> None:
 
 
 def open_template(path: Path) -> None:
-    ChatTemplate(path.read_text(), {"bos_token": "<s>"}, str(path)).render([{"role": "user", "content": "hello"}])
+    ChatTemplate(path.read_text(), {"bos_token": "<s>"}, str(path)).render(
+        [{"role": "user", "content": "hello"}]
+    )
 
 
 def open_dataset(path: Path) -> None:
@@ -237,7 +243,9 @@ def attempt(opener: Any, path: Path) -> dict[str, Any]:
     finally:
         watching = False
         signal.alarm(0)
-    modules = {name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before}
+    modules = {
+        name: getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before
+    }
     foreign = [f"import of {file}" for file in modules.values() if file and not trusted(file)]
     return {"end": end, "events": events + foreign, "seconds": time.monotonic() - start}
 
@@ -254,7 +262,9 @@ def main(root: Path) -> None:
     import shardtrain.tools.data.show
     import shardtrain.train.trainer  # noqa: F401
 
-    lease.STALE_SECONDS = 1.0  # three artefacts are leases of another host, which would be watched for half a minute
+    lease.STALE_SECONDS = (
+        1.0  # three artefacts are leases of another host, which would be watched for half a minute
+    )
     artefacts = hostile_files.make(root)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, too_slow)

@@ -40,7 +40,10 @@ class Bomb:
 
 def bombs(canary: Path) -> dict[str, bytes]:
     """Return pickles of every protocol, and files of torch.save."""
-    pickles = {f"pickle-{p}": pickle.dumps(Bomb(canary), protocol=p) for p in range(pickle.HIGHEST_PROTOCOL + 1)}
+    pickles = {
+        f"pickle-{p}": pickle.dumps(Bomb(canary), protocol=p)
+        for p in range(pickle.HIGHEST_PROTOCOL + 1)
+    }
     zipped = io.BytesIO()
     with zipfile.ZipFile(zipped, "w") as file:
         file.writestr("archive/data.pkl", pickles["pickle-2"])
@@ -135,7 +138,9 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
         "facts",
         lambda t: t["facts"].update(state={"step": "__import__('os')"}, data_cursors=[["x"]]),
     )
-    forged("target", lambda t: t["facts"].update(_target_="os.system", auto_map={"AutoModel": "x.py"}))
+    forged(
+        "target", lambda t: t["facts"].update(_target_="os.system", auto_map={"AutoModel": "x.py"})
+    )
     step = case("link")
     (step / "rank-00000.bin").unlink()
     (step / "rank-00000.bin").symlink_to("/dev/zero")
@@ -155,7 +160,9 @@ def make_checkpoints(root: Path, canary: Path) -> list[Path]:
     return paths
 
 
-def safetensors(header: dict[str, Any] | bytes, data: bytes = b"", size: int | None = None) -> bytes:
+def safetensors(
+    header: dict[str, Any] | bytes, data: bytes = b"", size: int | None = None
+) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if size is None else size).to_bytes(8, "little") + text + data
 
@@ -173,7 +180,9 @@ def make_foreign(root: Path, canary: Path) -> list[Path]:
             bytes(8),
         ),
     }
-    paths = [write(root / name / "model.safetensors", content).parent for name, content in files.items()]
+    paths = [
+        write(root / name / "model.safetensors", content).parent for name, content in files.items()
+    ]
     for name, bomb in bombs(canary).items():
         paths.append(write(root / name / "pytorch_model.bin", bomb).parent)
     paths.append(write(root / "file.pt", bombs(canary)["torch-zip"]))
@@ -337,7 +346,10 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
         "script": b'{"text": "a", "_target_": "os.system", "__class__": "x", "!python": 1}\n' + row,
     }
     paths = [write(root / f"jsonl-{name}.jsonl", content) for name, content in lines.items()]
-    paths += [write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row) for name, bomb in bombs(canary).items()]
+    paths += [
+        write(root / f"jsonl-{name}.jsonl", bomb + b"\n" + row)
+        for name, bomb in bombs(canary).items()
+    ]
     bomb = b" " * 2**26  # one line of 64 MiB, more than the largest allowed row
     packers: dict[str, Callable[[bytes], bytes]] = {
         "gz": gzip.compress,
@@ -378,7 +390,9 @@ def make_datasets(root: Path, canary: Path) -> list[Path]:
             stream.write_table(odd)
         paths.append(root / f"huggingface-{name}.arrow")
     paths += [write(root / f"parquet-{name}.parquet", bomb) for name, bomb in bombs(canary).items()]
-    folder = write(root / "huggingface-script/state.json", '{"_data_files": [{"filename": "../../x"}]}').parent
+    folder = write(
+        root / "huggingface-script/state.json", '{"_data_files": [{"filename": "../../x"}]}'
+    ).parent
     write(
         folder / "dataset_info.json",
         '{"features": {"a": {"_type": "os.system"}}, "builder_name": "script"}',
@@ -465,7 +479,9 @@ def make_runs(root: Path, canary: Path) -> list[Path]:
         paths.append(root / name)
 
     for section in ("training", "data.sources.x"):
-        case(f"dataset-{section}", **{"config_resolved_toml": f'[{section}]\ndataset = "{script}"\n'})
+        case(
+            f"dataset-{section}", **{"config_resolved_toml": f'[{section}]\ndataset = "{script}"\n'}
+        )
     case("model", config_resolved_toml=f'[model]\nname = "{script}"\n')
     case("validation", config_resolved_toml=f'[validation]\nenable = true\ndataset = "{script}"\n')
     case("ranks", config_resolved_toml=f"# , {'9' * 5000} ranks, started from x\n")

@@ -33,7 +33,9 @@ def config_for(folder: Path, output: Path, mesh: str) -> Config:
     )
     overrides = dataclasses.asdict(hub_model.config)
     overrides.pop("norm_type", None)
-    model = dataclasses.replace(config.model, name=hub_model.name, flavor=hub_model.flavor, overrides=overrides)
+    model = dataclasses.replace(
+        config.model, name=hub_model.name, flavor=hub_model.flavor, overrides=overrides
+    )
     return dataclasses.replace(config, model=model)
 
 

@@ -44,7 +44,9 @@ class FakeHub(http.server.ThreadingHTTPServer):
         self.exists, self.private, self.role, self.head = True, False, "write", COMMIT
         self.stored: dict[str, bytes] = {}
         """Large files by their hash, including files that are not committed."""
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
 
     @property
     def url(self) -> str:
@@ -52,7 +54,11 @@ class FakeHub(http.server.ThreadingHTTPServer):
 
     def fetched(self) -> list[str]:
         """Return the names of the files whose content was requested."""
-        return [path.rpartition("/")[2] for method, path, _ in self.requests if method == "GET" and "/resolve/" in path]
+        return [
+            path.rpartition("/")[2]
+            for method, path, _ in self.requests
+            if method == "GET" and "/resolve/" in path
+        ]
 
     def close(self) -> None:
         self.closing = True
@@ -119,7 +125,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Create a repository, select upload modes, store a large file, or commit."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
+        self.server.requests.append(
+            (self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
+        )
         if self.server.fault(self, self.path):
             return None
         if self.command == "PUT":
@@ -132,7 +140,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 visibility == "private",
                 {},
             )
-            return self.give(json.dumps({"url": f"{self.server.url}/org/name", "name": "org/name"}).encode())
+            return self.give(
+                json.dumps({"url": f"{self.server.url}/org/name", "name": "org/name"}).encode()
+            )
         if self.path == "/api/validate-yaml":  # validates the front matter of a model card
             has_front_matter = json.loads(body)["content"].startswith("---")
             errors = [] if has_front_matter else [{"message": "no front matter"}]
@@ -175,7 +185,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     do_PUT = do_POST
 
-    def give(self, content: bytes, claimed_size: int | None = None, status: int = 200, **headers: str) -> bool:
+    def give(
+        self, content: bytes, claimed_size: int | None = None, status: int = 200, **headers: str
+    ) -> bool:
         """Send content, from the start of the requested range. ``claimed_size`` overrides the announced size."""
         start = int(self.headers.get("Range", "bytes=0-")[6:-1])
         self.send_response(206 if start else status)

@@ -83,6 +83,10 @@ def install(wheel: Path, folder: Path) -> Path:
     pip = (sys.executable, "-m", "pip", "--python", environment / "bin/python")
     run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
     (packages,) = environment.glob("lib/python*/site-packages")
-    named_by_pth_files = [entry for entry in sys.path if entry.endswith("site-packages") and Path(entry).is_dir()]
-    (packages / "dependencies.pth").write_text("\n".join([*site.getsitepackages(), *named_by_pth_files]) + "\n")
+    named_by_pth_files = [
+        entry for entry in sys.path if entry.endswith("site-packages") and Path(entry).is_dir()
+    ]
+    (packages / "dependencies.pth").write_text(
+        "\n".join([*site.getsitepackages(), *named_by_pth_files]) + "\n"
+    )
     return environment / "bin"

@@ -45,8 +45,12 @@ def definitions(models: Path) -> list[dict]:
             {"spec": pytorchjob(models, "KubeflowOrgV1PyTorchJobSpec")},
         ),
         _definition(*trainer, "TrainJob", published("TrainerV1alpha1TrainJob")["properties"]),
-        _definition(*trainer, "TrainingRuntime", published("TrainerV1alpha1TrainingRuntime")["properties"]),
-        _definition("jobset.x-k8s.io", "v1alpha2", "JobSet", published("JobsetV1alpha2JobSet")["properties"]),
+        _definition(
+            *trainer, "TrainingRuntime", published("TrainerV1alpha1TrainingRuntime")["properties"]
+        ),
+        _definition(
+            "jobset.x-k8s.io", "v1alpha2", "JobSet", published("JobsetV1alpha2JobSet")["properties"]
+        ),
     ]
 
 
@@ -110,8 +114,12 @@ def _structural(node: dict, types: dict) -> dict:
 def pytorchjob(models: Path, name: str) -> dict:
     """Return the structural schema of a class of kubeflow-training, including nested classes."""
     types, keys, required = fields(models, name)
-    properties = {keys[attribute]: _of_wheel(models, type_name) for attribute, type_name in types.items()}
-    return {"type": "object", "properties": properties} | ({"required": required} if required else {})
+    properties = {
+        keys[attribute]: _of_wheel(models, type_name) for attribute, type_name in types.items()
+    }
+    return {"type": "object", "properties": properties} | (
+        {"required": required} if required else {}
+    )
 
 
 def fields(models: Path, name: str) -> tuple[dict[str, str], dict[str, str], list[str]]:
@@ -119,9 +127,16 @@ def fields(models: Path, name: str) -> tuple[dict[str, str], dict[str, str], lis
     (path,) = (file for file in models.glob("*.py") if file.stem.replace("_", "") == name.lower())
     text = path.read_text()
     (tree,) = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
-    tables = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    tables = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
     types, keys = (ast.literal_eval(tables[table]) for table in ("openapi_types", "attribute_map"))
-    required = [keys[attribute] for attribute in re.findall(r"client_side_validation and (\w+) is None", text)]
+    required = [
+        keys[attribute]
+        for attribute in re.findall(r"client_side_validation and (\w+) is None", text)
+    ]
     return types, keys, required
 
 
@@ -134,4 +149,6 @@ def _of_wheel(models: Path, type_name: str) -> dict:
         return {"type": "object", "additionalProperties": _of_wheel(models, match[1])}
     if type_name == "V1PodTemplateSpec":
         return published("IoK8sApiCoreV1PodTemplateSpec")
-    return pytorchjob(models, type_name) if type_name.startswith("KubeflowOrgV1") else dict(ANYTHING)
+    return (
+        pytorchjob(models, type_name) if type_name.startswith("KubeflowOrgV1") else dict(ANYTHING)
+    )

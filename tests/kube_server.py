@@ -30,7 +30,11 @@ def missing() -> str:
     """Return the reason why the API server cannot run on this machine, or an empty string."""
     if "SHARDTRAIN_KUBE" not in os.environ:
         return "no kube-apiserver: build one with .ci/kube_apiserver.sh FOLDER, and set SHARDTRAIN_KUBE=FOLDER"
-    absent = [path for path in (FOLDER / "bin/etcd", FOLDER / "bin/kube-apiserver", MODELS) if not path.exists()]
+    absent = [
+        path
+        for path in (FOLDER / "bin/etcd", FOLDER / "bin/kube-apiserver", MODELS)
+        if not path.exists()
+    ]
     absent += [name for name in ("kubectl", "openssl") if not shutil.which(name)]
     return f"no {', '.join(map(str, absent))}: see .ci/kube_apiserver.sh" if absent else ""
 
@@ -46,7 +50,9 @@ class Server:
         """Return the path of a user's kubectl configuration."""
         return self.folder / f"{user}.json"
 
-    def kubectl(self, *arguments: str, text: str = "", user: str = "admin") -> subprocess.CompletedProcess[str]:
+    def kubectl(
+        self, *arguments: str, text: str = "", user: str = "admin"
+    ) -> subprocess.CompletedProcess[str]:
         names = {**os.environ, "KUBECONFIG": str(self.config(user)), "HOME": str(self.folder)}
         command = ["kubectl", *arguments]
         return subprocess.run(
@@ -86,8 +92,12 @@ def server(folder: Path) -> Iterator[Server]:
     """Run etcd and the API server with the job definitions of all operators for the duration of the block."""
     ports = _free_ports(3)
     etcd = f"http://127.0.0.1:{ports[0]}"
-    subprocess.run(["openssl", "genrsa", "-out", str(folder / "key"), "2048"], check=True, capture_output=True)
-    (folder / "tokens").write_text("".join(f'{user}-token,{user},{user},"{group}"\n' for user, group in USERS.items()))
+    subprocess.run(
+        ["openssl", "genrsa", "-out", str(folder / "key"), "2048"], check=True, capture_output=True
+    )
+    (folder / "tokens").write_text(
+        "".join(f'{user}-token,{user},{user},"{group}"\n' for user, group in USERS.items())
+    )
     api_server = Server(folder, f"https://127.0.0.1:{ports[2]}")
     for user in USERS:
         api_server.config(user).write_text(json.dumps(kubeconfig(api_server.url, f"{user}-token")))
@@ -134,7 +144,9 @@ def server(folder: Path) -> Iterator[Server]:
 
 def kubeconfig(url: str, token: str = "none", context: str = "test") -> dict:
     """Return a kubectl configuration with one cluster, which may have a self-signed certificate."""
-    cluster = {"server": url} | ({"insecure-skip-tls-verify": True} if url.startswith("https") else {})
+    cluster = {"server": url} | (
+        {"insecure-skip-tls-verify": True} if url.startswith("https") else {}
+    )
     return {
         "apiVersion": "v1",
         "kind": "Config",

@@ -66,7 +66,11 @@ class LaggingFolder:
         return call
 
     def _is_late(self, path: Path) -> bool:
-        if path in self._created or self._renamed & {*path.parents} or self._folder not in path.parents:
+        if (
+            path in self._created
+            or self._renamed & {*path.parents}
+            or self._folder not in path.parents
+        ):
             return False
         first_access = self._first_access.setdefault(path, time.monotonic())
         return time.monotonic() - first_access < self._seconds

@@ -32,7 +32,9 @@ VALIDATION = {
 }
 
 
-def config(folder: Path, grace: int = 60, enable: bool = True, parallelism: dict | None = None, **training):
+def config(
+    folder: Path, grace: int = 60, enable: bool = True, parallelism: dict | None = None, **training
+):
     return tiny_config(
         job={"dump_folder": str(folder)},
         training={"steps": STEPS, "local_batch_size": 4, **training},
@@ -87,7 +89,11 @@ def losses(folder: Path) -> dict[int, tuple[float, str]]:
     # the last line of a live run may be incomplete
     complete_lines = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
     records = [json.loads(line) for line in complete_lines.splitlines()]
-    return {record["step"]: (record["loss"], record["order_hash"]) for record in records if "loss" in record}
+    return {
+        record["step"]: (record["loss"], record["order_hash"])
+        for record in records
+        if "loss" in record
+    }
 
 
 def hold(folder: Path, seconds: float = TIMEOUT) -> None:

@@ -16,7 +16,9 @@ def processes_of(root: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                )
             except (OSError, ValueError, IndexError):
                 continue
     pids = {root}

@@ -28,7 +28,9 @@ def adapter_config(base: Path, folder: Path, **sections: dict[str, Any]) -> Conf
         "checkpoint": {"enable": True, "initial_load_path": str(base), "initial_load_in_hf": True},
     }
     names = defaults.keys() | sections.keys()
-    config = tiny_config(**{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in names})
+    config = tiny_config(
+        **{name: {**defaults.get(name, {}), **sections.get(name, {})} for name in names}
+    )
     model = dataclasses.replace(
         config.model,
         name=hub_model.name,

@@ -43,7 +43,9 @@ def missing() -> str:
         "-c",
         "ip link add wire0 type veth peer name wire1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience.seconds(SECONDS), check=False
+    )
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
@@ -68,7 +70,9 @@ class Machine:
     def processes(self) -> set[int]:
         """Return the ids of all processes in the network of this machine."""
         network, pids = os.readlink(f"/proc/{self.pid}/ns/net"), set()
-        for name in filter(str.isdigit, os.listdir("/proc")):  # glob would fail if a process ends meanwhile
+        for name in filter(
+            str.isdigit, os.listdir("/proc")
+        ):  # glob would fail if a process ends meanwhile
             try:
                 if os.readlink(f"/proc/{name}/ns/net") == network:
                     pids.add(int(name))
@@ -176,6 +180,8 @@ def _wait_for(switch: Machine, address: str) -> None:
     code = f"import socket; socket.create_connection(({address!r}, 22), timeout=1).close()"
     end = time.monotonic() + patience.seconds(SECONDS)
     command = switch.command("python3", "-c", code)
-    while subprocess.run(command, capture_output=True, timeout=patience.seconds(SECONDS)).returncode:
+    while subprocess.run(
+        command, capture_output=True, timeout=patience.seconds(SECONDS)
+    ).returncode:
         assert time.monotonic() < end, f"sshd at {address} does not listen"
         time.sleep(0.05)

@@ -27,7 +27,9 @@ SECONDS = 240
 
 def environment(**names: str) -> dict[str, str]:
     """Return the environment of this machine without variables that describe a run, plus ``names``."""
-    inherited = {name: value for name, value in os.environ.items() if not _RUN_VARIABLES.match(name)}
+    inherited = {
+        name: value for name, value in os.environ.items() if not _RUN_VARIABLES.match(name)
+    }
     return {
         **inherited,
         "PYTHONPATH": str(ROOT),
@@ -61,10 +63,14 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
     )
     assert done.returncode == 0 and (notes / "arguments").exists(), done.stderr
     pairs = (notes / "environment").read_text().split("\0")
-    return (notes / "arguments").read_text().splitlines(), dict(pair.split("=", 1) for pair in pairs if pair)
+    return (notes / "arguments").read_text().splitlines(), dict(
+        pair.split("=", 1) for pair in pairs if pair
+    )
 
 
-def start(folder: Path, arguments: list[str], names: dict[str, str], **options: Any) -> subprocess.Popen[str]:
+def start(
+    folder: Path, arguments: list[str], names: dict[str, str], **options: Any
+) -> subprocess.Popen[str]:
     """Start ``python ARGUMENTS`` in a fork."""
     return forked.Popen([sys.executable, *arguments], cwd=folder, env=names, text=True, **options)
 
@@ -75,7 +81,9 @@ def run(folder: Path, line: str, **names: str) -> subprocess.CompletedProcess[st
     return run_words(folder, arguments, variables)
 
 
-def run_words(folder: Path, arguments: list[str], names: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_words(
+    folder: Path, arguments: list[str], names: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS`` in a fork, and wait for it."""
     limit = patience.seconds(SECONDS)
     command = [sys.executable, *arguments]

@@ -53,7 +53,9 @@ def seconds(quiet: float) -> float:
     return quiet * factor()
 
 
-def wait_for(condition: Callable[[], object], quiet: float, what: str = "it", pause: float = 0.01) -> None:
+def wait_for(
+    condition: Callable[[], object], quiet: float, what: str = "it", pause: float = 0.01
+) -> None:
     """Wait until ``condition()`` is true, and call it every ``pause`` seconds.
 
     Raises:

@@ -33,7 +33,9 @@ def examined(size, tmp_path, names, spoil=None, loaded_of=None, limit_seconds=20
     """Return the reports of forked ranks on some areas, after ``spoil(rank)`` in each."""
     same = loaded(tmp_path)
     loaded_of = loaded_of or (lambda _: same)
-    return run_ranks(size, _examine, size, str(tmp_path), areas(*names), spoil, loaded_of, limit_seconds)[0]
+    return run_ranks(
+        size, _examine, size, str(tmp_path), areas(*names), spoil, loaded_of, limit_seconds
+    )[0]
 
 
 def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
@@ -44,7 +46,9 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     network.BYTES = network.PAIR_BYTES = {"cpu": 2**18}
     store = dist.FileStore(f"{folder}/doctor-store", size)
     line = StoreChannel(store, rank, size, limit_seconds)
-    context = RankContext(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
+    context = RankContext(
+        loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line
+    )
     if spoil and spoil(rank) == ABSENT:
         line.receive("end", END_SECONDS)
         return None

@@ -139,13 +139,19 @@ def start(
         **more: Additional environment variables.
     """
     container, job = containers(documents)[0], documents[-1]
-    container_env = {entry["name"]: expanded(entry["value"], {}) for entry in container.get("env", [])}
-    if "SHARDTRAIN_RDZV_ENDPOINT" in container_env:  # the name of the first pod, which only resolves in a cluster
+    container_env = {
+        entry["name"]: expanded(entry["value"], {}) for entry in container.get("env", [])
+    }
+    if (
+        "SHARDTRAIN_RDZV_ENDPOINT" in container_env
+    ):  # the name of the first pod, which only resolves in a cluster
         container_env["SHARDTRAIN_RDZV_ENDPOINT"] = endpoint
     names = {**of_operator(job, number, endpoint), **container_env, **more}
     command = [expanded(argument, names) for argument in container["command"]]
     if mounted:
-        command = [str(mounted) if argument == kubernetes.CONFIG_PATH else argument for argument in command]
+        command = [
+            str(mounted) if argument == kubernetes.CONFIG_PATH else argument for argument in command
+        ]
     inherited = {name: value for name, value in os.environ.items() if not _DROPPED.match(name)}
     # a real pod has its own address; these processes share the loopback interface
     local = {
@@ -155,7 +161,9 @@ def start(
     }
     environment = {**inherited, **local, "OMP_NUM_THREADS": "1", **names}
     with log.open("a") as output:
-        return Pod(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output), log)
+        return Pod(
+            subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output), log
+        )
 
 
 def free_endpoint() -> str:

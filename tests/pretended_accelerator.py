@@ -145,12 +145,18 @@ class Pretended(TorchDispatchMode):
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        if func.namespace == "shardtrain":  # run the implementation of the package's operation, not its fake version
+        if (
+            func.namespace == "shardtrain"
+        ):  # run the implementation of the package's operation, not its fake version
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         if func in (_aten._local_scalar_dense.default, _aten.item.default, _aten.equal.default):
             self.note(func._schema.name.removeprefix("aten::"))
-            return True if func is _aten.equal.default else torch.zeros((), dtype=tensors[0].dtype).item()
+            return (
+                True
+                if func is _aten.equal.default
+                else torch.zeros((), dtype=tensors[0].dtype).item()
+            )
         if func in (_aten._to_copy.default, _aten.copy_.default):
             answer = self._copy(func, args, kwargs)
             if answer is not None:
@@ -188,7 +194,9 @@ class Pretended(TorchDispatchMode):
             if into is not None:
                 return into
             with self.fake:
-                return torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype, device=to)
+                return torch.empty(
+                    source.shape, dtype=kwargs.get("dtype") or source.dtype, device=to
+                )
         if not asynchronous:
             self.note("copy to the host")
         dtype = kwargs.get("dtype") or source.dtype
@@ -244,7 +252,9 @@ def pretending(
     ):
         patch.setattr(torch.Tensor, "pin_memory", lambda self, *_: mode.pin(self))
         patch.setattr(torch.Tensor, "is_pinned", lambda self, *_: self in mode._pinned)
-        patch.setattr(init_weights, "draw_", lambda parameter, *_: local_tensor(parameter.detach()).zero_())
+        patch.setattr(
+            init_weights, "draw_", lambda parameter, *_: local_tensor(parameter.detach()).zero_()
+        )
         get = accelerator.Reading.get
 
         def read(reading: accelerator.Reading) -> list[Any]:
@@ -256,7 +266,8 @@ def pretending(
             return numbers
 
         patch.setattr(accelerator.Reading, "get", read)
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=) creates on the host, then copies
+        # torch.tensor(..., device=) creates on the host, then copies
+        torch._C._set_only_lift_cpu_tensors(True)
         try:
             yield mode
         finally:

@@ -84,7 +84,9 @@ def _rank(
     try:
         store = dist.FileStore(f"{folder}/store", num_ranks)
         timeout = timedelta(seconds=patience.seconds(TIMEOUT_SECONDS))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        )
         dist.barrier()  # if a rank ends before another has connected to it, the other reports a crash
         # send plain bytes, because PyTorch's pickler would pass file descriptors of a process that is about to exit
         sender.send_bytes(pickle.dumps((True, function(rank, *arguments))))

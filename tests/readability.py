@@ -71,7 +71,9 @@ def prose(source: str) -> list[str]:
     texts = [
         node.value
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= 3
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.count(" ") >= 3
     ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts += [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
@@ -83,7 +85,9 @@ def measure(source: str) -> Readability:
     texts = prose(source)
     return Readability(
         words=sum(len(text.split()) for text in texts),
-        phrases=sum(len(re.findall(phrase, text, re.MULTILINE)) for text in texts for phrase in PHRASES),
+        phrases=sum(
+            len(re.findall(phrase, text, re.MULTILINE)) for text in texts for phrase in PHRASES
+        ),
         lines=source.count("\n"),
         syntax_nodes=sum(1 for _ in ast.walk(ast.parse(source))),
     )
@@ -106,10 +110,15 @@ def changed_files(root: Path) -> list[Path]:
     return []
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     """List changed files that are hard to read, the hardest prose first."""
     try:
-        measures = {path: measure(path.read_text(encoding="utf-8")) for path in changed_files(config.rootpath)}
+        measures = {
+            path: measure(path.read_text(encoding="utf-8"))
+            for path in changed_files(config.rootpath)
+        }
     except (OSError, SyntaxError, subprocess.SubprocessError):
         return  # no git, or a file that does not parse, which its own tests report
     hard = [path for path, readability in measures.items() if readability.complaint()]

@@ -63,6 +63,9 @@ def config(train: int = 200, dev: int = 50, **sections: dict[str, Any]) -> Confi
             "local_batch_size": 5,
         },
     }
-    merged = {name: {**defaults.get(name, {}), **values} for name, values in {**defaults, **sections}.items()}
+    merged = {
+        name: {**defaults.get(name, {}), **values}
+        for name, values in {**defaults, **sections}.items()
+    }
     base = tiny_config(**{name: values for name, values in merged.items() if name != "model"})
     return dataclasses.replace(base, model=dataclasses.replace(base.model, **merged["model"]))

@@ -42,7 +42,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # as a script, Python puts tests/ on the path but not the repository root
+if (
+    __name__ == "__main__"
+):  # as a script, Python puts tests/ on the path but not the repository root
     sys.path[:0] = [str(Path(__file__).parents[1])]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -163,7 +165,13 @@ class Job:
         between = c.validation.enable or c.metrics.sample_freq or c.training.replica_check_interval
         # loading weights packs the frozen ones and computes DoRA's row norms
         packed = c.lora.base_dtype != "training" or c.lora.use_dora
-        return bool(c.checkpoint.enable or packed or c.training.epochs or c.training.on_data_end == "stop" or between)
+        return bool(
+            c.checkpoint.enable
+            or packed
+            or c.training.epochs
+            or c.training.on_data_end == "stop"
+            or between
+        )
 
 
 @dataclass(frozen=True)
@@ -250,7 +258,9 @@ def _constants(values: Mapping[str, int]) -> Iterator[None]:
 
 
 def _full_weights(run: trainer.Run) -> dict[str, Tensor]:
-    return {name: to_full(p.detach()).float().clone() for name, p in run.runner.parameters().items()}
+    return {
+        name: to_full(p.detach()).float().clone() for name, p in run.runner.parameters().items()
+    }
 
 
 @torch.no_grad()
@@ -270,8 +280,12 @@ def _keep_gradients(run: trainer.Run, kept: dict[str, Tensor]) -> None:
 
     def first(optimizer: torch.optim.Optimizer) -> None:
         if not kept:
-            gradients = {name: p.grad for name, p in run.runner.parameters().items() if p.grad is not None}
-            kept.update({name: to_full(gradient).float().clone() for name, gradient in gradients.items()})
+            gradients = {
+                name: p.grad for name, p in run.runner.parameters().items() if p.grad is not None
+            }
+            kept.update(
+                {name: to_full(gradient).float().clone() for name, gradient in gradients.items()}
+            )
         update(optimizer)
 
     run.runner.update = first  # type: ignore[method-assign]
@@ -383,7 +397,9 @@ def _rank(rank: int, num_ranks: int, folder: str, sender: Any, jobs: Sequence[Jo
 def differences(numbers: Numbers, expected: Numbers, tolerance: Tolerance) -> list[str]:
     """Describe every difference between the results of a rank and those of one process. NaN always differs."""
     lines = [
-        f"initial {name}" for name, weight in numbers.initial.items() if not torch.equal(weight, expected.initial[name])
+        f"initial {name}"
+        for name, weight in numbers.initial.items()
+        if not torch.equal(weight, expected.initial[name])
     ]
     scalars = (
         ("loss", numbers.losses, expected.losses, [tolerance.loss] * len(expected.losses)),
@@ -398,7 +414,9 @@ def differences(numbers: Numbers, expected: Numbers, tolerance: Tolerance) -> li
     for name, values, expected_values, limits in scalars:
         if len(values) != len(expected_values):
             lines.append(f"{len(values)} {name}s instead of {len(expected_values)}")
-        for step, (value, expected_value, limit) in enumerate(zip(values, expected_values, limits, strict=False), 1):
+        for step, (value, expected_value, limit) in enumerate(
+            zip(values, expected_values, limits, strict=False), 1
+        ):
             if not abs(value - expected_value) <= limit:
                 lines.append(f"{name} {step}: {value!r} instead of {expected_value!r}")
     floor = _global_norm(expected) / 20
@@ -431,7 +449,9 @@ def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance
         return max(getattr(usual, kind), min(8 * max(errors, default=0.0), getattr(most, kind)))
 
     return Tolerance(
-        loss=clamped("loss", [abs(a - b) for a, b in zip(moved_losses, expected_losses, strict=True)]),
+        loss=clamped(
+            "loss", [abs(a - b) for a, b in zip(moved_losses, expected_losses, strict=True)]
+        ),
         norm=clamped(
             "norm",
             [abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True)],
@@ -439,13 +459,17 @@ def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance
         gradient=clamped(
             "gradient",
             [
-                float((moved.gradients[name] - gradient).norm()) / max(float(gradient.norm()), floor, 1e-30)
+                float((moved.gradients[name] - gradient).norm())
+                / max(float(gradient.norm()), floor, 1e-30)
                 for name, gradient in expected.gradients.items()
             ],
         ),
         weight=clamped(
             "weight",
-            [float((moved.final[name] - weight).abs().max()) for name, weight in expected.final.items()],
+            [
+                float((moved.final[name] - weight).abs().max())
+                for name, weight in expected.final.items()
+            ],
         ),
     )
 
@@ -467,7 +491,9 @@ def judge_refusal(case: Case, error: ConfigError | DataError) -> Verdict:
     """Return ``refused`` if the documented rules justify the refusal, else ``refused without need``."""
     if isinstance(error, DataError):
         # the lengths of documents are not known here
-        is_justified = "has no row with a target" in str(error) and case.value("data.long_documents") == "drop"
+        is_justified = (
+            "has no row with a target" in str(error) and case.value("data.long_documents") == "drop"
+        )
         return Verdict("refused" if is_justified else "refused without need", str(error))
     rules = list(broken(case))
     if case.then is not None:
@@ -504,7 +530,9 @@ class Searcher:
                 verdicts[index] = judge_refusal(case, error)
         self._run_references([cases[index] for index in plans])
         results: dict[int, list[Numbers] | Failure] = {}
-        for part in range(2):  # the second half of a run that changes its mesh follows its first half
+        for part in range(
+            2
+        ):  # the second half of a run that changes its mesh follows its first half
             jobs = {index: plan[part] for index, plan in plans.items() if part < len(plan)}
             for num_ranks in sorted({ranks for ranks, _ in jobs.values()}):
                 members = [
@@ -544,7 +572,9 @@ class Searcher:
         return {"job.dump_folder": str(folder)}
 
     def _run_references(self, cases: Sequence[Case]) -> None:
-        missing = {_key(case): case.one_process() for case in cases if _key(case) not in self._expected}
+        missing = {
+            _key(case): case.one_process() for case in cases if _key(case) not in self._expected
+        }
         jobs = [Job(load(case, self._folder_of_run())) for case in missing.values()]
         for key, answer in zip(missing, run_jobs(1, jobs), strict=True):
             self._expected[key] = answer if isinstance(answer, Failure) else answer[0]
@@ -556,7 +586,9 @@ class Searcher:
         if isinstance(numbers_of_ranks, Failure):
             return Verdict(numbers_of_ranks.kind, numbers_of_ranks.text)
         allowed, note = TOLERANCES[tolerance(case)], ""
-        if case.is_exact and any(differences(numbers, expected, allowed) for numbers in numbers_of_ranks):
+        if case.is_exact and any(
+            differences(numbers, expected, allowed) for numbers in numbers_of_ranks
+        ):
             wider = self._widened(case, expected, allowed)
             if wider != allowed:
                 note = f" within the model's own rounding errors: {wider}"
@@ -567,7 +599,9 @@ class Searcher:
                 return Verdict("differs", f"rank {rank}: {'; '.join(lines[:6])}{note}")
         names = {name for numbers in numbers_of_ranks for name in numbers.final}
         if names != set(expected.final):
-            return Verdict("differs", f"no rank holds {', '.join(sorted(set(expected.final) - names)[:6])}")
+            return Verdict(
+                "differs", f"no rank holds {', '.join(sorted(set(expected.final) - names)[:6])}"
+            )
         return Verdict("equal", note)
 
     def _widened(self, case: Case, expected: Numbers, usual: Tolerance) -> Tolerance:
@@ -613,7 +647,10 @@ def _joined(first: list[Numbers] | Failure, second: list[Numbers]) -> list[Numbe
 
     def joined_steps(numbers: Numbers) -> list[list[float]]:
         """Return losses, norms and validations of both halves, with those that a rank of the second half has."""
-        return [getattr(first[0], name) + getattr(numbers, name) for name in ("losses", "norms", "validations")]
+        return [
+            getattr(first[0], name) + getattr(numbers, name)
+            for name in ("losses", "norms", "validations")
+        ]
 
     # a run of one step ends in its first half
     ended_in_first = not any(numbers.final for numbers in second)
@@ -667,7 +704,9 @@ def _smaller(case: Case) -> Iterator[Case]:
                 DDP: "shard_optimizer",
                 TP: "disable_loss",
             }.get(axis)
-            yield _without(case, [n for n in options if n == axis or (of_axis and n.startswith(P + of_axis))])
+            yield _without(
+                case, [n for n in options if n == axis or (of_axis and n.startswith(P + of_axis))]
+            )
             for smaller in sorted({n for n in range(2, degree) if degree % n == 0}):
                 yield _with(case, {axis: str(smaller)})
     for name in options:
@@ -684,7 +723,9 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _without(case: Case, names: Sequence[str]) -> Case:
-    return dataclasses.replace(case, options={n: v for n, v in case.options.items() if n not in names})
+    return dataclasses.replace(
+        case, options={n: v for n, v in case.options.items() if n not in names}
+    )
 
 
 def _with(case: Case, changes: dict[str, str]) -> Case:
@@ -732,7 +773,10 @@ def parse(arguments: Sequence[str]) -> Case:
 
 
 def _pairs(arguments: list[str]) -> dict[str, str]:
-    return {name.removeprefix("--"): value for name, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    return {
+        name.removeprefix("--"): value
+        for name, value in zip(arguments[::2], arguments[1::2], strict=True)
+    }
 
 
 @dataclass(frozen=True)
@@ -780,15 +824,27 @@ def search(
                         verdict = Verdict(kind, f"{verdict.text}\n{again.text}")
                 counts[verdict.kind] += 1
                 if not verdict.is_fault:
-                    report(f"{seed}/{number}: {verdict.kind}{verdict.text if verdict.kind == 'equal' else ''}")
+                    report(
+                        f"{seed}/{number}: {verdict.kind}{verdict.text if verdict.kind == 'equal' else ''}"
+                    )
                     continue
-                report(f"{seed}/{number}: {verdict.kind}\n{verdict.text[-3000:]}\n  {command(case)}")
+                report(
+                    f"{seed}/{number}: {verdict.kind}\n{verdict.text[-3000:]}\n  {command(case)}"
+                )
                 if shrinking and is_reproducible:
-                    case = shrink(case, lambda other: _same_fault(verdict, searcher.judge([other])[0]))  # noqa: B023
+                    has_same_fault = functools.partial(_is_same_fault, searcher, verdict)
+                    case = shrink(case, has_same_fault)
                     verdict = searcher.judge([case])[0]
-                    report(f"  shrunk: {verdict.text[-1500:]}\n  {command(case)}\n  {train_command(case)}")
+                    report(
+                        f"  shrunk: {verdict.text[-1500:]}\n  {command(case)}\n  {train_command(case)}"
+                    )
                 faults.append(SearchFault(number, case, verdict))
     return counts, faults
+
+
+def _is_same_fault(searcher: Searcher, verdict: Verdict, case: Case) -> bool:
+    """True if this case fails in the same way as the case of the verdict."""
+    return _same_fault(verdict, searcher.judge([case])[0])
 
 
 def _same_fault(first: Verdict, other: Verdict) -> bool:
@@ -808,14 +864,22 @@ def _last_line(verdict: Verdict) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the command line that the module docstring describes. Return the exit status."""
-    parser = argparse.ArgumentParser(description="Random configurations, each refused or equal to one process.")
+    parser = argparse.ArgumentParser(
+        description="Random configurations, each refused or equal to one process."
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--families", help="comma-separated families to draw from, or all")
-    parser.add_argument("--features", help=f"all, or a comma-separated list of: {', '.join(FEATURES)}")
-    parser.add_argument("--no-shrink", action="store_true", help="do not shrink faults, for a long search")
-    parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="options of one configuration")
+    parser.add_argument(
+        "--features", help=f"all, or a comma-separated list of: {', '.join(FEATURES)}"
+    )
+    parser.add_argument(
+        "--no-shrink", action="store_true", help="do not shrink faults, for a long search"
+    )
+    parser.add_argument(
+        "--try", dest="options", nargs=argparse.REMAINDER, help="options of one configuration"
+    )
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -836,11 +900,17 @@ def main(arguments: list[str]) -> int:
     if ARCHITECTURES in features:
         families = ("llama3",)  # the other options of a case; the architecture replaces the model
     report = functools.partial(print, flush=True)
-    counts, faults = search(options.seed, numbers, report, not options.no_shrink, families, features)
+    counts, faults = search(
+        options.seed, numbers, report, not options.no_shrink, families, features
+    )
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    print(f"seed {options.seed}, cases {options.first} to {options.first + options.count - 1}: {dict(counts)}")
-    print(f"{seconds:.0f} CPU seconds, {seconds / options.count:.1f} a case; {time.monotonic() - started:.0f} s")
+    print(
+        f"seed {options.seed}, cases {options.first} to {options.first + options.count - 1}: {dict(counts)}"
+    )
+    print(
+        f"{seconds:.0f} CPU seconds, {seconds / options.count:.1f} a case; {time.monotonic() - started:.0f} s"
+    )
     return int(bool(faults))
 
 

@@ -64,13 +64,17 @@ def write_folder(path: Path) -> None:
 def add(rng: random.Random, draft: Draft) -> None:
     """Replace the model by an architecture, and drop options and axes that it does not support."""
     name = rng.choice(list(ARCHITECTURES))
-    draft.drop(M, "model.", "task.", "debug.moe", "lora.", "compile.", "optimizer.no_weight_decay", EP)
+    draft.drop(
+        M, "model.", "task.", "debug.moe", "lora.", "compile.", "optimizer.no_weight_decay", EP
+    )
     # Experts are chosen by rounded scores, so reduced precision may choose others
     draft.drop(f"{T}mixed_precision", f"{T}dtype", f"{T}initial_loss_scale")
     if draft.options.get("optimizer.name") == "Muon":
         draft.drop("optimizer.name", "optimizer.lr", "optimizer.muon_")
     if name in WITHOUT_DOCUMENTS:
-        draft.drop("data.mode", "data.readers", "data.document_mask", "data.packing", "data.long_documents")
+        draft.drop(
+            "data.mode", "data.readers", "data.document_mask", "data.packing", "data.long_documents"
+        )
         draft.options["data.packing"] = "padded"
     num_layers = layers_of(name)
     if PP in draft.options:

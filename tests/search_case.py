@@ -156,13 +156,19 @@ class Case:
         flavor = {"model.flavor": FLAVORS[family]} if family in FLAVORS else {}
         batch = {f"{T}global_batch_size": str(self.global_batch)}
         merged = {**BASE, **shape, **flavor, **batch, **self.options}
-        return {name: value for name, value in merged.items() if value != UNSET and not name.startswith(CONSTANT)}
+        return {
+            name: value
+            for name, value in merged.items()
+            if value != UNSET and not name.startswith(CONSTANT)
+        }
 
     @property
     def constants(self) -> dict[str, int]:
         """Overridden module constants, by dotted name."""
         return {
-            name.removeprefix(CONSTANT): int(value) for name, value in self.options.items() if name.startswith(CONSTANT)
+            name.removeprefix(CONSTANT): int(value)
+            for name, value in self.options.items()
+            if name.startswith(CONSTANT)
         }
 
     def arguments(self) -> list[str]:
@@ -185,7 +191,9 @@ class Case:
     def one_process(self) -> Case:
         """Return the reference run: the same model, data and optimizer, in one pass on one rank."""
         kept = self._options_of_numbers()
-        if "validation.steps" in kept:  # it counts batches, so the global batch must have the same size
+        if (
+            "validation.steps" in kept
+        ):  # it counts batches, so the global batch must have the same size
             rows = self.number("validation.local_batch_size", 8) * self.data_ranks
             has_pipeline = self.number(PP) > 1
             kept["validation.local_batch_size"] = str(self.global_batch if has_pipeline else rows)

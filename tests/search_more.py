@@ -55,7 +55,8 @@ FIXTURES = "tests/fixtures/search"
 LLAMA, EXPERTS, ADAPTER = (f"{FIXTURES}/{name}" for name in ("llama", "mixtral", "adapter"))
 CHAT = f"{FIXTURES}/chat.jinja"
 TALKS, TABLE, FEW, SOME_BAD = (
-    f"{FIXTURES}/{name}" for name in ("conversations.jsonl", "texts.tsv", "few.jsonl", "some_bad.jsonl")
+    f"{FIXTURES}/{name}"
+    for name in ("conversations.jsonl", "texts.tsv", "few.jsonl", "some_bad.jsonl")
 )
 FEW_ROWS = 22
 CSV, PARTS = f"{P}pipeline_parallel_schedule_csv", f"{P}module_fqns_per_model_part"
@@ -111,7 +112,9 @@ def adapters(rng: random.Random, draft: Draft) -> None:
     drawn |= some(rng, 0.3, use_dora=["true"], init=["gaussian"], rank_stabilized=["true"])
     # a scale alpha / rank of 32 would give gradients whose rounding errors exceed the tolerance
     drawn["alpha"] = rng.choice(("2", "4", "8"))
-    drawn |= some(rng, 0.5, target_modules=["layers.*.attn.wo", "layers.*.attn.w[qkvo]", "all-linear"])
+    drawn |= some(
+        rng, 0.5, target_modules=["layers.*.attn.wo", "layers.*.attn.w[qkvo]", "all-linear"]
+    )
     drawn |= some(rng, 0.3, modules_to_save=["embed", "head", "norm", "embed\nhead"])
     if draft.family in MIXTURES and "use_dora" not in drawn:
         drawn |= some(
@@ -157,7 +160,9 @@ def mixture(rng: random.Random, draft: Draft) -> None:
             drawn |= some(rng, 0.3, text_field=["note" if is_tsv else "completion"])
             field = drawn.get("text_field", "text")
             if rng.random() < 0.2:
-                drawn[f"template.{field}"] = "<{{ note }}> {{ text }}" if is_tsv else "{{ prompt }}: {{ text }}"
+                drawn[f"template.{field}"] = (
+                    "<{{ note }}> {{ text }}" if is_tsv else "{{ prompt }}: {{ text }}"
+                )
         if rng.random() < 0.15:
             drawn["epochs"] = "9"
             draft.options[f"{T}on_data_end"] = "stop"
@@ -214,7 +219,9 @@ def columns(rng: random.Random, draft: Draft) -> None:
             "data.bad_rows_max_fraction": "0.9",
         }
         options |= within("data", some(rng, 0.5, max_row_bytes=["1024"]))
-    options |= within("data", some(rng, 0.3, add_bos=["true", "false"], add_eos=["false"], separator=[" ; "]))
+    options |= within(
+        "data", some(rng, 0.3, add_bos=["true", "false"], add_eos=["false"], separator=[" ; "])
+    )
     if rng.random() < 0.2:
         tokenizer_option = rng.choice(("model.hf_assets_path", "model.tokenizer_path"))
         options |= {tokenizer_option: "python_bpe", f"{M}vocab_size": "2048"}
@@ -266,7 +273,9 @@ def pipeline(rng: random.Random, draft: Draft, per_rank: int) -> int:
     if degree == 1:
         degree = 2
         if draft.num_ranks > 4:
-            remaining_axis = rng.choice([axis for axis in (DDP, FSDP, CP, TP) if draft.number(axis) > 1])
+            remaining_axis = rng.choice(
+                [axis for axis in (DDP, FSDP, CP, TP) if draft.number(axis) > 1]
+            )
             draft.drop(*{DDP, FSDP, CP, TP} - {remaining_axis}, EP)
             draft.options[remaining_axis] = "2"
         draft.options[PP] = "2"
@@ -309,7 +318,9 @@ def write_schedule(path: Path) -> None:
     if path.parent != SCHEDULES or path.is_file():
         return
     *_, split, seed = path.stem.split("-")
-    degree, stages, microbatches = (int("".join(filter(str.isdigit, part))) for part in path.stem.split("-")[:3])
+    degree, stages, microbatches = (
+        int("".join(filter(str.isdigit, part))) for part in path.stem.split("-")[:3]
+    )
     rng = random.Random(f"schedule {seed}")
     done = set[tuple[int, str, int]]()
     rows: list[list[str]] = [[] for _ in range(degree)]
@@ -409,7 +420,10 @@ def float8(rng: random.Random, draft: Draft) -> None:
         **some(rng, 0.7, recipe_name=["tensorwise", "rowwise", "rowwise_with_gw_hp"]),
     }
     drawn |= some(rng, 0.4, filter_fqns=["output", "attn.wo", "attention", "layers.0"])
-    if drawn.get("recipe_name", "tensorwise") == "tensorwise" and f"{T}enable_cpu_offload" not in draft.options:
+    if (
+        drawn.get("recipe_name", "tensorwise") == "tensorwise"
+        and f"{T}enable_cpu_offload" not in draft.options
+    ):
         drawn |= some(rng, 0.5, enable_fsdp_float8_all_gather=["true"])
         if "enable_fsdp_float8_all_gather" in drawn:
             drawn |= some(rng, 0.5, precompute_float8_dynamic_scale_for_fsdp=["true"])
@@ -501,7 +515,9 @@ def rates(rng: random.Random, draft: Draft) -> None:
     if "warmup_proportion" in supported:  # warmup_steps would override it, or has no effect
         drawn["warmup_steps"] = "0" if "warmup_steps" in supported else UNSET
     draft.options |= within("lr_scheduler", drawn)
-    constants = some(rng, 0.4, beta1=["0.5", "0"], beta2=["0.999"], weight_decay=["0", "0.5"], eps=["1e-2"])
+    constants = some(
+        rng, 0.4, beta1=["0.5", "0"], beta2=["0.999"], weight_decay=["0", "0.5"], eps=["1e-2"]
+    )
     constants |= some(rng, 0.2, no_weight_decay=["*attn*", "*norm*\n*attn*"])
     excludes_muon = {
         "optimizer.name",
@@ -512,8 +528,12 @@ def rates(rng: random.Random, draft: Draft) -> None:
     if rng.random() < 0.3 and not excludes_muon & draft.options.keys():
         draft.options |= {"optimizer.name": "Muon", "optimizer.lr": "1e-3"}
     if draft.options.get("optimizer.name") == "Muon":
-        constants |= some(rng, 0.4, muon_momentum=["0.5"], muon_nesterov=["false"], muon_steps=["3"])
-        constants |= some(rng, 0.4, muon_update_rms=["0.1"], muon_adamw_patterns=["embed*\nhead*\n*norm*\n*attn*"])
+        constants |= some(
+            rng, 0.4, muon_momentum=["0.5"], muon_nesterov=["false"], muon_steps=["3"]
+        )
+        constants |= some(
+            rng, 0.4, muon_update_rms=["0.1"], muon_adamw_patterns=["embed*\nhead*\n*norm*\n*attn*"]
+        )
         constants |= some(rng, 0.3, muon_dtype=["float32"])
     draft.options |= within("optimizer", constants)
 
@@ -530,7 +550,9 @@ def rows(rng: random.Random, draft: Draft) -> None:
     name = rng.choice(("classification", "reward_model", *OF_ANSWERS))
     drawn = {"name": name}
     if name == "classification":
-        drawn |= rng.choice(({"num_labels": "4"}, {"labels": "0\n1\n2\n3"}, {"labels": "3\n1\n0\n2"}))
+        drawn |= rng.choice(
+            ({"num_labels": "4"}, {"labels": "0\n1\n2\n3"}, {"labels": "3\n1\n0\n2"})
+        )
         drawn |= some(rng, 0.4, pair_field=["prompt", "completion"])
     elif name == "kto":
         drawn |= {"label_field": "is_good", **some(rng, 0.5, group_size=["2", "3"], beta=["0.5"])}
@@ -551,9 +573,12 @@ def rows(rng: random.Random, draft: Draft) -> None:
             draft.options[f"{T}on_data_end"] = "repeat"
         if name != "kto":
             draft.options |= within("training", some(rng, 0.6, last_batch=["keep", "discard"]))
-    rows_per_step = draft.number(LOCAL) * draft.number(DDP) * draft.number(FSDP) * draft.accumulation
+    rows_per_step = (
+        draft.number(LOCAL) * draft.number(DDP) * draft.number(FSDP) * draft.accumulation
+    )
     if draft.options.get(f"{T}last_batch") == "discard" and rows_per_step > FEW_ROWS:
-        draft.drop(f"{T}last_batch")  # the run would have no step, which is refused only after reading the rows
+        # the run would have no step, which is refused only after reading the rows
+        draft.drop(f"{T}last_batch")
     if TP in draft.options:
         draft.options[f"{P}disable_loss_parallel"] = "true"
 
@@ -569,7 +594,9 @@ def given_weights(rng: random.Random, draft: Draft) -> None:
     draft.drop("lora.")
     if rng.random() < 0.4:
         draft.drop("model.converters", "quantize.")
-        draft.options |= within("lora", {"enable": "true", "rank": "4", **some(rng, 0.5, base_dtype=["nf4", "int8"])})
+        draft.options |= within(
+            "lora", {"enable": "true", "rank": "4", **some(rng, 0.5, base_dtype=["nf4", "int8"])}
+        )
         if "initial_load_resize_embeddings" in drawn:
             draft.options["lora.modules_to_save"] = "embed_tokens\nlm_head"
         elif rng.random() < 0.5:
@@ -627,7 +654,9 @@ def recomputation(rng: random.Random, draft: Draft) -> None:
     """Options of activation recomputation."""
     draft.drop(A, "compile.")
     draft.options[f"{A}mode"] = rng.choice(("selective", "selective", "full"))
-    drawn = some(rng, 0.5, early_stop=["true"], determinism_check=["none"], preserve_rng_state=["false"])
+    drawn = some(
+        rng, 0.5, early_stop=["true"], determinism_check=["none"], preserve_rng_state=["false"]
+    )
     if draft.options[f"{A}mode"] == "selective":
         drawn["selective_ac_option"] = rng.choice(("op", "op", "1", "3"))
         if drawn["selective_ac_option"] == "op":
@@ -640,7 +669,9 @@ def recomputation(rng: random.Random, draft: Draft) -> None:
 def workers(rng: random.Random, draft: Draft) -> None:
     """Data loader workers."""
     draft.options |= within(f"{T}dataloader", {"num_workers": rng.choice(("1", "2"))})
-    draft.options |= within(f"{T}dataloader", some(rng, 0.5, persistent_workers=["true"], prefetch_factor=["1", "3"]))
+    draft.options |= within(
+        f"{T}dataloader", some(rng, 0.5, persistent_workers=["true"], prefetch_factor=["1", "3"])
+    )
 
 
 def guards(rng: random.Random, draft: Draft) -> None:
@@ -664,7 +695,9 @@ def guards(rng: random.Random, draft: Draft) -> None:
         draft.options |= within("debug", some(rng, 0.5, deterministic_warn_only=["true"]))
     if TP in draft.options:
         draft.options[f"{P}expert_tensor_parallel_degree"] = draft.options[TP]
-    draft.options |= within(P[:-1], some(rng, 0.3, pipeline_parallel_expert_parallel_overlap=["false"]))
+    draft.options |= within(
+        P[:-1], some(rng, 0.3, pipeline_parallel_expert_parallel_overlap=["false"])
+    )
 
 
 NOT_DRAWN: dict[str, tuple[str, ...]] = {
@@ -854,7 +887,9 @@ def _of_stages(case: Case) -> Iterator[Broken]:
         return
     layers_per_stage = f"{P}pipeline_parallel_layers_per_stage"
     if case.value(PARTS) and layers_per_stage in case.options:
-        yield Broken("a list of modules per stage excludes a number of layers per stage", (layers_per_stage,))
+        yield Broken(
+            "a list of modules per stage excludes a number of layers per stage", (layers_per_stage,)
+        )
     if has_compiled_layers(case) and "-split-" in case.value(CSV):
         yield Broken("compiled layers do not support a split backward pass", (CSV,))
 
@@ -897,9 +932,13 @@ def _of_adapters(case: Case) -> Iterator[Broken]:
             case.value("checkpoint.storage") == "first_node",
         )
         if any(excludes_packed_weights):
-            yield Broken("packed weights must stay unsharded and on the device", ("lora.base_dtype",))
+            yield Broken(
+                "packed weights must stay unsharded and on the device", ("lora.base_dtype",)
+            )
         if case.value("task.name") in ("preference", "kto"):
-            yield Broken("the reference model of these tasks must not be rounded", ("lora.base_dtype",))
+            yield Broken(
+                "the reference model of these tasks must not be rounded", ("lora.base_dtype",)
+            )
     for option in ("checkpoint.last_save_in_hf", "checkpoint.hf_interval"):
         if option in case.options and has_adapters:
             yield Broken("a run with adapters saves only the adapters", (option,))
@@ -919,9 +958,13 @@ def _of_float8(case: Case) -> Iterator[Broken]:
     all_gather = f"{LINEAR}.enable_fsdp_float8_all_gather"
     if is_on(case, all_gather) and is_on(case, f"{T}enable_cpu_offload"):
         yield Broken("float8 all-gather requires weights on the device", (all_gather,))
-    only_head_is_left = case.value("model.name") == "gpt_oss" and case.value(f"{LINEAR}.filter_fqns") == "attention"
+    only_head_is_left = (
+        case.value("model.name") == "gpt_oss" and case.value(f"{LINEAR}.filter_fqns") == "attention"
+    )
     if only_head_is_left and int(options[f"{M}vocab_size"]) % 16:
-        yield Broken("float8 needs a layer whose sizes are multiples of 16", (f"{LINEAR}.filter_fqns",))
+        yield Broken(
+            "float8 needs a layer whose sizes are multiples of 16", (f"{LINEAR}.filter_fqns",)
+        )
     if GROUPED not in case.value("model.converters").split("\n"):
         return
     if int(options[f"{M}moe_ffn_dim"]) % 16:
@@ -936,10 +979,16 @@ def _of_float8(case: Case) -> Iterator[Broken]:
 def _of_recomputation(case: Case) -> Iterator[Broken]:
     if not is_on(case, f"{A}debug"):
         return
-    has_split_backward = case.number(PP) > 1 and (case.value(SCHEDULE) in SPLIT or bool(case.value(CSV)))
-    is_per_op = case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
+    has_split_backward = case.number(PP) > 1 and (
+        case.value(SCHEDULE) in SPLIT or bool(case.value(CSV))
+    )
+    is_per_op = (
+        case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
+    )
     if has_split_backward or is_per_op:
-        yield Broken("PyTorch can only debug a single recomputation of entire layers", (f"{A}debug",))
+        yield Broken(
+            "PyTorch can only debug a single recomputation of entire layers", (f"{A}debug",)
+        )
     if has_compiled_layers(case) and case.value(f"{A}mode") in ("full", "selective"):
         yield Broken("PyTorch cannot debug the recomputation of compiled layers", (f"{A}debug",))
 
@@ -957,7 +1006,9 @@ def _of_ranks(case: Case) -> Iterator[Broken]:
     trained |= {aliases[name] for name in trained if name in aliases}
     for rank in range(degree):
         is_v_shaped = schedule in V_SHAPED
-        stages_of_rank = [2 * degree - 1 - rank, rank] if is_v_shaped else range(rank, len(stages), degree)
+        stages_of_rank = (
+            [2 * degree - 1 - rank, rank] if is_v_shaped else range(rank, len(stages), degree)
+        )
         names = {name for stage in stages_of_rank if stage < len(stages) for name in stages[stage]}
         if not names & trained and not any(name.startswith("layers.") for name in names):
             yield Broken("each rank must have a trainable parameter", ("lora.target_modules",))
@@ -984,7 +1035,9 @@ def _of_networks(case: Case) -> Iterator[Broken]:
     if tp > 1 and has_compiled_layers(case):
         yield Broken("compiled blocks do not support tensor parallelism", ("compile.enable",))
     if case.value("optimizer.name") == "Muon":
-        yield Broken("patterns must match the network's parameter names", ("optimizer.muon_adamw_patterns",))
+        yield Broken(
+            "patterns must match the network's parameter names", ("optimizer.muon_adamw_patterns",)
+        )
 
 
 def _of_parts(case: Case) -> Iterator[Broken]:
@@ -1010,10 +1063,16 @@ def _of_teacher(case: Case) -> Iterator[Broken]:
         yield Broken("tensor parallelism must divide the 2 KV heads of the teacher", (TP,))
     if cp > 1 and case.value(f"{P}context_parallel_method") == "ulysses" and 2 % (tp * cp):
         yield Broken("ulysses must divide the 2 KV heads of the teacher", (CP,))
-    if tp > 1 and not is_on(case, f"{P}disable_loss_parallel") and case.number(f"{M}vocab_size") != 320:
+    if (
+        tp > 1
+        and not is_on(case, f"{P}disable_loss_parallel")
+        and case.number(f"{M}vocab_size") != 320
+    ):
         yield Broken("both vocabularies must be sharded in the same way", ("task.teacher_path",))
     if "python_bpe" in (case.value("model.hf_assets_path"), case.value("model.tokenizer_path")):
-        yield Broken("the teacher has 320 rows, and the tokenizer 2,048 ids", ("task.teacher_path",))
+        yield Broken(
+            "the teacher has 320 rows, and the tokenizer 2,048 ids", ("task.teacher_path",)
+        )
 
 
 def _of_data(case: Case) -> Iterator[Broken]:
@@ -1035,7 +1094,9 @@ def _of_validation(case: Case) -> Iterator[Broken]:
         yield Broken("a pipeline supports only one sequence length", (option,))
     if case.value("validation.per_epoch") and case.value("data.mode") == "stream":
         yield Broken("a stream does not support epochs", ("validation.per_epoch",))
-    if case.value("validation.per_epoch") and any(name.startswith("data.sources") for name in case.options):
+    if case.value("validation.per_epoch") and any(
+        name.startswith("data.sources") for name in case.options
+    ):
         yield Broken("a mixture does not support epochs", ("validation.per_epoch",))
 
 
@@ -1043,5 +1104,7 @@ def context_chunks(case: Case) -> int:
     """Number of chunks into which context parallelism divides a sequence."""
     cp = case.number(CP)
     is_ring = case.value(f"{P}context_parallel_method", "ring") == "ring"
-    is_balanced = is_ring and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
+    is_balanced = (
+        is_ring and case.value(f"{P}context_parallel_load_balancer", "headtail") == "headtail"
+    )
     return 2 * cp if cp > 1 and is_balanced else cp

@@ -55,7 +55,9 @@ def draw_any(seed: int, number: int) -> Case:
     return _draw(random.Random(f"any {seed}/{number}"))
 
 
-def draw(seed: int, number: int, families: Sequence[str] = FAMILIES, features: Sequence[str] = ()) -> Case:
+def draw(
+    seed: int, number: int, families: Sequence[str] = FAMILIES, features: Sequence[str] = ()
+) -> Case:
     """Return case ``number`` of a seed: nine in ten are legal, the others are not checked."""
     if features:
         return _draw_more(random.Random(f"more {seed}/{number}"), families, features)
@@ -71,7 +73,11 @@ def draw(seed: int, number: int, families: Sequence[str] = FAMILIES, features: S
             options = _mesh(rng, case.value("model.name"), rng.choice((1, 2, 2, 4)))
             options[LOCAL] = str(rng.choice((1, 2, 4)))
             moved = dataclasses.replace(case, then=options)
-            if moved.moved().accumulation and not list(broken(moved.moved())) and not list(broken(case)):
+            if (
+                moved.moved().accumulation
+                and not list(broken(moved.moved()))
+                and not list(broken(case))
+            ):
                 return moved
     return case
 
@@ -258,7 +264,9 @@ def _newer(rng: random.Random, family: str) -> dict[str, str]:
         }
     elif family == "deepseek_v2":
         drawn = {"num_groups": ("2", "4"), "num_shared_experts": ("0", "1"), "q_lora_rank": ("16",)}
-    options = {f"{M}{name}": rng.choice(values) for name, values in drawn.items() if rng.random() < 0.35}
+    options = {
+        f"{M}{name}": rng.choice(values) for name, values in drawn.items() if rng.random() < 0.35
+    }
     if f"{M}num_groups" in options:
         options |= {f"{M}num_experts": "8", f"{M}top_groups": "2"}  # groups must have equal sizes
     return options
@@ -269,7 +277,9 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
     if rng.random() < 0.3:
         drawn = ("Adam", "Muon", "Muon")
         # the default needs no option, and search_more draws AdamW8bit with its own options
-        others = (name for name in OPTIMIZERS if name not in (*drawn, Optimizer().name, "AdamW8bit"))
+        others = (
+            name for name in OPTIMIZERS if name not in (*drawn, Optimizer().name, "AdamW8bit")
+        )
         options["optimizer.name"] = rng.choice((*drawn, *others))
         if options["optimizer.name"] == "Muon":
             # Muon normalizes its updates, so the update of a matrix with almost no gradient is amplified noise
@@ -296,7 +306,9 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
         options[f"{T}initial_loss_scale"] = "1024"
     if rng.random() < 0.06:
         options["compile.enable"] = "true"
-        options["compile.backend"] = "aot_eager"  # same graphs as inductor, without minutes of compilation
+        options["compile.backend"] = (
+            "aot_eager"  # same graphs as inductor, without minutes of compilation
+        )
         if rng.random() < 0.5:
             options["compile.components"] = rng.choice(("model", "loss"))
     if rng.random() < 0.1 and family != "encoder":
@@ -305,7 +317,9 @@ def _training(rng: random.Random, family: str) -> dict[str, str]:
         options["lora.rank"] = "4"
         if rng.random() < 0.5:
             # every family has these names; others are only refused when the model is built
-            options["lora.target_modules"] = rng.choice(("layers.*.attn.wo", "layers.*.attn.w[qkvo],head", "head"))
+            options["lora.target_modules"] = rng.choice(
+                ("layers.*.attn.wo", "layers.*.attn.w[qkvo],head", "head")
+            )
     if rng.random() < 0.5:
         options["debug.seed"] = str(rng.randrange(1000))
     if rng.random() < 0.05:
@@ -356,10 +370,11 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
         return {}
     for option in [option for option in so_far if option.startswith("data.")]:
         del so_far[option]
+    # room for an answer, or for a text with its begin and end tokens
     options = {
         "task.name": name,
         SEQ: "32",
-    }  # room for an answer, or for a text with its begin and end tokens
+    }
     if name == "classification":
         options["task.num_labels"] = "4"
     if name == "kto":
@@ -457,7 +472,9 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
     batches = local * case.accumulation // size
     if batches < stages:
         yield Broken(f"{batches} micro-batches must be enough for {stages} stages", (MICRO,))
-    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % max(1, batches // pp):
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and batches % max(
+        1, batches // pp
+    ):
         yield Broken(f"{batches} micro-batches must be divisible into rounds of {pp}", (MICRO,))
     if schedule in SPLIT and search_more.has_compiled_layers(case):
         yield Broken("compiled layers do not support a split backward pass", (SCHEDULE,))
@@ -503,11 +520,18 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
         )
     if case.number(PP) > 1 and case.value("lora.target_modules") == "head":
         yield Broken("every stage must have adapters", ("lora.target_modules",))
-    if is_on(case, f"{M}tied_embeddings") and "head" in case.value("lora.target_modules").split(","):
-        yield Broken("an adapter of a tied head would change the embedding", ("lora.target_modules",))
+    if is_on(case, f"{M}tied_embeddings") and "head" in case.value("lora.target_modules").split(
+        ","
+    ):
+        yield Broken(
+            "an adapter of a tied head would change the embedding", ("lora.target_modules",)
+        )
     if is_on(case, f"{A}cpu_offload") and case.value(f"{A}mode") == "none":
         yield Broken("offloading moves the inputs of recomputed layers", (f"{A}cpu_offload",))
-    if case.value("data.packing", "concat") == "concat" and case.value("data.long_documents", "split") != "split":
+    if (
+        case.value("data.packing", "concat") == "concat"
+        and case.value("data.long_documents", "split") != "split"
+    ):
         yield Broken("packing by concatenation splits long documents", ("data.long_documents",))
     task = case.value("task.name", "language_model")
     if task in ("language_model", "distillation"):

@@ -41,7 +41,11 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "Slurm's daemons require root"
     absent = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
-    return f"no {', '.join(absent)} here: apt-get install slurmctld slurmd slurm-client munge" if absent else ""
+    return (
+        f"no {', '.join(absent)} here: apt-get install slurmctld slurmd slurm-client munge"
+        if absent
+        else ""
+    )
 
 
 def _free_ports() -> tuple[int, int]:
@@ -64,7 +68,9 @@ def _configuration(folder: Path, socket_of_munge: Path) -> str:
     controller, first = _free_ports()
     name = socket.gethostname().split(".")[0]
     # the first node in alphabetical order hosts the rendezvous, so it has the name of this machine, which resolves
-    nodes = f"NodeName={name},z{name} NodeHostname={name} NodeAddr=127.0.0.1 Port=[{first}-{first + 1}]"
+    nodes = (
+        f"NodeName={name},z{name} NodeHostname={name} NodeAddr=127.0.0.1 Port=[{first}-{first + 1}]"
+    )
     return f"""\
 ClusterName=loop
 SlurmctldHost={name}(127.0.0.1)
@@ -113,13 +119,17 @@ def munged(folder: Path) -> Iterator[Path]:
     command = ["munged", "--foreground", "--force", *files]
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(
+            command, env={**os.environ, "PATH": PATH}, user=user, stderr=subprocess.DEVNULL
+        )
 
     daemons, start_times = [start()], [time.monotonic()]
 
     def has_socket() -> bool:
         # on a busy machine munge sometimes hangs for minutes without a socket or a message, so restart it
-        if daemons[-1].poll() is not None or time.monotonic() - start_times[-1] > patience.seconds(15):
+        if daemons[-1].poll() is not None or time.monotonic() - start_times[-1] > patience.seconds(
+            15
+        ):
             _end(daemons[-1:])
             daemons.append(start())
             start_times.append(time.monotonic())
@@ -152,7 +162,10 @@ def cluster(folder: Path, unseen: Path | None = None) -> Iterator[dict[str, str]
         try:
             # a node that starts before the controller listens retries only after minutes
             _wait(lambda: _answers(names), START_SECONDS)
-            daemons += [subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet) for command in commands]
+            daemons += [
+                subprocess.Popen(command, env=names, stdout=quiet, stderr=quiet)
+                for command in commands
+            ]
             _wait(lambda: _idle(names) == 2, START_SECONDS)
             yield names
         finally:
@@ -199,7 +212,9 @@ def _jobs(names: dict[str, str]) -> list[str]:
 
 def _answers(names: dict[str, str]) -> bool:
     command = ["scontrol", "ping"]
-    done = subprocess.run(command, env=names, capture_output=True, timeout=patience.seconds(60), check=False)
+    done = subprocess.run(
+        command, env=names, capture_output=True, timeout=patience.seconds(60), check=False
+    )
     return done.returncode == 0
 
 
@@ -218,9 +233,13 @@ def _wait(condition, seconds: float) -> None:
     patience.wait_for(condition, seconds, "the cluster", 0.1)
 
 
-def launch(names: dict[str, str], *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def launch(
+    names: dict[str, str], *arguments: str, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """Run ``shardtrain launch`` with the environment of the cluster."""
-    if arguments[0] == "slurm" and not any(argument.startswith("--training.device") for argument in arguments):
+    if arguments[0] == "slurm" and not any(
+        argument.startswith("--training.device") for argument in arguments
+    ):
         arguments = (*arguments, "--training.device=cpu")  # the cluster has no GPU
     command = [sys.executable, "-m", "shardtrain", "launch", *arguments]
     names = {**names, "PYTHONPATH": str(ROOT)}
@@ -245,7 +264,9 @@ def submit(names: dict[str, str], folder: Path, *arguments: str) -> str:
 def shown(names: dict[str, str], job: str) -> dict[str, str]:
     """Return the fields that scontrol shows for a job."""
     command = ["scontrol", "-o", "show", "job", job]
-    done = subprocess.run(command, env=names, capture_output=True, text=True, timeout=patience.seconds(30))
+    done = subprocess.run(
+        command, env=names, capture_output=True, text=True, timeout=patience.seconds(30)
+    )
     return dict(part.partition("=")[::2] for part in done.stdout.split())
 
 

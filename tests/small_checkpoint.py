@@ -23,7 +23,9 @@ def world_of_one() -> Iterator[None]:
 
 
 def checkpoints(root: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True, **options)))
+    return Checkpoints(
+        Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True, **options))
+    )
 
 
 def weights(step: int, numel: int = 24) -> dict[str, Tensor]:
@@ -52,7 +54,9 @@ def assert_is_of_its_step(path: Path, numel: int = 24) -> int:
     """Load a checkpoint and compare every element with the expected content of its step. Return the step."""
     step = int(path.name.removeprefix("step-"))
     loaded_weights, loaded_rest = weights(-1, numel), rest(-1)
-    loaded_facts = checkpoints(path.parents[1], load_only=True).load(path, loaded_weights, loaded_rest)
+    loaded_facts = checkpoints(path.parents[1], load_only=True).load(
+        path, loaded_weights, loaded_rest
+    )
     assert loaded_facts["state"] == {"step": step}
     for tensors, expected in ((loaded_weights, weights(step, numel)), (loaded_rest, rest(step))):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())

@@ -20,7 +20,9 @@ SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if Path("/usr/sbin/sshd").exist
 def missing() -> str:
     """Return the reason why sshd cannot run on this machine, or an empty string."""
     if SSHD is None or not shutil.which("ssh") or not shutil.which("ssh-keygen"):
-        return "no sshd here: apt-get install openssh-server openssh-client (.ci/components.sh does)"
+        return (
+            "no sshd here: apt-get install openssh-server openssh-client (.ci/components.sh does)"
+        )
     if os.geteuid() == 0 and not Path("/run/sshd").is_dir():
         return "sshd run by root needs the folder /run/sshd (.ci/components.sh creates it)"
     return ""
@@ -82,6 +84,8 @@ def prepare(folder: Path, hosts: dict[str, str], port: int) -> Path:
         "StrictHostKeyChecking": "no",
         "LogLevel": "ERROR",
     }
-    host_sections.append("Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items()))
+    host_sections.append(
+        "Host *\n" + "\n".join(f"  {name} {value}" for name, value in common.items())
+    )
     (folder / "ssh_config").write_text("\n".join(host_sections) + "\n")
     return folder / "ssh_config"

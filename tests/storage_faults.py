@@ -57,7 +57,9 @@ STORE_KINDS: dict[str, Callable[[], Exception] | None] = {
     "ENOENT": lambda: FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)),
     "EIO": lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
     "503": lambda: RuntimeError("HttpError 503: backend error"),  # like gcsfs: not an OSError
-    "500": lambda: OSError("We encountered an internal error. Please try again."),  # like s3fs: no errno
+    "500": lambda: OSError(
+        "We encountered an internal error. Please try again."
+    ),  # like s3fs: no errno
     "timeout": lambda: TimeoutError("the store did not answer in time"),
     "stall": None,
 }
@@ -112,7 +114,8 @@ class Shim:
             path = arguments[0] if arguments else None
             folder = options.get("dir_fd", options.get("src_dir_fd"))
             if folder is not None and not isinstance(path, int):
-                path = os.path.join(self._paths.get(folder, ""), path)  # relative to a folder that is open
+                # relative to a folder that is open
+                path = os.path.join(self._paths.get(folder, ""), path)
             if name in BY_DESCRIPTOR:
                 path = self._paths.get(path)
             if self._is_watched(path):
@@ -200,7 +203,9 @@ class Bucket(LocalFileSystem):
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         self.put_atomically(path, value, mode == "create")
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **_: Any
+    ) -> bytes:
         return Path(path).read_bytes()[start:end]
 
     def rm_file(self, path: str) -> None:
@@ -251,7 +256,9 @@ def _unwatched(_: str, original: Callable[..., Any]) -> Callable[..., Any]:
 class _Upload:
     """An object that is written in parts, and appears when it is closed."""
 
-    def __init__(self, store: Bucket, path: str, watched: Callable[..., Callable[..., Any]]) -> None:
+    def __init__(
+        self, store: Bucket, path: str, watched: Callable[..., Callable[..., Any]]
+    ) -> None:
         data = bytearray()
         self.write = watched("write", data.extend)
         self.close = watched("close", lambda: store.put_atomically(path, bytes(data), new=False))

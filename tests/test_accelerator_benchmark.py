@@ -15,7 +15,9 @@ from tiers import cases
 BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "accelerator.py"
 
 
-@pytest.mark.parametrize("part", cases(["memory"], nightly=["capabilities", "waits", "numbers", "speed", "experts"]))
+@pytest.mark.parametrize(
+    "part", cases(["memory"], nightly=["capabilities", "waits", "numbers", "speed", "experts"])
+)
 def test_each_part_prints_rows(part):
     command = [sys.executable, str(BENCHMARK), "--part", part, "--device", "cpu", "--tiny"]
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))
@@ -27,7 +29,8 @@ def test_each_part_prints_rows(part):
         for name, value in row.items():
             assert not isinstance(value, float) or math.isfinite(value), (name, row)
         if part == "numbers":
-            assert row["loss_difference"] == row["grad_norm_difference"] == 0.0  # compares a CPU with itself
+            # compares a CPU with itself
+            assert row["loss_difference"] == row["grad_norm_difference"] == 0.0
 
 
 @pytest.mark.nightly(
@@ -51,7 +54,11 @@ def test_rows_are_stored_and_an_unknown_part_is_reported(tmp_path):
         timeout=patience.seconds(120),
     )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "accelerator-cpu.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "accelerator-cpu.jsonl").read_text().splitlines()
+    ]
     assert [row["part"] for row in rows] == ["capabilities"]
-    wrong = forked.run([*command, "--only", "sped"], capture_output=True, text=True, timeout=patience.seconds(60))
+    wrong = forked.run(
+        [*command, "--only", "sped"], capture_output=True, text=True, timeout=patience.seconds(60)
+    )
     assert wrong.returncode == 2 and "capabilities" in wrong.stderr

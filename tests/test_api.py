@@ -36,7 +36,9 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     return {
         "model.hf_assets_path": "bytes",
         "metrics.sample_freq": 0,
-        "model.overrides": "{" + ", ".join(f"{name} = {value}" for name, value in SHAPE.items()) + "}",
+        "model.overrides": "{"
+        + ", ".join(f"{name} = {value}" for name, value in SHAPE.items())
+        + "}",
         "training.dataset": "text",
         "training.dataset_path": text_file(),
         "training.seq_len": 16,
@@ -53,7 +55,10 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
 
 def flags(values: dict[str, Any]) -> list[str]:
     """Return options as flags of the command line."""
-    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    texts = {
+        name: str(value).lower() if isinstance(value, bool) else value
+        for name, value in values.items()
+    }
     return [f"--{name}={text}" for name, text in texts.items()]
 
 
@@ -74,7 +79,9 @@ def process_state() -> tuple[Any, ...]:
 def test_package_is_imported_without_torch_and_lists_its_names() -> None:
     code = "import sys, shardtrain; print('torch' in sys.modules, 'numpy' in sys.modules, sorted(shardtrain.__all__))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.startswith("False False ['StepResult', 'Trainer', 'evaluate', 'generate', 'load_config'"), done
+    assert done.stdout.startswith(
+        "False False ['StepResult', 'Trainer', 'evaluate', 'generate', 'load_config'"
+    ), done
     assert all(getattr(shardtrain, name).__doc__ for name in shardtrain.__all__)
     with pytest.raises(AttributeError, match="no attribute 'trainer_'"):
         _ = shardtrain.trainer_  # type: ignore[attr-defined]
@@ -161,11 +168,15 @@ def test_run_of_single_steps_opens_as_a_model(tmp_path: Path) -> None:
     with shardtrain.Trainer("debug", options(tmp_path / "run", **{"training.steps": 2})) as trainer:
         while trainer.step() is not None:
             pass
-    (text,) = shardtrain.generate(shardtrain.load_model(tmp_path / "run"), "mesh ", max_new_tokens=3)
+    (text,) = shardtrain.generate(
+        shardtrain.load_model(tmp_path / "run"), "mesh ", max_new_tokens=3
+    )
     assert isinstance(text, str)
 
 
-def test_environment_changes_of_the_user_persist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_changes_of_the_user_persist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CHANGED_BY_THE_USER", "before")
     monkeypatch.delenv("SET_BY_THE_USER", raising=False)
     names = set(os.environ)
@@ -203,7 +214,9 @@ def test_verify_returns_a_result_per_mesh(tmp_path: Path) -> None:
     path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
     (result,) = shardtrain.verify(path, meshes=["tp=2"], steps=1)
     assert (result.mesh, result.verdict, result.initial) == ("tp=2", "same", 0)
-    with pytest.raises(ConfigError, match=r"mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide"):
+    with pytest.raises(
+        ConfigError, match=r"mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide"
+    ):
         shardtrain.verify(path, meshes=["tp=3"])
 
 

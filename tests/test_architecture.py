@@ -15,9 +15,17 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
 def test_every_path_in_the_text_exists() -> None:
-    paths = [path for path in re.findall(r"`([a-z_0-9/]+/(?:[a-z_0-9]+\.py)?)`", PAGE) if "my_" not in path]
+    paths = [
+        path
+        for path in re.findall(r"`([a-z_0-9/]+/(?:[a-z_0-9]+\.py)?)`", PAGE)
+        if "my_" not in path
+    ]
     assert len(paths) > 30
-    missing = [path for path in paths if not ((ROOT / "shardtrain" / path).exists() or (ROOT / path).exists())]
+    missing = [
+        path
+        for path in paths
+        if not ((ROOT / "shardtrain" / path).exists() or (ROOT / path).exists())
+    ]
     assert not missing
 
 
@@ -38,7 +46,11 @@ def test_table_of_changes_names_existing_files_and_tests() -> None:
 
 def texts(nodes: Iterable[ast.AST]) -> list[str]:
     """Return the values of those nodes that are string literals."""
-    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
 
 
 def imported_by_name(tree: ast.Module) -> list[str]:
@@ -82,4 +94,6 @@ def test_the_table_of_rooms_lists_every_import() -> None:
         for room in graph.keys() | listed.keys()
         if listed.get(room) != graph.get(room)
     }
-    assert wrong == {}, "docs/architecture.md, Where things are: make the last column the rooms that are imported"
+    assert wrong == {}, (
+        "docs/architecture.md, Where things are: make the last column the rooms that are imported"
+    )

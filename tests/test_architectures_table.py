@@ -43,4 +43,6 @@ def test_most_cells_equal_one_process_and_none_is_a_fault() -> None:
     counts = Counter(cell["verdict"] for cell in cells)
     assert counts.keys() == {"same", "refused", "no experts"}
     assert counts["same"] >= 0.8 * (counts["same"] + counts["refused"])
-    assert all(cell["verdict"] == "same" for cell in cells if cell["mesh"] in ("one process", "dp_shard"))
+    assert all(
+        cell["verdict"] == "same" for cell in cells if cell["mesh"] in ("one process", "dp_shard")
+    )

@@ -99,12 +99,22 @@ def judge(config: Config, path: Path, original: dict[str, Any]) -> str:
         steps = [record["step"] for record in records]
         written = {record["step"]: record for record in original[path.name]}
         # an unknown step has no written record, and {"": 0} is a subset of none
-        if any(not written.get(record["step"], {"": 0}).items() <= record.items() for record in records):
+        if any(
+            not written.get(record["step"], {"": 0}).items() <= record.items() for record in records
+        ):
             return f"records {records}"
-        return "" if steps == sorted(set(steps)) and len(steps) >= len(written) - 2 else f"rows {steps}"
+        return (
+            ""
+            if steps == sorted(set(steps)) and len(steps) >= len(written) - 2
+            else f"rows {steps}"
+        )
     if path.name == POINTER:
         read_pointer(path.parent)
-        return "" if (path.parent / f"step-{original['best']['step']}").is_dir() else "the best checkpoint was deleted"
+        return (
+            ""
+            if (path.parent / f"step-{original['best']['step']}").is_dir()
+            else "the best checkpoint was deleted"
+        )
     contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.look()
     return "" if contents.record() == original["contents"] else f"the data are {contents.record()}"
@@ -120,7 +130,9 @@ ON_DISK = [
 IN_A_STORE = [(1, "disabled", True), (2, "async", True), (4, "disabled", True)]
 
 
-@pytest.mark.parametrize(("ranks", "mode", "in_store"), cases([(2, "async", False)], nightly=[*ON_DISK, *IN_A_STORE]))
+@pytest.mark.parametrize(
+    ("ranks", "mode", "in_store"), cases([(2, "async", False)], nightly=[*ON_DISK, *IN_A_STORE])
+)
 def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     checkpoint = tmp_path / "bucket" if in_store else folder / "checkpoint"
@@ -142,7 +154,9 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path:
         assert original["newest"] == f"{store or checkpoint}/step-{STEPS}"
         assert original["best"] and original["contents"]
         assert len(original["metrics.jsonl"]) == STEPS and original["validation.jsonl"]
-        files = sorted(path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size)
+        files = sorted(
+            path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size
+        )
         files += [
             folder / "metrics.jsonl",
             folder / "validation.jsonl",

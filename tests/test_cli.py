@@ -48,7 +48,11 @@ def answer(capsys, *arguments):
 
 def shell(*arguments, **environment):
     """Run the command line in a forked process."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("LOG_RANK", "NGPU", "RANK")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("LOG_RANK", "NGPU", "RANK")
+    }
     return forked.run(
         [sys.executable, "-m", "shardtrain", *arguments],
         capture_output=True,
@@ -67,7 +71,9 @@ def test_help_lists_the_verbs(capsys, arguments):
         assert verb in out
 
 
-@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if not verb.startswith("-") and verb != "help"])
+@pytest.mark.parametrize(
+    "verb", [verb for verb in cli.VERBS if not verb.startswith("-") and verb != "help"]
+)
 def test_help_of_each_verb_has_an_example(capsys, verb):
     try:
         code = cli.main([verb, "--help"])
@@ -75,7 +81,9 @@ def test_help_of_each_verb_has_an_example(capsys, verb):
         code = end.code
     out, err = capsys.readouterr()
     assert (code, err) == (0, "") and out.startswith(f"usage: shardtrain {verb}")
-    examples = re.findall(rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE)
+    examples = re.findall(
+        rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE
+    )
     assert examples, out
     assert all(len(line) <= 120 for line in out.splitlines())
 
@@ -85,7 +93,10 @@ def test_options_and_presets_in_the_help_of_train_exist(capsys):
     out = capsys.readouterr().out
     option_names = set(re.findall(r"--([a-z_]+\.[a-z_]+)", out))
     assert len(option_names) >= 10 and option_names <= {*options(), "section.key"}
-    assert all(presets.find(Path(name)).exists() for name in re.findall(r"shardtrain train (llama\w+)", out))
+    assert all(
+        presets.find(Path(name)).exists()
+        for name in re.findall(r"shardtrain train (llama\w+)", out)
+    )
     assert re.split(r",\s+", out.partition("\nPresets:\n")[2].strip()) == presets.names()
 
 
@@ -100,7 +111,9 @@ def test_help_of_data_lists_its_verbs(capsys, arguments):
 def test_verbs_of_data_are_the_modules_with_a_main():
     folder = ROOT / "shardtrain" / "tools" / "data"
     with_main = {
-        file.stem for file in folder.glob("*.py") if "\ndef main(words: list[str]) -> int:" in file.read_text()
+        file.stem
+        for file in folder.glob("*.py")
+        if "\ndef main(words: list[str]) -> int:" in file.read_text()
     }
     assert with_main == {*data_command.VERBS, "data_command"}
 
@@ -115,7 +128,9 @@ def test_verb_of_data_receives_its_arguments_and_returns_the_status(capsys, monk
 @pytest.mark.parametrize("verb", data_command.VERBS)
 def test_each_verb_of_data_has_help_and_imports_torch_only_if_needed(verb):
     program = f"import sys; from shardtrain import cli; assert cli.main(['data', {verb!r}, '--help']) == 0; "
-    program += f"sys.exit({data_command.VERBS[verb].needs_torch!r} is False and 'torch' in sys.modules)"
+    program += (
+        f"sys.exit({data_command.VERBS[verb].needs_torch!r} is False and 'torch' in sys.modules)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -190,12 +205,18 @@ def test_all_problems_are_reported_together_before_any_process_starts(capsys):
     lines = err.splitlines()
     assert all(line.startswith("error[2]: ") for line in lines)
     assert any("training.steps=0" in line for line in lines)
-    assert any("tensor_parallel_degree=3 does not divide the 8 attention heads" in line for line in lines)
-    assert any('validation.dataset="" is not set' in line and "name a dataset" in line for line in lines)
+    assert any(
+        "tensor_parallel_degree=3 does not divide the 8 attention heads" in line for line in lines
+    )
+    assert any(
+        'validation.dataset="" is not set' in line and "name a dataset" in line for line in lines
+    )
 
 
 def test_show_prints_each_option_with_its_origin(capsys):
-    code, out, _ = answer(capsys, "config", "show", str(ROOT / "configs/debug.toml"), "--training.steps", "7")
+    code, out, _ = answer(
+        capsys, "config", "show", str(ROOT / "configs/debug.toml"), "--training.steps", "7"
+    )
     assert code == 0
     assert "steps = 7  # command line" in out
     assert "seed = 42  # default" in out
@@ -204,7 +225,9 @@ def test_show_prints_each_option_with_its_origin(capsys):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_configuration_of_the_repository_passes_the_check(capsys, name):
-    code, out, _ = answer(capsys, "config", "check", str(ROOT / "configs" / name), "--for-machine", "none")
+    code, out, _ = answer(
+        capsys, "config", "check", str(ROOT / "configs" / name), "--for-machine", "none"
+    )
     assert code == 0, out
     assert "0 errors" in out
 
@@ -259,7 +282,9 @@ def test_help_of_verbs_does_not_import_torch():
 )
 def test_only_a_real_run_imports_torch(arguments):
     program = f"import sys; from shardtrain import cli; cli.main({arguments!r}); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -279,7 +304,8 @@ def test_the_default_run_trains_with_two_processes(tmp_path):
 
 def test_one_process_needs_no_launcher(tmp_path):
     arguments = ["train", *ONE_STEP, *TINY, "--nproc", "1", "--job.dump_folder", str(tmp_path)]
-    done = shell(*arguments, SHARDTRAIN_ACTIVATE="source here/bin/activate")  # as set by run_train.sh
+    # as set by run_train.sh
+    done = shell(*arguments, SHARDTRAIN_ACTIVATE="source here/bin/activate")
     assert done.returncode == 0, done.stderr
     assert "training with 1 process (from --nproc)" in done.stderr
     assert "step:  1  loss:" in done.stderr
@@ -307,7 +333,9 @@ def test_train_module_runs_the_train_verb(monkeypatch, capsys):
     "ranks of torchrun",
     by="tests/launch/test_requests_to_stop.py::test_ranks_save_when_the_signal_kills_torchrun",
 )
-@pytest.mark.parametrize("module", [["shardtrain", "train"], ["shardtrain.train"]])  # and as in torchtitan
+@pytest.mark.parametrize(
+    "module", [["shardtrain", "train"], ["shardtrain.train"]]
+)  # and as in torchtitan
 def test_torchrun_starts_the_same_command(tmp_path, module):
     arguments = [*ONE_STEP, *TINY, "--job.dump_folder", str(tmp_path)]
     torchrun = [
@@ -390,7 +418,9 @@ def test_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
         "launch ssh {} --hosts a",
     ],
 )  # fmt: skip
-def test_a_path_that_is_too_long_is_refused_in_one_line(capsys, tmp_path, monkeypatch, command_line):
+def test_a_path_that_is_too_long_is_refused_in_one_line(
+    capsys, tmp_path, monkeypatch, command_line
+):
     """``Path.exists`` of Python 3.11 raises OSError for a path with a name of more than 255 bytes."""
     monkeypatch.chdir(tmp_path)
     code, _, err = answer(capsys, *command_line.format("n" * 300).split())
@@ -398,7 +428,9 @@ def test_a_path_that_is_too_long_is_refused_in_one_line(capsys, tmp_path, monkey
     assert err.startswith(f"error[{code}]: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate", "export", "import", "merge", "report", "watch", "profile"])
+@pytest.mark.parametrize(
+    "verb", ["generate", "evaluate", "export", "import", "merge", "report", "watch", "profile"]
+)
 def test_help_lists_at_most_ten_common_options_first(capsys, verb):
     assert cli.main([verb, "--help"]) == 0
     common = capsys.readouterr().out.partition("options that few need:")[0]
@@ -421,16 +453,21 @@ def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, n
     monkeypatch.delitem(os.environ, "OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "usable_cores", lambda: 8)
     monkeypatch.setattr(environment, "count_accelerators", lambda device: 0)
-    monkeypatch.setattr(preflight, "require", lambda *arguments: trainer())  # called in this process for one rank
+    # called in this process for one rank
+    monkeypatch.setattr(preflight, "require", lambda *arguments: trainer())
     monkeypatch.setattr(cli, "_trainer", trainer)
     with pytest.raises(ImportsTorchError, match=rf"^{threads}$"):
         cli._train(["debug", "--nproc", str(nproc), "--job.dump_folder", str(tmp_path)])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_during_the_closing_sample_only_ends_the_sample(monkeypatch, capsys, tmp_path, number):
+def test_signal_during_the_closing_sample_only_ends_the_sample(
+    monkeypatch, capsys, tmp_path, number
+):
     """The run has ended and is saved, so its exit status must stay 0."""
-    monkeypatch.setattr("shardtrain.tools.generate.generate_command.main", lambda words: signal.raise_signal(number))
+    monkeypatch.setattr(
+        "shardtrain.tools.generate.generate_command.main", lambda words: signal.raise_signal(number)
+    )
     cli._show_sample(load("debug", [f"--job.dump_folder={tmp_path}", "--checkpoint.enable"]))
     assert "stopped by a signal" in capsys.readouterr().err
     # a second signal must not change the status either
@@ -449,7 +486,9 @@ def test_suggested_downloads_name_existing_kinds_of_files():
     for path, line in lines:
         assets = re.search(r"--assets ((?:\w+ ?)+)", line)
         kinds = set(assets[1].split()) if assets else set()
-        assert "--all" in line or (kinds and kinds <= {"tokenizer", "config", "index", "safetensors"}), (path, line)
+        assert "--all" in line or (
+            kinds and kinds <= {"tokenizer", "config", "index", "safetensors"}
+        ), (path, line)
 
 
 @pytest.mark.parametrize("phase", ["importing", "running"])

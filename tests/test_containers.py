@@ -17,7 +17,11 @@ RECIPES = [*DOCKERFILES, FOLDER / "apptainer.def"]
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile, with continuation lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE))
-    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+    return [
+        (line.split(maxsplit=1)[0], line.split(maxsplit=1)[1])
+        for line in text.splitlines()
+        if line.strip()
+    ]
 
 
 def last_stage(path: Path) -> list[tuple[str, str]]:
@@ -42,8 +46,12 @@ def test_image_runs_as_non_root_and_its_command_receives_signals(path):
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_image_has_one_copy_of_the_package(path):
     copies = [value for name, value in last_stage(path) if name == "COPY"]
-    assert not [value for value in copies if value.split()[0] == "shardtrain"], "a second copy would hide the first"
-    sources = [value for name, value in instructions(path) if name == "COPY" and "--from" not in value]
+    assert not [value for value in copies if value.split()[0] == "shardtrain"], (
+        "a second copy would hide the first"
+    )
+    sources = [
+        value for name, value in instructions(path) if name == "COPY" and "--from" not in value
+    ]
     for source in (argument for value in sources for argument in value.split()[:-1]):
         assert (ROOT / source).exists()
         assert f"!{source}" in path.with_name(f"{path.name}.dockerignore").read_text().split()
@@ -53,15 +61,21 @@ def test_image_has_one_copy_of_the_package(path):
 def test_versions_are_pinned_and_no_secret_is_named(path):
     text = path.read_text()
     bases = re.findall(r"^(?:FROM (?!\$\{BASE\})|From: |ARG BASE=)(\S+)", text, re.MULTILINE)
-    assert bases and all(re.fullmatch(r"[a-z./]+:\d[\w.-]+", base) for base in bases), "a base without a version"
+    assert bases and all(re.fullmatch(r"[a-z./]+:\d[\w.-]+", base) for base in bases), (
+        "a base without a version"
+    )
     assert not re.search(r"TOKEN|API_KEY|PASSWORD|SECRET", text)
     build_arguments = set(re.findall(r"^ARG (\w+)=", text, re.MULTILINE))
     assert build_arguments <= {"BASE", "TORCH_INDEX"}, "build arguments are stored in the image"
-    assert len(re.findall(r"^ARG ", text, re.MULTILINE)) == len(re.findall(r"^ARG \w+=\S+$", text, re.MULTILINE))
+    assert len(re.findall(r"^ARG ", text, re.MULTILINE)) == len(
+        re.findall(r"^ARG \w+=\S+$", text, re.MULTILINE)
+    )
     assert not re.search(r"\bADD\b|curl|wget|sudo|latest|--privileged", text)
     installs = [line for line in re.sub(r"\\\n", " ", text).splitlines() if "pip install" in line]
     assert installs and all("--no-cache-dir" in line for line in installs)
-    assert all("--constraint" in line or "^torch==" in line for line in installs), "an untested version"
+    assert all("--constraint" in line or "^torch==" in line for line in installs), (
+        "an untested version"
+    )
 
 
 def test_apptainer_copies_existing_files_and_ends_with_exec():

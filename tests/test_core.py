@@ -42,14 +42,18 @@ class _WithoutTools:
 
 @pytest.fixture
 def without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith(("shardtrain.api", "shardtrain.tools"))]:
+    for module in [
+        name for name in sys.modules if name.startswith(("shardtrain.api", "shardtrain.tools"))
+    ]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(shardtrain, "api", raising=False)
     monkeypatch.setattr(sys, "meta_path", [_WithoutTools, *sys.meta_path])
 
 
 @pytest.mark.parametrize("name", shardtrain.__all__)
-def test_a_name_of_the_python_api_reports_what_is_not_installed(name: str, without_tools: None) -> None:
+def test_a_name_of_the_python_api_reports_what_is_not_installed(
+    name: str, without_tools: None
+) -> None:
     message = f"shardtrain.{name} needs shardtrain.tools, which is not installed; install the complete package"
     with pytest.raises(ImportError, match=message) as raised:
         getattr(shardtrain, name)
@@ -57,7 +61,9 @@ def test_a_name_of_the_python_api_reports_what_is_not_installed(name: str, witho
 
 
 def test_a_launch_without_the_planner_reports_that_it_is_not_installed(without_tools: None) -> None:
-    with pytest.raises(ConfigError, match=r"needs shardtrain.tools, which is not installed; install"):
+    with pytest.raises(
+        ConfigError, match=r"needs shardtrain.tools, which is not installed; install"
+    ):
         cli._refuse_unfit(config.load(None, [], preset="debug"), 2)
 
 
@@ -71,7 +77,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.nightly("a wheel is built", by="tests/test_house.py::test_no_two_rooms_import_each_other")
+@pytest.mark.nightly(
+    "a wheel is built", by="tests/test_house.py::test_no_two_rooms_import_each_other"
+)
 def test_the_core_trains_and_names_what_is_missing(programs: Path, tmp_path: Path) -> None:
     for ranks in (1, 2):
         options = (*SMALL.split(), f"--nproc={ranks}", f"--job.dump_folder=outputs-{ranks}")
@@ -98,15 +106,23 @@ def test_the_core_trains_and_names_what_is_missing(programs: Path, tmp_path: Pat
 
 def test_few_files_of_the_core_need_what_it_lacks() -> None:
     """A file that needs a tool is left out with its import or verb as the reason. All others are in some share."""
-    left_out = [f"{path.relative_to(ROOT)}: {missing}" for path, missing in core_tests.files().items() if missing]
+    left_out = [
+        f"{path.relative_to(ROOT)}: {missing}"
+        for path, missing in core_tests.files().items()
+        if missing
+    ]
     assert len(left_out) <= MOST_LEFT_OUT, "\n".join(left_out)
     shares = [core_tests.share(number, SHARES) for number in range(1, SHARES + 1)]
     assert sum(map(len, shares)) + len(left_out) == len(core_tests.files()) and all(shares)
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.nightly("a wheel is built", by="tests/test_core.py::test_few_files_of_the_core_need_what_it_lacks")
-def test_the_tests_of_the_core_pass_in_an_environment_without_tools(programs: Path, tmp_path: Path) -> None:
+@pytest.mark.nightly(
+    "a wheel is built", by="tests/test_core.py::test_few_files_of_the_core_need_what_it_lacks"
+)
+def test_the_tests_of_the_core_pass_in_an_environment_without_tools(
+    programs: Path, tmp_path: Path
+) -> None:
     """Run a tenth of the test files, in turn."""
     (package,) = programs.parent.glob("lib/python*/site-packages/shardtrain")
     clone = tmp_path / "clone"
@@ -115,6 +131,8 @@ def test_the_tests_of_the_core_pass_in_an_environment_without_tools(programs: Pa
     minutes = min(MOST_MINUTES, patience.seconds(60 * MINUTES) / 60)
     words = ("-P", "-m", "pytest", "-p", "no:cacheprovider", f"--minutes={minutes:.0f}")
     files = core_tests.share(turn, SHARES)
-    output = installed_wheel.run(programs / "python", *words, *files, cwd=clone, seconds=60 * (minutes + 5))
+    output = installed_wheel.run(
+        programs / "python", *words, *files, cwd=clone, seconds=60 * (minutes + 5)
+    )
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None and int(passed[1]) >= FEWEST_PASSED, output[-2000:]

@@ -73,7 +73,9 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "data-end", lambda: make_root(tmp_path_factory.mktemp("data-end")))
+    return made_once(
+        tmp_path_factory, "data-end", lambda: make_root(tmp_path_factory.mktemp("data-end"))
+    )
 
 
 def make_root(root: Path) -> Path:
@@ -98,7 +100,9 @@ def test_all_ranks_stop_at_the_same_step_and_the_last_state_is_saved(
         ended = [rank[f"{kind} {policy}"] for rank in runs]
         step = ended[0].state["step"]
         assert step == ended[1].state["step"] > 3
-        facts = json.loads((root / f"{kind}-{policy}/checkpoint/step-{step}/manifest.json").read_text())["facts"]
+        facts = json.loads(
+            (root / f"{kind}-{policy}/checkpoint/step-{step}/manifest.json").read_text()
+        )["facts"]
         assert facts["state"] == ended[0].state
         for end in ended:
             if policy == "stop":
@@ -147,7 +151,9 @@ def test_ended_run_resumes_with_repeat(runs: list[dict[str, Ended]]) -> None:
                 result += ids
         return result
 
-    ended, continued, straight = (runs[0][f"memory {name}"] for name in ("stop", "continues", "straight"))
+    ended, continued, straight = (
+        runs[0][f"memory {name}"] for name in ("stop", "continues", "straight")
+    )
     assert continued.error is None and straight.error is None
     assert len(continued.losses) == STEPS - ended.state["step"]
     # the last step before the end is not full; the resumed run starts with the first unread row
@@ -223,9 +229,13 @@ def with_other_batches(rank: int, root: Path) -> list[Ended]:
     """Train two epochs, first with 4 sequences per step and then with 8."""
     ended = []
     for batch, stop_after in ((4, 6), (8, None), (8, None)):
-        config = config_of(root / "batches", {}, epochs=2, local_batch_size=batch, global_batch_size=batch)
+        config = config_of(
+            root / "batches", {}, epochs=2, local_batch_size=batch, global_batch_size=batch
+        )
         accepted = ["training.global_batch_size"]
-        config = replace(config, checkpoint=replace(config.checkpoint, interval=3, accept_changes=accepted))
+        config = replace(
+            config, checkpoint=replace(config.checkpoint, interval=3, accept_changes=accepted)
+        )
         ended.append(train_whole(rank, config, stop_after=stop_after))
     return ended
 
@@ -238,6 +248,12 @@ def test_epochs_are_complete_if_a_resume_changes_the_batch_size(tmp_path: Path) 
     assert (first.error, second.error, third.error) == (None, None, None)
     assert len(first.losses) == 6
     assert len(second.losses) == 5
-    ids = [sample for ended in (first, second) for step in ended.sample_ids for sample in step if sample >= 0]
+    ids = [
+        sample
+        for ended in (first, second)
+        for step in ended.sample_ids
+        for sample in step
+        if sample >= 0
+    ]
     assert Counter(ids) == Counter({sample: 2 for sample in range(30)})
     assert third.losses == [] and third.state == second.state

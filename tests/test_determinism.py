@@ -29,7 +29,9 @@ LARGE_SEEDS = (17982163893102248868, 2**64 - 1)
 """Seeds above 2**63 have overflowed the generators of other trainers."""
 
 
-def config(seed: int = 42, num_ranks: int = 2, folder: str = ".", deterministic: bool = False) -> Config:
+def config(
+    seed: int = 42, num_ranks: int = 2, folder: str = ".", deterministic: bool = False
+) -> Config:
     return shallow_config(
         job={"dump_folder": folder},
         training={"steps": 3, "local_batch_size": 8 // num_ranks},
@@ -53,15 +55,22 @@ def drawn_by_each_step(rank: int, config: Config) -> list[tuple[float, float, fl
 
 
 def twice(rank: int, root: Path) -> dict[str, Ended]:
-    return {name: train_whole(rank, config(folder=str(root / name), deterministic=True)) for name in ("one", "two")}
+    return {
+        name: train_whole(rank, config(folder=str(root / name), deterministic=True))
+        for name in ("one", "two")
+    }
 
 
 def of_seeds(rank: int, num_ranks: int) -> dict[str, object]:
-    results: dict[str, object] = {seed: train_steps(rank, config(seed, num_ranks), 2) for seed in LARGE_SEEDS}
+    results: dict[str, object] = {
+        seed: train_steps(rank, config(seed, num_ranks), 2) for seed in LARGE_SEEDS
+    }
     results["other"] = train_steps(rank, config(7, num_ranks), 1)
     results["draws"] = drawn_by_each_step(rank, config(num_ranks=num_ranks))
     if num_ranks == 2:
-        tensor = shallow_config(training={"local_batch_size": 8}, parallelism={"tensor_parallel_degree": 2})
+        tensor = shallow_config(
+            training={"local_batch_size": 8}, parallelism={"tensor_parallel_degree": 2}
+        )
         results["tensor draws"] = drawn_by_each_step(rank, tensor)
         results["initial"] = whole(make_run(rank, config()))
     return results
@@ -108,10 +117,10 @@ def test_different_seeds_have_different_weights_and_order(seeds) -> None:
 def test_steps_data_ranks_and_tensor_peers_draw_different_numbers(seeds) -> None:
     _, first, second = seeds
     assert len({*first["draws"], *second["draws"]}) == 6
-    assert not set(first["tensor draws"]) & set(second["tensor draws"])  # they have different heads and features
-    assert (
-        seeds[0]["draws"] == first["draws"]
-    )  # numbers depend on the coordinates of a rank, not on the size of the mesh
+    # they have different heads and features
+    assert not set(first["tensor draws"]) & set(second["tensor draws"])
+    # numbers depend on the coordinates of a rank, not on the size of the mesh
+    assert seeds[0]["draws"] == first["draws"]
 
 
 def test_initial_weights_do_not_depend_on_earlier_random_numbers(seeds) -> None:

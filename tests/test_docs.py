@@ -20,7 +20,9 @@ from shardtrain.config.options import options
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.md"))
-PAGES = sorted([ROOT / "README.md", ROOT / "benchmarks/LOG.md", *(ROOT / "docs").rglob("*.md"), *RECIPES])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "benchmarks/LOG.md", *(ROOT / "docs").rglob("*.md"), *RECIPES]
+)
 
 TRAIN = "--training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1 --training.device=cpu"
 CHATS = (
@@ -91,10 +93,11 @@ SMALLER = {
         "--model.overrides.num_layers 2 --training.seq_len 32"
     ),
 }
+# later commands of a page use their ./outputs
 FIRST_RUN = (
     "./run_train.sh",
     "shardtrain train debug",
-)  # later commands of a page use their ./outputs
+)
 NOT_RUN = {
     "source .venv/bin/activate": "tests do not change their environment",
     ".ci/run": "it runs these tests",
@@ -131,7 +134,9 @@ def shell(tmp_path_factory):
         "shardtrain": "-m shardtrain",
         "torchrun": "-m torch.distributed.run",
     }.items():
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        (folder / "bin" / name).write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n'
+        )
         (folder / "bin" / name).chmod(0o755)
     unwanted = (
         "NGPU",
@@ -154,20 +159,28 @@ def shell(tmp_path_factory):
     (folder / "notes/bin").mkdir(parents=True)
     notes, note = folder / "notes", folder / "notes/bin/python"
     real = f'[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
-    note.write_text(f"#!/bin/sh\n{real}\nprintf '%s\\n' \"$@\" > {notes}/arguments\nenv -0 > {notes}/environment\n")
+    note.write_text(
+        f"#!/bin/sh\n{real}\nprintf '%s\\n' \"$@\" > {notes}/arguments\nenv -0 > {notes}/environment\n"
+    )
     note.chmod(0o755)
 
     def run_script(line):
         """Run a script with the fake interpreter, and the recorded command in a fork."""
         variables = {**names, "VIRTUAL_ENV": str(notes)}
-        script = subprocess.run(["bash", "-c", line], cwd=ROOT, env=variables, capture_output=True, text=True)
+        script = subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, env=variables, capture_output=True, text=True
+        )
         if script.returncode:
             return script
         arguments = (notes / "arguments").read_text().splitlines()
-        environment = dict(pair.split("=", 1) for pair in (notes / "environment").read_text().split("\0") if pair)
+        environment = dict(
+            pair.split("=", 1) for pair in (notes / "environment").read_text().split("\0") if pair
+        )
         limit = patience.seconds(150)
         command = [sys.executable, *arguments]
-        return forked.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+        return forked.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
+        )
 
     def run(line):
         if "./run_train.sh " in line and not line.startswith("./run_train.sh --training.steps 2 "):
@@ -175,7 +188,9 @@ def shell(tmp_path_factory):
         if line.startswith("shardtrain ") and not set("|><;&$`*?") & set(line):
             command = [sys.executable, "-m", *shlex.split(line)]
             limit = patience.seconds(150)
-            return forked.run(command, cwd=ROOT, env=names, capture_output=True, text=True, timeout=limit)
+            return forked.run(
+                command, cwd=ROOT, env=names, capture_output=True, text=True, timeout=limit
+            )
         return subprocess.run(
             ["bash", "-c", line],
             cwd=ROOT,
@@ -198,7 +213,9 @@ def run_commands(shell, lines, folder):
         if line in NOT_RUN:
             continue
         is_training = bool(re.search(r"shardtrain train\s|_train\.sh", line))
-        assert not is_training or line in SMALLER, f"SMALLER must have options that make `{line}` small"
+        assert not is_training or line in SMALLER, (
+            f"SMALLER must have options that make `{line}` small"
+        )
         name = "outputs" if line in FIRST_RUN else f"run-{number}"
         run_folder = folder / ("continued" if "--checkpoint.enable" in line else name)
         # a clone may contain the outputs of other runs
@@ -240,7 +257,9 @@ def test_commands_outside_of_examples_work_without_a_clone():
         if program != "shardtrain" or page.startswith("configs/recipes/") or line in NOT_RUN:
             continue
         files = [path for path in arguments if names_a_file_of_the_clone(path)]
-        assert all(path.startswith("examples/") for path in files), f"{page}: `{line}` names {files}"
+        assert all(path.startswith("examples/") for path in files), (
+            f"{page}: `{line}` names {files}"
+        )
 
 
 @pytest.mark.timeout(900)
@@ -260,7 +279,9 @@ def test_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, na
     def shell(line):
         limit = patience.seconds(150)
         command = ["bash", "-c", line]
-        return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, timeout=limit)
+        return subprocess.run(
+            command, cwd=here, env=variables, capture_output=True, text=True, timeout=limit
+        )
 
     lines = [line for _, line in commands([ROOT / f"docs/{name}.md"]) if not line.startswith("./")]
     assert lines
@@ -289,20 +310,26 @@ def test_relative_links_lead_to_files_and_headings(page):
             assert anchor in anchors(linked), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/migrate").glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs/migrate").glob("*.md")), ids=lambda page: page.name
+)
 def test_migration_pages_name_existing_options_and_verbs(page):
     """Check the last column of each table, which is about this package. File names are not options."""
     known = options()
     file_endings = (".jsonl", ".toml", ".yaml", ".json", ".md", ".py", ".log", ".sh")
     sections = {name.split(".")[0] for name in known}
     usage = COMMAND.usage().replace("; export ", "\n  export ")
-    rows = [line for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line]
+    rows = [
+        line for line in page.read_text().splitlines() if line.startswith("|") and "---" not in line
+    ]
     assert rows
     for row in rows:
         cell = row.split("|")[-2]
         for name in re.findall(r"(?<![\w/.])[a-z_]+(?:\.[A-Za-z_0-9]+)+(?!\w*[/(])", cell):
             if name.split(".")[0] in sections and not name.endswith(file_endings):
-                assert name in known or name.startswith(("model.overrides.", "data.sources.")), f"{page.name}: {name}"
+                assert name in known or name.startswith(("model.overrides.", "data.sources.")), (
+                    f"{page.name}: {name}"
+                )
         for verb in re.findall(r"`shardtrain ([a-z]+)", cell):
             assert f"\n  {verb} " in usage, f"{page.name}: shardtrain {verb}"
 
@@ -312,19 +339,25 @@ def anchors(page):
     text = page.read_text()
     explicit = re.findall(r'<a (?:id|name)="([^"]+)"', text)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
-    from_headings = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    from_headings = {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
     return from_headings | set(explicit)
 
 
 def test_the_readme_begins_with_a_sentence_a_picture_and_the_two_commands():
     readme = (ROOT / "README.md").read_text()
     first_screen = readme.split("\n## ")[0]
-    assert first_screen.index("docs/first_run.svg") < first_screen.index("$ ./run_train.sh\n$ ./run_tests.sh")
+    assert first_screen.index("docs/first_run.svg") < first_screen.index(
+        "$ ./run_train.sh\n$ ./run_tests.sh"
+    )
     assert len(readme.split()) <= 700
 
 
 def test_each_claim_of_the_readme_links_to_the_page_with_its_command():
-    section = (ROOT / "README.md").read_text().partition("## What was measured")[2].split("\n## ")[0]
+    section = (
+        (ROOT / "README.md").read_text().partition("## What was measured")[2].split("\n## ")[0]
+    )
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 5
     assert all(re.search(r"\]\(docs/\w+\.md\) \|$", row) for row in rows)

@@ -124,7 +124,9 @@ def config(root: Path, name: str, mesh: str, flavor: str = "small") -> Config:
         },
         checkpoint={"enable": True, "interval": 3},
     )
-    model = dataclasses.replace(base.model, name=str(root / "dropping.py"), flavor=flavor, overrides={})
+    model = dataclasses.replace(
+        base.model, name=str(root / "dropping.py"), flavor=flavor, overrides={}
+    )
     return dataclasses.replace(base, model=model)
 
 
@@ -145,12 +147,16 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
-    return made_once(tmp_path_factory, "dropout", lambda: make_ended(tmp_path_factory.mktemp("dropout")))
+    return made_once(
+        tmp_path_factory, "dropout", lambda: make_ended(tmp_path_factory.mktemp("dropout"))
+    )
 
 
 def make_ended(root: Path) -> list[dict[str, Ended]]:
     (root / "dropping.py").write_text(MODEL_FILE)
-    (root / "short.txt").write_text(("mesh shard gather reduce loss token layer rank step seed " * 7)[:383])
+    (root / "short.txt").write_text(
+        ("mesh shard gather reduce loss token layer rank step seed " * 7)[:383]
+    )
     return run_ranks(2, runs, root)
 
 
@@ -167,7 +173,9 @@ def digest(tensors: dict[str, Tensor]) -> str:
     "with dropout",
     by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
-def test_run_with_dropout_resumes_bitwise(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
+def test_run_with_dropout_resumes_bitwise(
+    ended: list[dict[str, Ended]], mesh: str, where: str
+) -> None:
     for rank in ended:
         straight, resumed = rank[f"{mesh} straight"], rank[f"{mesh}{where}"]
         assert straight.error is None and resumed.error is None
@@ -183,7 +191,9 @@ def test_run_with_dropout_resumes_bitwise(ended: list[dict[str, Ended]], mesh: s
 def test_run_is_interrupted_at_the_end_of_an_epoch(ended: list[dict[str, Ended]]) -> None:
     """Otherwise the test above would not cover the end of an epoch."""
     for steps in ((0, 1, 2), (3, 4, 5)):
-        sample_ids = [i for rank in ended for step in steps for i in rank["fsdp straight"].sample_ids[step]]
+        sample_ids = [
+            i for rank in ended for step in steps for i in rank["fsdp straight"].sample_ids[step]
+        ]
         assert sorted(sample_ids) == list(range(ROWS))
 
 
@@ -211,7 +221,9 @@ def masks_of_a_step(rank: int, model: str, parallelism: dict[str, Any]) -> dict[
             if isinstance(module, nn.Dropout) and module.p:
                 masks_of_module = masks.setdefault(name, [])
                 module.register_forward_hook(
-                    lambda _m, _i, out, masks_of_module=masks_of_module: masks_of_module.append(out.detach() != 0)
+                    lambda _m, _i, out, masks_of_module=masks_of_module: masks_of_module.append(
+                        out.detach() != 0
+                    )
                 )
     trainer.step(run)
     return {name: list(map(local, masks_of_module)) for name, masks_of_module in masks.items()}
@@ -227,7 +239,11 @@ def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: P
     file.write_text(MODEL_FILE)
     # pretend that the encoder is causal, because the task requires it; the result does not matter here
     original = (Path(shardtrain.models.__path__[0]) / "encoder.py").read_text()
-    encoder.write_text(original.replace("CAUSAL = False", "CAUSAL = True").replace('"debugmodel": {', '"small": {', 1))
+    encoder.write_text(
+        original.replace("CAUSAL = False", "CAUSAL = True").replace(
+            '"debugmodel": {', '"small": {', 1
+        )
+    )
     # context parallelism does not support bidirectional attention
     models = [str(file)] if "cp" in mesh else [str(file), str(encoder)]
     # pipelines refuse dropout between modules, because each stage would apply it to its input
@@ -242,10 +258,15 @@ def test_ranks_with_different_tokens_draw_different_masks(mesh: str, tmp_path: P
             for i, masks_of_one in enumerate(holders):
                 for masks_of_other in holders[:i]:
                     assert len(masks_of_one) == len(masks_of_other) > 0
-                    assert not any(torch.equal(a, b) for a, b in zip(masks_of_one, masks_of_other, strict=True)), name
+                    assert not any(
+                        torch.equal(a, b) for a, b in zip(masks_of_one, masks_of_other, strict=True)
+                    ), name
                     # independent masks with rate p agree in p^2 + (1 - p)^2 elements: 0.82 for 0.1 and 0.68 for 0.2
                     together = torch.cat(
-                        [(a == b).flatten().float() for a, b in zip(masks_of_one, masks_of_other, strict=True)]
+                        [
+                            (a == b).flatten().float()
+                            for a, b in zip(masks_of_one, masks_of_other, strict=True)
+                        ]
                     )
                     assert together.mean().item() < 0.85
 
@@ -259,9 +280,8 @@ def refusal_of(rank: int, model: str) -> str:
 def test_dropout_of_replicated_activations_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "dropping.py"
     # the gathered input of attention, before the projections to queries, keys and values
-    inside = (
-        "class DroppingAttention(Attention):\n    def __init__(self, *sizes, rate):\n        super().__init__(*sizes)\n"
-    )
+    inside = "class DroppingAttention(Attention):\n    def __init__(self, *sizes, rate):\n"
+    inside += "        super().__init__(*sizes)\n"
     inside += "        self.early = nn.Dropout(rate)\n\n    def forward(self, x, angles):\n"
     inside += "        return super().forward(self.early(x), angles)\n\n\nclass Block"
     text = MODEL_FILE.replace("class Block", inside, 1)
@@ -271,7 +291,9 @@ def test_dropout_of_replicated_activations_is_refused(tmp_path: Path) -> None:
     )
     file.write_text(text)
     for message in run_ranks(2, refusal_of, str(file)):
-        assert message.startswith("parallelism.tensor_parallel_degree=2 applies dropout in blocks.0.attn.early")
+        assert message.startswith(
+            "parallelism.tensor_parallel_degree=2 applies dropout in blocks.0.attn.early"
+        )
         assert "\n" not in message
 
 
@@ -292,8 +314,12 @@ def test_dropout_after_a_rowwise_linear_is_allowed_next_to_replicated_modules(
     assert definition in text and result in text
     text = text.replace(definition, f"{definition}\n        self.drop = nn.Dropout(0.1)")
     text = text.replace('{"tiny": {}}', '{"small": {}}')
-    file.write_text(text.replace(result, "return self.drop(self.out(out[..., : self.nope_dim].flatten(2)))"))
+    file.write_text(
+        text.replace(result, "return self.drop(self.out(out[..., : self.nope_dim].flatten(2)))")
+    )
     assert run_ranks(2, num_dropouts, str(file)) == [4, 4]
     file.write_text(text.replace("self.latent_norm(latent)", "self.drop(self.latent_norm(latent))"))
     for message in run_ranks(2, refusal_of, str(file)):
-        assert message.startswith("parallelism.tensor_parallel_degree=2 applies dropout in layers.0.attn.drop")
+        assert message.startswith(
+            "parallelism.tensor_parallel_degree=2 applies dropout in layers.0.attn.drop"
+        )

@@ -99,7 +99,9 @@ def test_run_writes_exactly_these_files(folder: Path, runs: list[Any]) -> None:
         for step in (1, 4, 8, 10)
         for name in ("manifest.json", "rank-00000.bin", "rank-00001.bin")
     }
-    traces = {f"profile_traces/iteration_{k}/rank{rank}_trace.json" for k in (5, 10) for rank in (0, 1)}
+    traces = {
+        f"profile_traces/iteration_{k}/rank{rank}_trace.json" for k in (5, 10) for rank in (0, 1)
+    }
     logs = {"logs/rank-0.log", "logs/rank-1.log"}
     events = {name for name in files if name.startswith("tb/")}
     assert len(events) == 1 and "events.out.tfevents" in next(iter(events))
@@ -124,7 +126,9 @@ def test_resolved_configuration_loads_to_the_same(folder: Path, runs: list[Any])
         )
 
 
-def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(folder: Path, runs: list[Any]) -> None:
+def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(
+    folder: Path, runs: list[Any]
+) -> None:
     records = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     assert [record["step"] for record in records] == [1, 4, 8, 10]
     assert all(list(record) == KEYS for record in records)
@@ -141,7 +145,9 @@ def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(folder: Path,
 
 def test_the_learning_rate_is_that_of_the_schedule(folder: Path, runs: list[Any]) -> None:
     config = full_config(folder)
-    expected = [learning_rate(config.optimizer, config.lr_scheduler, 10, step) for step in range(10)]
+    expected = [
+        learning_rate(config.optimizer, config.lr_scheduler, 10, step) for step in range(10)
+    ]
     assert runs[0][0].lrs == runs[1][0].lrs == expected
 
 
@@ -168,14 +174,19 @@ def test_each_rank_has_its_own_log(folder: Path, runs: list[Any]) -> None:
     for rank in (0, 1):
         log = (folder / f"logs/rank-{rank}.log").read_text()
         assert len(re.findall(r"INFO .*step: +\d+ .*loss:", log)) == 4, log
-        assert "batch: 4 sequences x 1 accumulation x 2 data ranks = 8 sequences x 64 = 512 tokens per step" in log
+        assert (
+            "batch: 4 sequences x 1 accumulation x 2 data ranks = 8 sequences x 64 = 512 tokens per step"
+            in log
+        )
         assert "\x1b" not in log
         assert f"iteration_5/rank{rank}_trace.json" in log
         assert f"rank{1 - rank}_trace.json" not in log
         assert "saved checkpoint" in log and "step-10" in log
 
 
-def test_traces_are_valid_and_contain_operations_and_collectives(folder: Path, runs: list[Any]) -> None:
+def test_traces_are_valid_and_contain_operations_and_collectives(
+    folder: Path, runs: list[Any]
+) -> None:
     for path in (folder / "profile_traces").rglob("*.json"):
         names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
         assert "aten::mm" in names and any("gloo" in str(name) for name in names), path
@@ -242,7 +253,8 @@ def test_epochs_set_the_exact_number_of_steps_and_each_epoch_sees_every_sample(
     assert all(run.error is None and run.state["step"] == 16 for run in runs_of_ranks)
     steps = range(len(runs_of_ranks[0].losses))
     ids = [sample for step in steps for run in runs_of_ranks for sample in run.sample_ids[step]]
-    assert runs_of_ranks[0].state["samples_consumed"] == 63 and ids[63:] == [-1]  # the last step is not full
+    # the last step is not full
+    assert runs_of_ranks[0].state["samples_consumed"] == 63 and ids[63:] == [-1]
     assert sorted(ids[:21]) == sorted(ids[21:42]) == sorted(ids[42:63]) == list(range(21))
     assert ids[:21] != ids[21:42]
     # the schedule uses the number of steps, so the learning rate ends at its minimum
@@ -299,7 +311,9 @@ def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
     seconds = time.monotonic() - pulled[-1]
     torch.distributed.destroy_process_group()
     # run_ranks destroys the process group at the end, so one must exist
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     error = ended.error
     return type(error).__name__, getattr(error, "exit_code", 0), str(error), seconds
 
@@ -309,9 +323,13 @@ def test_late_rank_ends_the_others_in_bounded_time(tmp_path: Path) -> None:
     punctual, late_rank = run_ranks(2, late, tmp_path, limit)
     kind, code, text, seconds = punctual
     assert (kind, code) == ("PeerError", 6)
-    assert text.startswith(f"step 3: all_reduce did not complete: Timed out waiting {limit}000ms"), text
+    assert text.startswith(
+        f"step 3: all_reduce did not complete: Timed out waiting {limit}000ms"
+    ), text
     assert "comm.train_timeout_seconds" in text and "\n" not in text
     assert seconds >= limit  # the limit of later steps, not the 300 s of the first step
     # the peer of the late rank has exited
     kind, code, text, _ = late_rank
-    assert (kind, code) == ("PeerError", 6) and text.startswith("step 3: all_reduce did not complete: "), text
+    assert (kind, code) == ("PeerError", 6) and text.startswith(
+        "step 3: all_reduce did not complete: "
+    ), text

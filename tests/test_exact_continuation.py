@@ -70,7 +70,9 @@ START: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def config(folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **checkpoint: Any) -> Config:
+def config(
+    folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **checkpoint: Any
+) -> Config:
     training = {
         "steps": STEPS,
         "seq_len": 32,
@@ -89,7 +91,9 @@ def config(folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **
         }
     )
     if kind == "ep":
-        base = dataclasses.replace(base, model=dataclasses.replace(base.model, name="mixtral", overrides=EXPERTS))
+        base = dataclasses.replace(
+            base, model=dataclasses.replace(base.model, name="mixtral", overrides=EXPERTS)
+        )
     return base
 
 
@@ -108,7 +112,9 @@ def run(rank: int, config: Config) -> tuple[Ended, list[str], dict[str, torch.Te
     def recorded_step(run: trainer.Run) -> Any:
         if not states and run.state.step == SAVED:
             loaded = {**resume.weights(run), **run.optimizer_state_dict()}
-            tensors.update({name: to_full(tensor.detach()).clone() for name, tensor in loaded.items()})
+            tensors.update(
+                {name: to_full(tensor.detach()).clone() for name, tensor in loaded.items()}
+            )
         outcome = step(run)
         states.append(generators())
         return outcome
@@ -153,7 +159,11 @@ def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
         dist.barrier()
         spoil_generators(rank)
         if name == "fsdp":  # batches of a data worker must be the same
-            sections = {"training": {"dataloader": dataclasses.replace(Config().training.dataloader, num_workers=1)}}
+            sections = {
+                "training": {
+                    "dataloader": dataclasses.replace(Config().training.dataloader, num_workers=1)
+                }
+            }
         results[name] = run(rank, config(folder, kind, sections, ranks))
     return results
 

@@ -36,7 +36,9 @@ def test_files_of_the_page_train_together_and_launch(tmp_path: Path) -> None:
         return str(done.stdout)
 
     run("train", "run.toml", "--nproc", "2", "--job.dump_folder", "out")
-    assert [line.split(",")[0] for line in (tmp_path / "out/losses.csv").read_text().splitlines()] == ["1", "2", "3"]
+    assert [
+        line.split(",")[0] for line in (tmp_path / "out/losses.csv").read_text().splitlines()
+    ] == ["1", "2", "3"]
     assert (tmp_path / "out/checkpoint/best.json").exists()
     run("generate", "out", "--config", "run.toml", "--prompt", "a row", "--max_new_tokens", "2")
     assert "train run.toml" in run("launch", "my_platform.py", "run.toml", "--dry-run")

@@ -22,12 +22,18 @@ def figures(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_page_disagrees_with_its_result_file() -> None:
-    done = subprocess.run([sys.executable, ROOT / "docs/figures.py", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, f"run python docs/figures.py; these pages differ: {done.stdout}{done.stderr}"
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs/figures.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, (
+        f"run python docs/figures.py; these pages differ: {done.stdout}{done.stderr}"
+    )
 
 
 def test_every_figure_is_used(figures) -> None:
-    names = {name for page in figures.pages() for name, _ in figures.MARKED.findall(page.read_text())}
+    names = {
+        name for page in figures.pages() for name, _ in figures.MARKED.findall(page.read_text())
+    }
     assert names == set(figures.FIGURES)
 
 
@@ -41,14 +47,19 @@ def test_no_figure_is_typed_by_hand(figures) -> None:
             continue
         unmarked = figures.MARKED.sub("", page.read_text())
         typed = [
-            name for name, text in distinct.items() if re.search(rf"(?<![\d,.]){re.escape(text)}(?![\d,.]\d)", unmarked)
+            name
+            for name, text in distinct.items()
+            if re.search(rf"(?<![\d,.]){re.escape(text)}(?![\d,.]\d)", unmarked)
         ]
         assert not typed, f"{page.name} has {typed} without a marker"
 
 
 def test_a_changed_figure_is_noticed_and_written(figures) -> None:
     text = "about <!--f:search.cases-->1<!--/f--> cases"
-    assert figures.filled(text) == f"about <!--f:search.cases-->{figures.FIGURES['search.cases']()}<!--/f--> cases"
+    assert (
+        figures.filled(text)
+        == f"about <!--f:search.cases-->{figures.FIGURES['search.cases']()}<!--/f--> cases"
+    )
 
 
 def test_a_table_stays_on_lines_of_its_own(figures) -> None:

@@ -38,7 +38,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, an
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_fork_behaves_like_a_new_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+def test_fork_behaves_like_a_new_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"{PROGRAM}\n{ENDS[end]}\n")
     (tmp_path / "temporary").mkdir()
@@ -64,7 +66,9 @@ def test_fork_behaves_like_a_new_interpreter(tmp_path: Path, monkeypatch: pytest
 
 def test_terminated_fork_closes_its_pipes() -> None:
     command = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "0"]
-    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)) as process:
+    with forked.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ)
+    ) as process:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=patience.seconds(60))
     assert process.returncode == -signal.SIGTERM
@@ -79,7 +83,9 @@ def test_inspecting_the_stack_of_a_fork_reads_no_source(tmp_path: Path) -> None:
         "def inner():\n    return [frame.function for frame in inspect.stack()[:2]]\n"
         "print(outer())\n"
     )
-    done = forked.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60))
+    done = forked.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60)
+    )
     assert (done.stdout, done.stderr) == ("['inner', 'outer']\n", "")
 
 
@@ -93,5 +99,7 @@ def test_fork_of_a_process_that_has_compiled_can_compile(tmp_path: Path) -> None
         "from torch._inductor.async_compile import AsyncCompile\n"
         "print(AsyncCompile.pool().submit(abs, -1).result(timeout=30))\n"
     )
-    done = forked.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60))
+    done = forked.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60)
+    )
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

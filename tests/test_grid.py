@@ -157,7 +157,10 @@ EXPERT_MESHES: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
-ALL = {num_ranks: {**meshes, **EXPERT_MESHES.get(num_ranks, {})} for num_ranks, meshes in MESHES.items()}
+ALL = {
+    num_ranks: {**meshes, **EXPERT_MESHES.get(num_ranks, {})}
+    for num_ranks, meshes in MESHES.items()
+}
 CASES = [(num_ranks, mesh) for num_ranks, meshes in ALL.items() for mesh in meshes]
 
 # The default tier covers each axis and each pair of axes with one family, and each family with one axis and one pair.
@@ -195,7 +198,9 @@ def families_of(num_ranks: int, mesh: str) -> list[str]:
 
 
 OTHERS = {
-    (num_ranks, mesh): [name for name in families_of(num_ranks, mesh) if (num_ranks, mesh, name) not in DEFAULT]
+    (num_ranks, mesh): [
+        name for name in families_of(num_ranks, mesh) if (num_ranks, mesh, name) not in DEFAULT
+    ]
     for num_ranks, mesh in CASES
 }
 """Families of the nightly cases, by number of ranks and mesh."""
@@ -218,7 +223,9 @@ def num_layers(parallelism: dict[str, Any]) -> int:
 
 def on_mesh(family: str, num_ranks: int, parallelism: dict[str, Any]) -> Config:
     """Return a configuration with two micro-batches per step, or one micro-batch on four data ranks."""
-    degrees = [parallelism.get(f"{axis}_degree", 1) for axis in ("tensor_parallel", "context_parallel")]
+    degrees = [
+        parallelism.get(f"{axis}_degree", 1) for axis in ("tensor_parallel", "context_parallel")
+    ]
     stages = parallelism.get("pipeline_parallel_degree", 1)
     data_ranks = num_ranks // (math.prod(degrees) * stages)
     return config(family, parallelism, 2 if data_ranks == 1 or stages > 1 else 1)
@@ -233,7 +240,9 @@ IN_BFLOAT16 = [
 
 @pytest.mark.parametrize(
     ("family", "num_ranks", "parallelism"),
-    cases(IN_BFLOAT16[:1], nightly=[*IN_BFLOAT16[1:], ("llama3", 2, {"pipeline_parallel_degree": 2})]),
+    cases(
+        IN_BFLOAT16[:1], nightly=[*IN_BFLOAT16[1:], ("llama3", 2, {"pipeline_parallel_degree": 2})]
+    ),
 )
 def test_gradient_norm_of_bfloat16_weights_equals_one_process(
     family: str, num_ranks: int, parallelism: dict[str, Any]
@@ -247,7 +256,9 @@ def test_gradient_norm_of_bfloat16_weights_equals_one_process(
         tiny = config(family, degrees, rows)
         model = replace(tiny.model, overrides={**tiny.model.overrides, "num_layers": 2})
         training = replace(tiny.training, dtype="bfloat16", mixed_precision_param="bfloat16")
-        norms.append(run_tiny(ranks, replace(tiny, model=model, training=training), 2)[0].grad_norms)
+        norms.append(
+            run_tiny(ranks, replace(tiny, model=model, training=training), 2)[0].grad_norms
+        )
     assert norms[1] == pytest.approx(norms[0], rel=5e-4)
 
 
@@ -255,20 +266,30 @@ def test_gradient_norm_of_bfloat16_weights_equals_one_process(
 def one_process(family: str, num_layers: int) -> Result:
     unsharded = config(family, {})
     overrides = {**unsharded.model.overrides, "num_layers": num_layers}
-    return run_tiny(1, replace(unsharded, model=replace(unsharded.model, overrides=overrides)), STEPS)[0]
+    return run_tiny(
+        1, replace(unsharded, model=replace(unsharded.model, overrides=overrides)), STEPS
+    )[0]
 
 
-def run_pairs(rank: int, num_ranks: int, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Result]:
+def run_pairs(
+    rank: int, num_ranks: int, pairs: list[tuple[str, str]]
+) -> dict[tuple[str, str], Result]:
     """Train each pair of mesh and family as one rank."""
     results = {}
     for mesh, family in pairs:
-        results[mesh, family] = train_steps(rank, on_mesh(family, num_ranks, ALL[num_ranks][mesh]), STEPS)
+        results[mesh, family] = train_steps(
+            rank, on_mesh(family, num_ranks, ALL[num_ranks][mesh]), STEPS
+        )
     return results
 
 
 def differences(result: Result, expected: Result) -> list[str]:
     """Describe every difference between the results of a rank and those of one process. NaN always differs."""
-    lines = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
+    lines = [
+        f"initial {name}"
+        for name, w in result.initial.items()
+        if not torch.equal(w, expected.initial[name])
+    ]
     for step in range(STEPS):
         loss, expected_loss = result.losses[step], expected.losses[step]
         if not abs(loss - expected_loss) <= 1e-5:
@@ -297,7 +318,9 @@ def differences(result: Result, expected: Result) -> list[str]:
             for (num_ranks, name), group in FIRST.items()
         ],
         nightly=[
-            pytest.param(num_ranks, [(mesh, family) for family in families], id=f"{num_ranks}-{mesh}-others")
+            pytest.param(
+                num_ranks, [(mesh, family) for family in families], id=f"{num_ranks}-{mesh}-others"
+            )
             for (num_ranks, mesh), families in OTHERS.items()
         ],
     ),
@@ -314,7 +337,9 @@ def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, s
         mesh,
         family,
     ), names in names_of_weights.items():  # together, the pipeline stages hold all weights
-        assert names == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), f"{family} on {mesh}"
+        assert names == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), (
+            f"{family} on {mesh}"
+        )
 
 
 def test_every_family_is_on_a_mesh_and_every_mesh_has_a_family() -> None:
@@ -323,7 +348,9 @@ def test_every_family_is_on_a_mesh_and_every_mesh_has_a_family() -> None:
     for num_ranks, mesh, family in DEFAULT:
         assert family in families_of(num_ranks, mesh)
     for num_ranks in (2, 4):  # in the default tier: on one axis, and on a product of two axes
-        assert {family for ranks, _, family in DEFAULT if ranks == num_ranks} == set(FAMILIES), num_ranks
+        assert {family for ranks, _, family in DEFAULT if ranks == num_ranks} == set(FAMILIES), (
+            num_ranks
+        )
 
 
 def test_a_stage_without_experts_joins_their_mesh() -> None:
@@ -333,5 +360,7 @@ def test_a_stage_without_experts_joins_their_mesh() -> None:
         return replace(config, model=replace(config.model, overrides=overrides))
 
     expected = run_tiny(1, dense_first(config("deepseek_v3", {})), STEPS)[0]
-    for result in run_tiny(4, dense_first(on_mesh("deepseek_v3", 4, {**EP, **piped("1F1B")})), STEPS):
+    for result in run_tiny(
+        4, dense_first(on_mesh("deepseek_v3", 4, {**EP, **piped("1F1B")})), STEPS
+    ):
         assert differences(result, expected) == []

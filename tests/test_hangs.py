@@ -21,7 +21,9 @@ from tiers import cases
 
 from shardtrain.config.schema.watch_options import Profiling
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks of a process that has imported torch"
+)
 
 HANGS = int(os.environ.get("SHARDTRAIN_HANGS", "2"))
 
@@ -41,11 +43,15 @@ def assert_named(folder: Path, rank: int, phase: str) -> None:
     assert report["message"].startswith("has not arrived")
     lines = [line for line in (folder / "terminal").read_text().splitlines() if "error[" in line]
     assert len(lines) == 1, lines
-    assert lines[0].startswith(f"error[6]: rank {rank} (host {socket.gethostname()}) has not arrived"), lines
+    assert lines[0].startswith(
+        f"error[6]: rank {rank} (host {socket.gethostname()}) has not arrived"
+    ), lines
     assert no_orphans(folder)
 
 
-@pytest.mark.parametrize(("place", "rank"), cases([("stop", 1), ("save", 0)], nightly=[("data", 0), ("validation", 1)]))
+@pytest.mark.parametrize(
+    ("place", "rank"), cases([("stop", 1), ("save", 0)], nightly=[("data", 0), ("validation", 1)])
+)
 def test_hanging_rank_is_named_with_its_phase(tmp_path, place, rank):
     assert end(run(config(tmp_path), place, (rank,))) == 6
     assert_named(tmp_path, rank, PLACES[place])
@@ -53,7 +59,9 @@ def test_hanging_rank_is_named_with_its_phase(tmp_path, place, rank):
     assert "all_" in log(tmp_path, other)
     for living in range(2):
         if place != "stop" or living == other:
-            assert "most recent call first" in log(tmp_path, living), "a live rank did not write its stacks"
+            assert "most recent call first" in log(tmp_path, living), (
+                "a live rank did not write its stacks"
+            )
     assert f"rank {other}: phase" in log(tmp_path, other), "the phases of all ranks are missing"
 
 
@@ -90,7 +98,9 @@ def test_steps_longer_than_the_limit_are_not_a_hang(tmp_path):
 
 
 def test_slow_write_of_a_trace_is_not_a_hang(tmp_path):
-    run_config = dataclasses.replace(config(tmp_path), profiling=Profiling(enable_profiling=True, profile_freq=5))
+    run_config = dataclasses.replace(
+        config(tmp_path), profiling=Profiling(enable_profiling=True, profile_freq=5)
+    )
     assert end(run(run_config, "long trace", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == STEPS
 
@@ -99,13 +109,19 @@ def test_slow_write_of_a_trace_is_not_a_hang(tmp_path):
     "real ranks",
     by="tests/resilience/test_watchdog.py::test_long_compilation_may_end_at_different_times",
 )
-@pytest.mark.parametrize(("place", "culprits"), [("long first step", (0, 1)), ("long opening", (0,))])
+@pytest.mark.parametrize(
+    ("place", "culprits"), [("long first step", (0, 1)), ("long opening", (0,))]
+)
 def test_start_longer_than_its_limit_is_not_a_hang(tmp_path, place, culprits):
     run_config = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
     assert end(run(run_config, place, culprits)) == 0
     assert record(tmp_path)["last_step"] == STEPS
     # a rank that opens data regularly reports it to the others
-    logged = [line for line in log(tmp_path, 0).splitlines() if "WARNING phase compile of step 1 has taken" in line]
+    logged = [
+        line
+        for line in log(tmp_path, 0).splitlines()
+        if "WARNING phase compile of step 1 has taken" in line
+    ]
     assert len(logged) == (place == "long first step")
 
 
@@ -160,7 +176,11 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
             dice.randrange(count),
             dice.choice([place for place in PLACES if place != "worker"]),
         )
-        degree = {"data_parallel_shard_degree": count} if number % 2 else {"data_parallel_replicate_degree": count}
+        degree = (
+            {"data_parallel_shard_degree": count}
+            if number % 2
+            else {"data_parallel_replicate_degree": count}
+        )
         run_config = config(folder, parallelism=degree)
         process = run(run_config, place, (rank,), count)
         wait_for((folder / "hangs").exists)
@@ -168,10 +188,14 @@ def test_random_hangs_are_attributed_correctly(tmp_path):
         assert end(process) == 6
         seconds.append(time.monotonic() - started)
         report = record(folder)
-        if (report.get("rank"), report.get("phase")) != (rank, PLACES[place]) or not no_orphans(folder):
+        if (report.get("rank"), report.get("phase")) != (rank, PLACES[place]) or not no_orphans(
+            folder
+        ):
             wrong.append((number, count, rank, place, report))
     seconds.sort()
     middle, longest = seconds[len(seconds) // 2], seconds[-1]
-    print(f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} wrong reports {wrong}")
+    print(
+        f"\n{HANGS} hangs with comm.hang_timeout_seconds={LIMIT}: {len(wrong)} wrong reports {wrong}"
+    )
     print(f"from the hang to the end of all ranks: median {middle:.1f} s, longest {longest:.1f} s")
     assert len(wrong) <= HANGS // 100, wrong

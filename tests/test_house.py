@@ -11,7 +11,10 @@ from pathlib import Path
 import shardtrain
 
 PACKAGE = Path(shardtrain.__file__).parent
-TEXTS = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+TEXTS = {
+    path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+    for path in PACKAGE.rglob("*.py")
+}
 
 
 @functools.cache
@@ -30,7 +33,9 @@ def offenders(rule: Callable[[str], list[str]]) -> dict[str, list[str]]:
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
@@ -47,12 +52,19 @@ def keyword(call: ast.Call, name: str) -> object:
 
 
 def test_no_unfinished_code() -> None:
-    assert offenders(lambda name: re.findall(r"\b(?:TODO|FIXME|XXX|NotImplementedError)\b", TEXTS[name])) == {}
+    assert (
+        offenders(
+            lambda name: re.findall(r"\b(?:TODO|FIXME|XXX|NotImplementedError)\b", TEXTS[name])
+        )
+        == {}
+    )
 
 
 def test_no_path_of_a_machine() -> None:
     """No file contains a path below a home directory, this checkout or a mount point."""
-    folders = "|".join([re.escape(str(PACKAGE.parent)), "/home", "/root", "/Users", "/mnt", r"C:\\\\"])
+    folders = "|".join(
+        [re.escape(str(PACKAGE.parent)), "/home", "/root", "/Users", "/mnt", r"C:\\\\"]
+    )
     assert offenders(lambda name: re.findall(rf"[\"'`\s](?:{folders})/\S*", TEXTS[name])) == {}
 
 
@@ -60,7 +72,8 @@ def runs_code(name: str, call: ast.Call) -> bool:
     """True if a call could run code contained in data, or a shell command."""
     return (
         name in ("eval", "exec", "os.system", "os.popen")
-        or re.fullmatch(r"(?:pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\.\w+", name) is not None
+        or re.fullmatch(r"(?:pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib)\.\w+", name)
+        is not None
         or keyword(call, "shell") is True
         or keyword(call, "trust_remote_code") is not None
         or keyword(call, "allow_pickle") is True
@@ -71,7 +84,9 @@ def runs_code(name: str, call: ast.Call) -> bool:
 
 def test_opening_data_never_runs_code() -> None:
     def unsafe(name: str) -> list[str]:
-        lines = [ast.unparse(call) for called, call in calls(trees()[name]) if runs_code(called, call)]
+        lines = [
+            ast.unparse(call) for called, call in calls(trees()[name]) if runs_code(called, call)
+        ]
         # readers of other systems' configurations contain it as a key that they refuse
         is_migration = name.startswith("compat/migrate/")
         if "trust_remote_code" in TEXTS[name] and not is_migration:
@@ -108,8 +123,12 @@ def test_calls_that_could_run_code_are_detected() -> None:
 def test_no_pickle_is_imported() -> None:
     def pickles(name: str) -> list[str]:
         nodes = list(ast.walk(trees()[name]))
-        imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+        imported = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
+        imported |= {
+            node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module
+        }
         return sorted(imported & {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"})
 
     assert offenders(pickles) == {}
@@ -151,7 +170,11 @@ def test_public_methods_without_base_are_documented() -> None:
         return all(ast.unparse(base) in classes for base in owner.bases)
 
     def undocumented(name: str) -> list[str]:
-        return [f"{owner.name}.{node.name}" for owner, node in methods(trees()[name]) if needs_docstring(owner, node)]
+        return [
+            f"{owner.name}.{node.name}"
+            for owner, node in methods(trees()[name])
+            if needs_docstring(owner, node)
+        ]
 
     assert offenders(undocumented) == {}
 
@@ -163,21 +186,29 @@ def imports(with_types: bool = False) -> dict[str, set[str]]:
     """
     imported_names: dict[str, set[str]] = {}
     for name, tree in trees().items():
-        module = f"shardtrain/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        module = (
+            f"shardtrain/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        )
         nodes = set(ast.walk(tree))
         if not with_types:
             for node in ast.walk(tree):
                 if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
                     nodes -= set(ast.walk(node))
         imported_names[module] = {
-            f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+            f"{node.module}.{alias.name}"
+            for node in nodes
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
         }
-    imported_names["shardtrain"] = set()  # it imports names of shardtrain.api lazily, on first access
+    # it imports names of shardtrain.api lazily, on first access
+    imported_names["shardtrain"] = set()
 
     def module_of(name: str) -> str:
         return name if name in imported_names else name.rpartition(".")[0]
 
-    graph = {module: {module_of(name) for name in names} for module, names in imported_names.items()}
+    graph = {
+        module: {module_of(name) for name in names} for module, names in imported_names.items()
+    }
     return {module: modules & graph.keys() - {module} for module, modules in graph.items()}
 
 
@@ -205,7 +236,9 @@ def room_of(module: str) -> str:
 
 def rooms_that_import_each_other(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
     pairs = {(room_of(module), room_of(name)) for module, names in graph.items() for name in names}
-    return sorted((first, second) for first, second in pairs if first < second and (second, first) in pairs)
+    return sorted(
+        (first, second) for first, second in pairs if first < second and (second, first) in pairs
+    )
 
 
 def test_no_two_rooms_import_each_other() -> None:
@@ -219,8 +252,13 @@ def test_no_import_cycles_within_a_room() -> None:
     """Imports in functions and under TYPE_CHECKING count too."""
     graph = imports(with_types=True)
     for room in sorted({room_of(module) for module in graph}):
-        inside = {module: {n for n in names if room_of(n) == room} for module, names in graph.items()}
-        assert cycle({module: names for module, names in inside.items() if room_of(module) == room}) == []
+        inside = {
+            module: {n for n in names if room_of(n) == room} for module, names in graph.items()
+        }
+        assert (
+            cycle({module: names for module, names in inside.items() if room_of(module) == room})
+            == []
+        )
 
 
 def test_rooms_that_import_each_other_are_detected() -> None:
@@ -242,6 +280,10 @@ def test_no_variable_is_called_here() -> None:
 
     def uses(name: str) -> list[str]:
         nodes = ast.walk(trees()[name])
-        return [ast.unparse(node) for node in nodes if getattr(node, "id", getattr(node, "arg", "")) == "here"]
+        return [
+            ast.unparse(node)
+            for node in nodes
+            if getattr(node, "id", getattr(node, "arg", "")) == "here"
+        ]
 
     assert offenders(uses) == {}

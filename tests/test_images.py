@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 BASE = "localhost/python:3.11-slim-bookworm"
 
 pytestmark = [
-    pytest.mark.skipif(not os.environ.get("SHARDTRAIN_IMAGES"), reason="builds an image: SHARDTRAIN_IMAGES=FOLDER"),
+    pytest.mark.skipif(
+        not os.environ.get("SHARDTRAIN_IMAGES"), reason="builds an image: SHARDTRAIN_IMAGES=FOLDER"
+    ),
     pytest.mark.skipif(
         os.geteuid() != 0 or not (shutil.which("buildah") and shutil.which("debootstrap")),
         reason="requires root, buildah and debootstrap: apt-get install buildah debootstrap",
@@ -50,10 +52,14 @@ def pip_volumes(folder: Path) -> list[str]:
     """Return build options that mount pip's configuration of this machine, and the folders that it names."""
     listing = output_of([sys.executable, "-m", "pip", "config", "list"], 60)
     settings = re.findall(r"^global\.([\w-]+)='(.*)'$", listing, re.MULTILINE)
-    (folder / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings))
+    (folder / "pip.conf").write_text(
+        "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings)
+    )
     values = [value for _, text in settings for value in text.split()]
     # an index in a file refers to files next to it
-    paths = [Path(value[7:]).parent if value.startswith("file://") else Path(value) for value in values]
+    paths = [
+        Path(value[7:]).parent if value.startswith("file://") else Path(value) for value in values
+    ]
     sources = sorted({str(path) for path in paths if path.is_absolute() and path.exists()})
     volumes = [
         f"{folder}/pip.conf:/etc/pip.conf:ro",
@@ -79,7 +85,9 @@ def builder():
     if BASE not in output_of([*command, "images", "--format", "{{.Name}}:{{.Tag}}"]):
         include = "--include=python3,python3-venv,ca-certificates"
         mirror = "http://deb.debian.org/debian"
-        output_of(["debootstrap", "--variant=minbase", include, "bookworm", str(folder / "base"), mirror])
+        output_of(
+            ["debootstrap", "--variant=minbase", include, "bookworm", str(folder / "base"), mirror]
+        )
         container = output_of([*command, "from", "scratch"])
         output_of([*command, "add", "--quiet", container, str(folder / "base"), "/"])
         output_of([*command, "commit", "--quiet", "--rm", container, BASE])

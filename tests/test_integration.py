@@ -89,7 +89,9 @@ def check_weights(folder: Path, dtype: str) -> None:
 @pytest.mark.nightly("four complete runs; test_resume.py tests the same with forked ranks")
 def test_run_resumes_on_another_mesh(tmp_path: Path) -> None:
     train("debug", f"--nproc 2 {SAVE}", tmp_path / "two")
-    straight = train("debug", f"--nproc 2 {SAVE} --training.global_batch_size 4", tmp_path / "straight")
+    straight = train(
+        "debug", f"--nproc 2 {SAVE} --training.global_batch_size 4", tmp_path / "straight"
+    )
     records = train("debug", f"--nproc 2 {SAVE} --checkpoint.load_step 2", tmp_path / "two")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     moved = train(

@@ -84,13 +84,19 @@ def steps_taken(folder: Path) -> list[dict[str, Any]]:
 def run_with_kills(folder: Path, kind: str, kills: int) -> list[dict[str, Any]]:
     config, dice = config_of(folder, kind), random.Random(5)
     for life in range(kills + 1):
-        process = multiprocessing.get_context("fork").Process(target=live, args=(config,), daemon=True)
+        process = multiprocessing.get_context("fork").Process(
+            target=live, args=(config,), daemon=True
+        )
         process.start()
         if life < kills:
             # kill during one of the next steps or their checkpoints
             wanted = len(steps_taken(folder)) + dice.randrange(1, 6)
             deadline = time.monotonic() + patience.seconds(120)
-            while len(steps_taken(folder)) < wanted and process.is_alive() and time.monotonic() < deadline:
+            while (
+                len(steps_taken(folder)) < wanted
+                and process.is_alive()
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.002)
             time.sleep(dice.random() * 0.03)
             process.kill()
@@ -108,7 +114,9 @@ def test_kills_neither_repeat_nor_lose_a_sample(kind: str, kills: int, tmp_path:
     assert len(killed) > len(undisturbed), "no kill cost a step: the test kills too late"
     final = {entry["step"]: entry for entry in killed}  # a repeated step replaces the lost one
     assert [final[step] for step in sorted(final)] == undisturbed
-    assert all(entry == final[entry["step"]] for entry in killed), "a repeated step read other samples"
+    assert all(entry == final[entry["step"]] for entry in killed), (
+        "a repeated step read other samples"
+    )
     counts = Counter(sample for entry in final.values() for sample in entry["ids"] if sample >= 0)
     assert set(counts.values()) == {1}
     if kind == "memory":

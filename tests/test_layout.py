@@ -67,7 +67,11 @@ def test_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
 
 def test_patterns_within_a_part_match_like_fnmatch() -> None:
     """Test all globs of up to four of these characters, including sets and ranges, on names of up to two letters."""
-    names = ["".join(letters) for count in range(3) for letters in itertools.product("ab]!-", repeat=count)]
+    names = [
+        "".join(letters)
+        for count in range(3)
+        for letters in itertools.product("ab]!-", repeat=count)
+    ]
     for count in range(1, 5):
         for letters in itertools.product("[]!a-*", repeat=count):
             pattern = "".join(letters)
@@ -135,7 +139,9 @@ def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
         ("scale", "move it into a module of LAYOUT.first, layers or last"),
     ],
 )
-def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(parameter: str, advice: str) -> None:
+def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(
+    parameter: str, advice: str
+) -> None:
     """A style for a block would apply to all modules in it, so a parameter of a block must move into a child."""
     (problem,) = check(GOOD, [*MODULES, "layers.0.extra"], [*PARAMETERS, parameter])
     assert advice in problem
@@ -145,7 +151,9 @@ def test_parameter_with_two_rules_is_reported() -> None:
     twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
     problems = check(twice, MODULES, PARAMETERS)
     assert len(problems) == 3  # wq, wk and wo
-    assert all("matches 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems)
+    assert all(
+        "matches 2 rules" in problem and "'layers.*.attn.w?'" in problem for problem in problems
+    )
 
 
 def test_gathering_module_with_a_parameter_is_reported() -> None:

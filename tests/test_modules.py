@@ -52,7 +52,11 @@ def test_each_module_run_by_python_does_something_or_fails(capsys):
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("NGPU", "RANK", "CONFIG_FILE")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NGPU", "RANK", "CONFIG_FILE")
+    }
     environment = {**inherited, "PYTHONPATH": str(ROOT), **variables}
     limit = patience.seconds(60)
     command = [sys.executable, *arguments]
@@ -82,7 +86,9 @@ def test_train_py_at_the_root_runs_the_train_verb(tmp_path):
     assert "does not exist" in done.stderr
 
 
-def test_config_file_variable_applies_without_a_configuration_on_the_command_line(tmp_path, monkeypatch, capsys):
+def test_config_file_variable_applies_without_a_configuration_on_the_command_line(
+    tmp_path, monkeypatch, capsys
+):
     """torchtitan's scripts use this variable, and `runai submit -e CONFIG_FILE=...` sets it in an image."""
     for name, text in (("of_variable", "stepz = 1"), ("of_command_line", "stepy = 1")):
         (tmp_path / f"{name}.toml").write_text(f"[training]\n{text}\n")
@@ -110,7 +116,9 @@ def unread() -> list[str]:
             nodes = list(ast.walk(ast.parse(path.read_text())))
             names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
             names |= {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
-    return [name for name in options() if name.rpartition(".")[2] not in names and name not in names]
+    return [
+        name for name in options() if name.rpartition(".")[2] not in names and name not in names
+    ]
 
 
 def another(kind: Any, default: Any) -> str:
@@ -144,4 +152,6 @@ def test_option_without_effect_is_reported(tmp_path):
             *map(str, config.unavailable(loaded)),
             *config.notes(loaded),
         ]
-        assert any(name in line for line in lines), f"{name}={value} has no effect, and no message reports it"
+        assert any(name in line for line in lines), (
+            f"{name}={value} has no effect, and no message reports it"
+        )

@@ -40,13 +40,18 @@ def test_notebook_is_stored_with_its_output() -> None:
     cells = code_cells()
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all({output.get("name") for output in cell["outputs"]} == {"stdout"} for cell in cells)
-    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", "".join(map(text_of, cells)))]
+    losses = [
+        float(loss)
+        for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", "".join(map(text_of, cells)))
+    ]
     assert len(losses) >= 5 and losses[-1] < losses[0] - 1
     assert str(ROOT) not in NOTEBOOK.read_text()
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.nightly("a kernel trains", by="tests/test_notebook.py::test_notebook_is_stored_with_its_output")
+@pytest.mark.nightly(
+    "a kernel trains", by="tests/test_notebook.py::test_notebook_is_stored_with_its_output"
+)
 def test_running_the_notebook_reproduces_its_output() -> None:
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -54,7 +59,9 @@ def test_running_the_notebook_reproduces_its_output() -> None:
     again = module.printed(module.executed(NOTEBOOK, seconds=round(patience.seconds(300))))
     for cell in code_cells():
         stored, new = text_of(cell), again[cell["id"]]
-        if "sample" in cell["metadata"].get("tags", []):  # generated text depends on the last bit of the weights
+        if "sample" in cell["metadata"].get(
+            "tags", []
+        ):  # generated text depends on the last bit of the weights
             assert new.strip()
             continue
         number = r"(?<=loss )\d+\.\d+"

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module
+    # dataclasses look up their module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(ROOT / "docs"))  # they share docs/svg.py
     try:
         spec.loader.exec_module(module)
@@ -41,7 +42,11 @@ cast, pictures, drawings, plots = (
 
 
 def rows(svg: str) -> list[str]:
-    return ["".join(text.itertext()) for text in xml.etree.ElementTree.fromstring(svg) if text.tag.endswith("}text")]
+    return [
+        "".join(text.itertext())
+        for text in xml.etree.ElementTree.fromstring(svg)
+        if text.tag.endswith("}text")
+    ]
 
 
 def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
@@ -61,7 +66,9 @@ def test_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
         program,
     ]
     limit = patience.seconds(60)
-    subprocess.run([*cast_command, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit)
+    subprocess.run(
+        [*cast_command, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit
+    )
     drawn = output.read_text()
     assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have separate positions
     assert f'fill="{cast.COLORS[32]}">green<' in drawn
@@ -119,7 +126,11 @@ def test_picture_of_the_readme_shows_a_run() -> None:
 
 def texts(svg: str) -> list[str]:
     """Return the texts in a drawing."""
-    return [text.text or "" for text in xml.etree.ElementTree.fromstring(svg).iter() if text.tag.endswith("}text")]
+    return [
+        text.text or ""
+        for text in xml.etree.ElementTree.fromstring(svg).iter()
+        if text.tag.endswith("}text")
+    ]
 
 
 @pytest.mark.parametrize("module", [drawings, plots], ids=["drawings", "plots"])
@@ -131,11 +142,14 @@ def test_pictures_of_pages_are_current(module: ModuleType) -> None:
         assert draw() == stored, f"run python docs/{module.__name__}.py"
         assert f"](pictures/{name}.svg)" in pages
         assert texts(stored) and not re.search(r"<script|href|@import", stored)
-        assert "prefers-color-scheme: dark" in stored and 'class="ground"' in stored  # legible on light and dark pages
+        # legible on light and dark pages
+        assert "prefers-color-scheme: dark" in stored and 'class="ground"' in stored
 
 
 def test_every_picture_has_a_script() -> None:
-    assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(drawings.ALL) | set(plots.ALL)
+    assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(drawings.ALL) | set(
+        plots.ALL
+    )
 
 
 def test_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
@@ -145,18 +159,24 @@ def test_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
     ):
         small_checkpoint.save(storage, 500)
         real = {path.name for path in tmp_path.rglob("*")}
-    drawn = {name.rstrip("/") for name, _, depth in drawings.FILES if depth or name == "checkpoint/"}
+    drawn = {
+        name.rstrip("/") for name, _, depth in drawings.FILES if depth or name == "checkpoint/"
+    }
     assert drawn - {"rank-00001.bin"} == real  # the small checkpoint has one rank
 
 
 def test_drawn_pipeline_actions_follow_their_inputs_and_never_overlap() -> None:
     for name, per_rank in drawings.SCHEDULES:
         placed, end = drawings.times(name, 4, per_rank, 8)
-        spans = sorted((rank, begin, begin + drawings.LENGTHS[action.kind]) for rank, begin, action in placed)
+        spans = sorted(
+            (rank, begin, begin + drawings.LENGTHS[action.kind]) for rank, begin, action in placed
+        )
         for (rank, _, previous_end), (next_rank, next_begin, _) in itertools.pairwise(spans):
             assert rank < next_rank or previous_end <= next_begin
         assert spans[-1][2] <= end
-        begins = {(action.kind, action.stage, action.microbatch): begin for _, begin, action in placed}
+        begins = {
+            (action.kind, action.stage, action.microbatch): begin for _, begin, action in placed
+        }
         for (kind, stage, number), begin in begins.items():
             if kind == "F" and stage:
                 assert begin >= begins["F", stage - 1, number] + 1
@@ -173,8 +193,13 @@ def test_screenshots_of_a_report_in_two_widths_and_print(tmp_path: Path) -> None
 
     run = tmp_path / "run"
     run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in range(1, 9)))
+    (run / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in range(1, 9))
+    )
     taken = pictures.take(Path(report(run, tmp_path / "report.html")), tmp_path)
     starts = {".png": b"\x89PNG", ".pdf": b"%PDF"}
     assert [path.name for path in taken] == ["report.png", "report_phone.png", "report_print.pdf"]
-    assert all(path.read_bytes().startswith(starts[path.suffix]) and path.stat().st_size > 3000 for path in taken)
+    assert all(
+        path.read_bytes().startswith(starts[path.suffix]) and path.stat().st_size > 3000
+        for path in taken
+    )

@@ -28,7 +28,11 @@ TINY = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder of a finished run of two steps."""
-    return str(made_once(tmp_path_factory, "python-mistakes", lambda: _train(tmp_path_factory.mktemp("run"))))
+    return str(
+        made_once(
+            tmp_path_factory, "python-mistakes", lambda: _train(tmp_path_factory.mktemp("run"))
+        )
+    )
 
 
 def _train(folder: Path) -> str:
@@ -219,11 +223,15 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         'validation.dataset_path="5" does not exist',
     ),
     "text for the batch size of a dataset": (
-        lambda r, m, t: api.evaluate(m, {"dataset": "text", "dataset_path": str(t), "local_batch_size": "x"}),
+        lambda r, m, t: api.evaluate(
+            m, {"dataset": "text", "dataset_path": str(t), "local_batch_size": "x"}
+        ),
         'validation.local_batch_size="x" must be an integer',
     ),
     "text for the sequence length of a dataset": (
-        lambda r, m, t: api.evaluate(m, {"dataset": "text", "dataset_path": str(t), "seq_len": "x"}),
+        lambda r, m, t: api.evaluate(
+            m, {"dataset": "text", "dataset_path": str(t), "seq_len": "x"}
+        ),
         'validation.seq_len="x" must be an integer',
     ),
     "a number as the name of an option of a dataset": (
@@ -283,7 +291,9 @@ def _hub(folder: Path) -> Path:
 
 def _stepped(folder: Path) -> Path:
     """Return the folder of a run that called ``step`` instead of ``train``."""
-    with shardtrain.Trainer("debug", {**TINY, "job.dump_folder": str(folder / "stepped")}) as trainer:
+    with shardtrain.Trainer(
+        "debug", {**TINY, "job.dump_folder": str(folder / "stepped")}
+    ) as trainer:
         trainer.step()
     return folder / "stepped"
 
@@ -347,7 +357,9 @@ def test_run_with_a_custom_model_file_opens_if_its_configuration_is_named(tmp_pa
     ) as trainer:
         assert next(trainer.model.parameters()).requires_grad
         trainer.train()
-    with pytest.raises(ShardtrainError, match=r'if you trust it, add config="[^"]*config.resolved.toml"'):
+    with pytest.raises(
+        ShardtrainError, match=r'if you trust it, add config="[^"]*config.resolved.toml"'
+    ):
         shardtrain.load_model(folder)
     model = shardtrain.load_model(folder, config=folder / "config.resolved.toml")
     assert len(shardtrain.generate(model, "def", max_new_tokens=2)) == 1
@@ -373,7 +385,9 @@ def _folder_without_tokenizer(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["a run", "a Hugging Face folder", "an imported checkpoint"])
-def test_weights_open_without_a_tokenizer_which_only_text_requires(kind: str, tmp_path: Path) -> None:
+def test_weights_open_without_a_tokenizer_which_only_text_requires(
+    kind: str, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     folder = _folder_without_tokenizer(kind, tmp_path)
     model = shardtrain.load_model(folder)
@@ -404,8 +418,13 @@ def test_custom_attention_core_needs_no_cache_and_the_message_starts_with_it(
         raise ConfigError(Problem("LAYOUT.context", path, rule, "add --no_cache, or correct it"))
 
     monkeypatch.setattr(cache, "_check_core", broken)
-    with pytest.raises(ShardtrainError, match=r'^LAYOUT\.context="layers\.0\.attn\.core": add no_cache, or correct'):
+    with pytest.raises(
+        ShardtrainError, match=r'^LAYOUT\.context="layers\.0\.attn\.core": add no_cache, or correct'
+    ):
         shardtrain.generate(model, "def")
     assert len(shardtrain.generate(model, "def", max_new_tokens=2, no_cache=True)) == 1
     assert cli.main(["generate", run, "--prompt", "def"]) == 2
-    assert 'LAYOUT.context="layers.0.attn.core": add --no_cache, or correct it; reason: ' in capsys.readouterr().err
+    assert (
+        'LAYOUT.context="layers.0.attn.core": add --no_cache, or correct it; reason: '
+        in capsys.readouterr().err
+    )

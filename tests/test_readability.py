@@ -28,7 +28,10 @@ def test_hard_phrases_are_counted_in_docstrings_and_comments():
 
 
 def test_dense_code_is_reported():
-    dense = "x = [a if b else c for a, b, c in d if e or f(g(h(i))) and j[k] < l[m]]\n" * readability.FEWEST_LINES
+    dense = (
+        "x = [a if b else c for a, b, c in d if e or f(g(h(i))) and j[k] < l[m]]\n"
+        * readability.FEWEST_LINES
+    )
     assert "syntax nodes a line" in readability.measure(dense).complaint()
 
 
@@ -47,7 +50,9 @@ class Reporter:
 def test_hard_files_are_listed(tmp_path, monkeypatch):
     (tmp_path / "clear.py").write_text(CLEAR)
     (tmp_path / "hard.py").write_text(HARD)
-    monkeypatch.setattr(readability, "changed_files", lambda root: [root / "clear.py", root / "hard.py"])
+    monkeypatch.setattr(
+        readability, "changed_files", lambda root: [root / "clear.py", root / "hard.py"]
+    )
     reporter = Reporter()
 
     readability.pytest_terminal_summary(reporter, SimpleNamespace(rootpath=tmp_path))

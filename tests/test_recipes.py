@@ -29,10 +29,11 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs/recipes").glob("*.toml"))
+# keys and values have 64 features, the rank of the adapters
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 128,
-}  # keys and values have 64 features, the rank of the adapters
+}
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-135M": ("llama2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "Llama-3.2-1B": ("llama3-tied", WIDE),
@@ -91,9 +92,16 @@ def prepare(folder: Path, recipe: str) -> dict[str, Any]:
     for assets in (folder / path for path in models_of(content) if not (folder / path).exists()):
         family, fields = FOLDERS["SmolLM2-135M" if recipe in BEFORE else assets.name]
         save(build(family, vocab_size=352, **fields), assets)
-        bpe_folder(assets, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=_template(assets.name))
-        with_post_processor(assets, "llama3" if assets.name.startswith(("Llama", "Mistral")) else "gpt2")
-    count = 1 + content["training"].get("global_batch_size", content["training"]["local_batch_size"]) // 2
+        bpe_folder(
+            assets, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=_template(assets.name)
+        )
+        with_post_processor(
+            assets, "llama3" if assets.name.startswith(("Llama", "Mistral")) else "gpt2"
+        )
+    count = (
+        1
+        + content["training"].get("global_batch_size", content["training"]["local_batch_size"]) // 2
+    )
     text = (ROOT / f"configs/recipes/{recipe}.toml").read_text() + "\n".join(lines_of(recipe))
     for name in re.findall(r"\bdata/[\w.]+", text):
         repeats = 2 if re.search("held_out|test", name) else count
@@ -127,7 +135,9 @@ def run(folder: Path, line: str) -> None:
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join(patience.seconds(300))
-    assert process.exitcode == 0, f"`{line}` ended with {process.exitcode}\n{output.read_text()[-4000:]}"
+    assert process.exitcode == 0, (
+        f"`{line}` ended with {process.exitcode}\n{output.read_text()[-4000:]}"
+    )
 
 
 def run_page(folder: Path, recipe: str) -> None:
@@ -147,7 +157,9 @@ def run_page(folder: Path, recipe: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("recipe", cases(FIRST, nightly=[file.stem for file in FILES if file.stem not in FIRST]))
+@pytest.mark.parametrize(
+    "recipe", cases(FIRST, nightly=[file.stem for file in FILES if file.stem not in FIRST])
+)
 def test_commands_of_a_recipe_page_run(tmp_path: Path, recipe: str) -> None:
     if recipe.endswith("qlora"):
         pytest.importorskip("torchao")
@@ -160,8 +172,12 @@ def test_commands_of_a_recipe_page_run(tmp_path: Path, recipe: str) -> None:
     if (adapter := tmp_path / f"outputs/{recipe}_peft").exists():
         adapter_config = json.loads((adapter / "adapter_config.json").read_text())
         assert adapter_config["base_model_name_or_path"] == content["model"]["hf_assets_path"]
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert losses and all(0 < loss < 20 for loss in losses), "a random model of 352 tokens has a loss near 6"
+    losses = [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert losses and all(0 < loss < 20 for loss in losses), (
+        "a random model of 352 tokens has a loss near 6"
+    )
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -137,11 +137,17 @@ def compared(folder: Path, kind: str, fault: str = "", size: int = 2) -> Compari
     torch.set_num_threads(1)
     train(folder / "one", 0, 1)
     run_ranks(size, ranks_of, folder / "many", size, kind, fault)
-    return recorded_differences.compare(recordings.read(folder / "one"), recordings.read(folder / "many"))
+    return recorded_differences.compare(
+        recordings.read(folder / "one"), recordings.read(folder / "many")
+    )
 
 
-@pytest.mark.parametrize(("kind", "size"), cases([("ddp", 2), ("fsdp", 2), ("tp", 2)], nightly=[("tp", 4)]))
-def test_a_correct_program_has_the_recording_of_one_process(tmp_path: Path, kind: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size"), cases([("ddp", 2), ("fsdp", 2), ("tp", 2)], nightly=[("tp", 4)])
+)
+def test_a_correct_program_has_the_recording_of_one_process(
+    tmp_path: Path, kind: str, size: int
+) -> None:
     comparison = compared(tmp_path, kind, size=size)
     assert comparison.first is None and comparison.missing == (), comparison
     assert comparison.num_steps == STEPS and 0 < comparison.largest["gradients"] < 1e-5
@@ -167,7 +173,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", cases(["no divide factor", "own tokens", "no reduction"], nightly=[*FAULTS][2:]))
+@pytest.mark.parametrize(
+    "fault", cases(["no divide factor", "own tokens", "no reduction"], nightly=[*FAULTS][2:])
+)
 def test_a_fault_is_named_with_its_first_step_and_tensor(tmp_path: Path, fault: str) -> None:
     kind, what, cause = FAULTS[fault]
     first = compared(tmp_path, kind, fault).first
@@ -178,14 +186,19 @@ def test_a_fault_is_named_with_its_first_step_and_tensor(tmp_path: Path, fault: 
 
 def test_a_head_that_sharding_untied_is_named(tmp_path: Path) -> None:
     comparison = compared(tmp_path, "tp", "an untied head")
-    assert any("has a parameter head.weight" in one and "tied to embed.weight" in one for one in comparison.missing)
+    assert any(
+        "has a parameter head.weight" in one and "tied to embed.weight" in one
+        for one in comparison.missing
+    )
     assert comparison.first is not None and comparison.first.what == "gradients"
     assert comparison.first.names[0] == "embed.weight"
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 4), st.data())
-def test_parts_add_up_to_the_projections_of_the_full_tensor(shape: list[int], ranks: int, data: Any) -> None:
+def test_parts_add_up_to_the_projections_of_the_full_tensor(
+    shape: list[int], ranks: int, data: Any
+) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     _, squared, projections = summary("layer.weight", tensor, 0)
@@ -196,7 +209,9 @@ def test_parts_add_up_to_the_projections_of_the_full_tensor(shape: list[int], ra
         start, stop = min(part * chunk, shape[dim]), min((part + 1) * chunk, shape[dim])
         parts.append(part_of(tensor, dim, start, stop))
     assert sum(part[1] for part in parts) == pytest.approx(squared)
-    np.testing.assert_allclose(sum(np.array(part[2]) for part in parts), projections, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        sum(np.array(part[2]) for part in parts), projections, rtol=1e-12, atol=1e-12
+    )
 
 
 def part_of(tensor: Tensor, dim: int, start: int, stop: int) -> list[Any]:
@@ -215,9 +230,13 @@ def test_the_distance_of_two_tensors_follows_from_their_projections() -> None:
     for number in range(200):
         one, other = torch.randn(2, 300, generator=generator)
         projections = [summary(f"weight {number}", tensor, 0)[2] for tensor in (one, other)]
-        ratios.append(recordings.distance(*projections) ** 2 / float((one - other).double().square().sum()))
+        ratios.append(
+            recordings.distance(*projections) ** 2 / float((one - other).double().square().sum())
+        )
     # A mean of 8 squares has a standard deviation of about half its mean; that of 200 such means is 0.035.
-    assert np.mean(ratios) == pytest.approx(1, abs=0.12) and np.std(ratios) == pytest.approx(0.5, abs=0.12)
+    assert np.mean(ratios) == pytest.approx(1, abs=0.12) and np.std(ratios) == pytest.approx(
+        0.5, abs=0.12
+    )
 
 
 def test_numbers_of_any_device_dtype_and_size_are_recorded(tmp_path: Path) -> None:
@@ -230,7 +249,11 @@ def test_numbers_of_any_device_dtype_and_size_are_recorded(tmp_path: Path) -> No
     model.low.grad = torch.tensor([1.0, float("nan"), 0.0], dtype=torch.bfloat16)
     recorder.write(0, loss=float("inf"))
     (step,) = recordings.read(tmp_path).steps
-    assert step.losses is None and step.weights["scalar"].norm == 2.0 and step.weights["empty"].norm == 0.0
+    assert (
+        step.losses is None
+        and step.weights["scalar"].norm == 2.0
+        and step.weights["empty"].norm == 0.0
+    )
     assert np.isnan(step.gradients["low"].norm) and list(step.gradients) == ["low"]
     same = recorded_differences.errors_of(step.gradients, step.gradients)
     assert same == {"low": float("inf")}, "NaN differs from everything"
@@ -332,7 +355,9 @@ def test_a_third_recording_sets_the_tolerance(tmp_path: Path) -> None:
     assert first is not None and first.names == ("weight",)
 
 
-def record(folder: Path, gradients: Sequence[dict[str, Tensor | None]], steps: Sequence[int] = (0,)) -> Any:
+def record(
+    folder: Path, gradients: Sequence[dict[str, Tensor | None]], steps: Sequence[int] = (0,)
+) -> Any:
     """Record the same two weights with other gradients in each step, and read the recording."""
     model = nn.Module()
     model.large = nn.Parameter(torch.ones(40))
@@ -360,13 +385,18 @@ def first_of(
     other: Sequence[dict[str, Any]],
     steps: Sequence[int] = (0,),
 ) -> Any:
-    return recorded_differences.compare(record(folder / "a", one, steps), record(folder / "b", other, steps)).first
+    return recorded_differences.compare(
+        record(folder / "a", one, steps), record(folder / "b", other, steps)
+    ).first
 
 
 def test_the_update_of_a_gradient_of_rounding_errors_is_not_compared(tmp_path: Path) -> None:
     """The exact gradient of the bias of attention's keys is 0. Adam then updates it with random signs."""
     one = {"large": GRADIENT, "small": NOISE}
-    assert first_of(tmp_path / "noise", [one] * 3, [{**one, "small": NOISE.flip(0)}] * 3, range(3)) is None
+    assert (
+        first_of(tmp_path / "noise", [one] * 3, [{**one, "small": NOISE.flip(0)}] * 3, range(3))
+        is None
+    )
     # The weights of a larger gradient are compared.
     first = first_of(tmp_path / "larger", [one] * 3, [{**one, "large": -GRADIENT}] * 3, range(3))
     assert first is not None and first.names == ("large",)
@@ -382,13 +412,18 @@ def test_a_gradient_that_one_program_lacks_is_named(tmp_path: Path, missing: str
 
 
 def test_zeros_and_no_gradient_are_the_same(tmp_path: Path) -> None:
-    assert first_of(tmp_path, [{"large": GRADIENT}], [{"large": GRADIENT, "small": torch.zeros(40)}]) is None
+    assert (
+        first_of(tmp_path, [{"large": GRADIENT}], [{"large": GRADIENT, "small": torch.zeros(40)}])
+        is None
+    )
 
 
 def test_a_factor_of_all_gradients_is_not_hidden_by_zeros(tmp_path: Path) -> None:
     """A LoRA adapter starts at zero, so half of its gradients are zero in the first step."""
     zeros = torch.zeros(40)
-    first = first_of(tmp_path, [{"large": GRADIENT, "small": zeros}], [{"large": 2 * GRADIENT, "small": zeros}])
+    first = first_of(
+        tmp_path, [{"large": GRADIENT, "small": zeros}], [{"large": 2 * GRADIENT, "small": zeros}]
+    )
     assert first is not None and first.cause == "all gradients are 2 times as large"
 
 
@@ -402,7 +437,9 @@ def test_a_difference_between_recorded_steps_is_not_called_an_update(tmp_path: P
             recorder.write(step)
             with torch.no_grad():
                 model.large.sub_(factor * GRADIENT)
-    first = recorded_differences.compare(recordings.read(tmp_path / "a"), recordings.read(tmp_path / "b")).first
+    first = recorded_differences.compare(
+        recordings.read(tmp_path / "a"), recordings.read(tmp_path / "b")
+    ).first
     assert first is not None and "training differs in step 0 to 9: record every step" in first.cause
 
 
@@ -449,7 +486,9 @@ def test_ranks_with_the_same_samples_count_once(tmp_path: Path) -> None:
     assert step.gradients["weight"].replicas_differ and "bias" not in step.gradients
 
 
-def test_a_line_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_too_long_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Recorder(tmp_path, nn.Linear(2, 2)).write(0)
     monkeypatch.setattr(recordings, "MAX_LINE_BYTES", 300)
     with pytest.raises(DataError, match="a line has 300 bytes or more"):
@@ -474,7 +513,9 @@ def record_sharded(rank: int, folder: Path) -> None:
     Recorder(folder, model).write(0)
 
 
-def train_with_transformers(rank: int, folder: Path, size: int, averages_tokens: bool, port: int) -> None:
+def train_with_transformers(
+    rank: int, folder: Path, size: int, averages_tokens: bool, port: int
+) -> None:
     """Train with the Trainer of transformers, whose loss is the mean over all ranks only if it averages tokens."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size),
@@ -505,7 +546,9 @@ def train_with_transformers(rank: int, folder: Path, size: int, averages_tokens:
         dataloader_pin_memory=False,
     )  # fmt: skip
     callbacks = [trainer_callback(folder)]
-    transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks).train()
+    transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows, callbacks=callbacks
+    ).train()
 
 
 @pytest.mark.nightly(
@@ -523,4 +566,6 @@ def test_the_mean_of_means_of_another_trainer_is_named(tmp_path: Path) -> None:
             assert first is None
             continue
         assert first is not None and first.what == "gradients" and first.step == 0
-        assert re.search(r"mean of means: ranks of .* have \d+, \d+ tokens", first.cause), first.cause
+        assert re.search(r"mean of means: ranks of .* have \d+, \d+ tokens", first.cause), (
+            first.cause
+        )

@@ -50,7 +50,9 @@ EXAMPLES = {
 @functools.cache
 def tracked() -> tuple[str, ...]:
     """Paths of tracked files that exist, relative to the root."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout
     paths = tuple(path for path in listed.split("\0") if path and (ROOT / path).exists())
     if not paths:
         pytest.skip("this is not a clone")
@@ -79,7 +81,11 @@ def suspects(pattern_of: Callable[[str], str], is_known: Callable[[str], bool]) 
     """
     unknown_names = []
     for path in tracked():
-        if not path.startswith(CHECKED) or path.startswith(OTHER_SYSTEMS) or not path.endswith((".md", ".py")):
+        if (
+            not path.startswith(CHECKED)
+            or path.startswith(OTHER_SYSTEMS)
+            or not path.endswith((".md", ".py"))
+        ):
             continue
         pattern = re.compile(pattern_of(path.rpartition(".")[2]))
 
@@ -89,7 +95,9 @@ def suspects(pattern_of: Callable[[str], str], is_known: Callable[[str], bool]) 
         text = (ROOT / path).read_text(encoding="utf-8")
         if any(unknown(line) for line in text.splitlines()):
             unknown_names += [
-                f"{path}:{number}: {name}" for number, line in prose(path, text) for name in unknown(line)
+                f"{path}:{number}: {name}"
+                for number, line in prose(path, text)
+                for name in unknown(line)
             ]
     return unknown_names
 
@@ -104,7 +112,11 @@ def prose(path: str, text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
     for node in ast.walk(ast.parse(text)):
         # docstrings, those of attributes included
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield from enumerate(node.value.value.splitlines(), start=node.lineno)
 
 
@@ -119,9 +131,18 @@ def identifiers(path: str) -> set[str]:
     names = set()
     for node in ast.walk(tree_of(path)):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ):
                 names.add(name)
-            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            case (
+                ast.Name(id=name)
+                | ast.Attribute(attr=name)
+                | ast.arg(arg=name)
+                | ast.keyword(arg=str(name))
+            ):
                 names.add(name)
             case ast.alias(name=name, asname=other):
                 names |= {*name.split("."), other or ""}
@@ -143,7 +164,9 @@ def known_names() -> frozenset[str]:
 @functools.cache
 def package_texts() -> dict[str, str]:
     """Map each tracked module of the package to its text."""
-    modules = [path for path in tracked() if path.startswith("shardtrain/") and path.endswith(".py")]
+    modules = [
+        path for path in tracked() if path.startswith("shardtrain/") and path.endswith(".py")
+    ]
     return {path: (ROOT / path).read_text(encoding="utf-8") for path in modules}
 
 
@@ -153,7 +176,9 @@ def modules_by_name() -> dict[str, list[str]]:
     files_by_name: dict[str, list[str]] = {}
     for path, text in package_texts().items():
         folder, _, file = path.removesuffix(".py").rpartition("/")
-        files_by_name.setdefault(folder.rpartition("/")[2] if file == "__init__" else file, []).append(path)
+        files_by_name.setdefault(
+            folder.rpartition("/")[2] if file == "__init__" else file, []
+        ).append(path)
         for name in re.findall(r"^ *class (\w+)", text, re.M):
             files_by_name.setdefault(name, []).append(path)
     return files_by_name
@@ -181,10 +206,15 @@ def is_defined(dotted: str) -> bool:
         return True
     first, *others = dotted.split(".")
     for path in modules_by_name().get(first, ()):
-        if others[0] in identifiers(path) or f"{path.rpartition('/')[0]}/{others[0]}.py" in package_texts():
+        if (
+            others[0] in identifiers(path)
+            or f"{path.rpartition('/')[0]}/{others[0]}.py" in package_texts()
+        ):
             return True
     # Only modules whose text has the name are parsed, because parsing all takes long
-    return any(dotted in text and dotted in dotted_code(path) for path, text in package_texts().items())
+    return any(
+        dotted in text and dotted in dotted_code(path) for path, text in package_texts().items()
+    )
 
 
 def leads_to_a_name(dotted: str) -> bool:
@@ -198,7 +228,9 @@ def leads_to_a_name(dotted: str) -> bool:
         module = f"{folder}{first}.py"
         if (ROOT / module).is_file():
             return not others or others.partition(".")[0] in identifiers(module)
-        return (ROOT / f"{folder}__init__.py").is_file() and first in identifiers(f"{folder}__init__.py")
+        return (ROOT / f"{folder}__init__.py").is_file() and first in identifiers(
+            f"{folder}__init__.py"
+        )
     return True
 
 
@@ -235,16 +267,27 @@ def test_programs_next_to_the_package_import_names_that_exist() -> None:
     """No test imports benchmarks, examples and the programs of docs, so they could keep the old name of a module."""
     missing = []
     for path in tracked():
-        if not path.endswith(".py") or not path.startswith(("benchmarks/", "examples/", "docs/", "scripts/", "cli/")):
+        if not path.endswith(".py") or not path.startswith(
+            ("benchmarks/", "examples/", "docs/", "scripts/", "cli/")
+        ):
             continue
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardtrain":
+            if (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] == "shardtrain"
+            ):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "shardtrain"]
+                names = [
+                    alias.name
+                    for alias in node.names
+                    if alias.name.partition(".")[0] == "shardtrain"
+                ]
             else:
                 continue
-            missing += [f"{path}:{node.lineno}: {name}" for name in names if not leads_to_a_name(name)]
+            missing += [
+                f"{path}:{node.lineno}: {name}" for name in names if not leads_to_a_name(name)
+            ]
     assert missing == []
 
 

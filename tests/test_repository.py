@@ -46,13 +46,19 @@ def test_hosted_ci_runs_pinned_actions_with_read_permission() -> None:
         text = path.read_text()
         assert yaml.safe_load(text)["permissions"] == {"contents": "read"}, path
         used = re.findall(r"uses: (\S+)(.*)", text)
-        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name) and "# v" in rest for name, rest in used), path
+        assert used and all(
+            re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name) and "# v" in rest for name, rest in used
+        ), path
         assert "${{ github." not in text, "the name of a branch could inject a command"
 
 
 def test_tested_versions_are_pinned() -> None:
     for path in (ROOT / "scripts/constraints").glob("*.txt"):
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+        lines = [
+            line.strip()
+            for line in path.read_text().splitlines()
+            if line.strip() and not line.startswith("#")
+        ]
         assert all(re.fullmatch(r"[\w.-]+==[\w.+]+|-c \w+\.txt", line) for line in lines), path
 
 
@@ -75,7 +81,9 @@ def test_hosted_ci_and_hooks_run_existing_commands() -> None:
     assert {"run": ".ci/run"} in jobs["ci"]["steps"] and (ROOT / ".ci/run").exists()
     oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert oldest and oldest[1] in jobs["ci"]["strategy"]["matrix"]["python"]
-    hooks = yaml.safe_load((ROOT / ".github/pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    hooks = yaml.safe_load((ROOT / ".github/pre-commit-config.yaml").read_text())["repos"][0][
+        "hooks"
+    ]
     assert {hook["entry"].split()[0] for hook in hooks} == {
         ".venv/bin/ruff",
         ".venv/bin/lint-imports",
@@ -98,7 +106,9 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
         assert re.match(r"never$|\d+ [A-Z][a-z]{2} \d{4}", last), row
     sources = [path.read_text() for path in (ROOT / "tests").rglob("*.py")]
     read = r'environ(?:\.get\(|\[)\s*"(SHARDTRAIN_\w+)"|"(SHARDTRAIN_\w+)" not in os\.environ'
-    variables = {first or second for source in sources for first, second in re.findall(read, source)}
+    variables = {
+        first or second for source in sources for first, second in re.findall(read, source)
+    }
     # variables of the package, and of the test runner
     variables -= {
         "SHARDTRAIN_PARENT",
@@ -107,15 +117,23 @@ def test_tests_that_a_plain_run_skips_are_listed_with_their_last_pass() -> None:
         "SHARDTRAIN_TEST_PATIENCE",
     }
     assert variables == set(re.findall(r"`(SHARDTRAIN_\w+)`", text))
-    programs = {name for source in sources for name in re.findall(r'\bwhich\(\s*"([\w-]+)"', source)}
+    programs = {
+        name for source in sources for name in re.findall(r'\bwhich\(\s*"([\w-]+)"', source)
+    }
     programs |= {*slurm_cluster.PROGRAMS, "unshare", "nsenter", "ip", "kubectl", "openssl"}
     assert not {name for name in programs if f"`{name}`" not in text}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*extras["dependencies"], *extras["optional-dependencies"]["dev"]]
-    modules = {name for source in sources for name in re.findall(r'importorskip\(\s*"(\w+)', source)}
+    modules = {
+        name for source in sources for name in re.findall(r'importorskip\(\s*"(\w+)', source)
+    }
     modules -= {*sys.stdlib_module_names}
     packages = {name.replace("_", "-") for name in modules}
-    missing = {name for name in packages if not any(requirement.startswith(name) for requirement in requirements)}
+    missing = {
+        name
+        for name in packages
+        if not any(requirement.startswith(name) for requirement in requirements)
+    }
     assert not missing
 
 

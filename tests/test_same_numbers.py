@@ -67,7 +67,9 @@ MORE_MESHES = [
 ]
 
 
-@pytest.mark.parametrize("name", cases([name for name in MESHES if name not in MORE_MESHES], nightly=MORE_MESHES))
+@pytest.mark.parametrize(
+    "name", cases([name for name in MESHES if name not in MORE_MESHES], nightly=MORE_MESHES)
+)
 def test_mesh_and_memory_options_change_no_number(name: str) -> None:
     num_ranks, sections = MESHES[name]
     for result in run_tiny(num_ranks, tiny_config(**sections)):
@@ -100,8 +102,12 @@ def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) 
         {"mode": "memory_budget"},
     ],
 )
-def test_compile_with_recompute_changes_no_number(options: dict[str, Any], parallelism: dict[str, Any]) -> None:
-    config = tiny_config(compile={"enable": True}, activation_checkpoint=options, parallelism=parallelism)
+def test_compile_with_recompute_changes_no_number(
+    options: dict[str, Any], parallelism: dict[str, Any]
+) -> None:
+    config = tiny_config(
+        compile={"enable": True}, activation_checkpoint=options, parallelism=parallelism
+    )
     for result in run_tiny(2, config, steps=3):
         assert_same_numbers(result, reference(3))
 
@@ -109,7 +115,9 @@ def test_compile_with_recompute_changes_no_number(options: dict[str, Any], paral
 @pytest.mark.parametrize(
     ("num_ranks", "parallelism"), cases([(1, {}), (2, TENSOR_2)], nightly=[(2, {}), (4, TENSOR_2)])
 )
-def test_tied_embeddings_stay_one_tensor_on_any_mesh(num_ranks: int, parallelism: dict[str, Any]) -> None:
+def test_tied_embeddings_stay_one_tensor_on_any_mesh(
+    num_ranks: int, parallelism: dict[str, Any]
+) -> None:
     model = {"overrides": {"tied_embeddings": True}}
     expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
     assert "head.weight" not in expected.initial
@@ -117,7 +125,9 @@ def test_tied_embeddings_stay_one_tensor_on_any_mesh(num_ranks: int, parallelism
         assert_same_numbers(result, expected)
 
 
-@pytest.mark.parametrize("norm_type", cases(["layernorm"], nightly=["np_layernorm", "fused_rmsnorm"]))
+@pytest.mark.parametrize(
+    "norm_type", cases(["layernorm"], nightly=["np_layernorm", "fused_rmsnorm"])
+)
 def test_every_norm_type_is_the_same_with_tensor_parallelism(norm_type: str) -> None:
     model = {"norm_type": norm_type}
     expected = run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps=3)[0]
@@ -138,8 +148,12 @@ def test_bfloat16_is_the_same_on_every_mesh(num_ranks: int, parallelism: dict[st
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("num_ranks", "parallelism"), cases([(2, REPLICATE_2)], nightly=[(1, {}), (2, TENSOR_2)]))
-def test_low_precision_agrees_with_float32(precision: str, num_ranks: int, parallelism: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism"), cases([(2, REPLICATE_2)], nightly=[(1, {}), (2, TENSOR_2)])
+)
+def test_low_precision_agrees_with_float32(
+    precision: str, num_ranks: int, parallelism: dict[str, Any]
+) -> None:
     config = tiny_config(training={"mixed_precision_param": precision}, parallelism=parallelism)
     for result in run_tiny(num_ranks, config):
         assert_same_numbers(result, reference(), loss=2e-2, grad_norm=2e-2)
@@ -149,14 +163,18 @@ def test_low_precision_agrees_with_float32(precision: str, num_ranks: int, paral
     ("num_ranks", "parallelism"),
     cases([(2, {})], nightly=[(2, TENSOR_2), (4, {**REPLICATE_2, "shard_optimizer_states": True})]),
 )
-def test_numbers_and_weights_after_ten_steps_are_the_same(num_ranks: int, parallelism: dict[str, Any]) -> None:
+def test_numbers_and_weights_after_ten_steps_are_the_same(
+    num_ranks: int, parallelism: dict[str, Any]
+) -> None:
     result = run_tiny(num_ranks, tiny_config(parallelism=parallelism), 10)[0]
     assert_same_numbers(result, reference(10))
     for name, weight in reference(10).final.items():
         torch.testing.assert_close(result.final[name], weight, atol=2e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize(("num_ranks", "parallelism", "copies"), cases([(2, {}, 1)], nightly=[(4, TENSOR_2, 2)]))
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism", "copies"), cases([(2, {}, 1)], nightly=[(4, TENSOR_2, 2)])
+)
 def test_ranks_read_disjoint_samples_and_together_all_samples(
     num_ranks: int, parallelism: dict[str, Any], copies: int
 ) -> None:
@@ -166,7 +184,11 @@ def test_ranks_read_disjoint_samples_and_together_all_samples(
         read = sorted(sample for result in results for sample in result.sample_ids[step])
         assert read == sorted(expected.sample_ids[step] * copies)
         if copies == 2:  # tensor-parallel peers, with consecutive ranks, read the same rows
-            assert results[0].sample_ids[step] == results[1].sample_ids[step] != results[2].sample_ids[step]
+            assert (
+                results[0].sample_ids[step]
+                == results[1].sample_ids[step]
+                != results[2].sample_ids[step]
+            )
 
 
 def test_parameters_and_optimizer_state_are_sharded() -> None:

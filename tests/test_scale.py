@@ -30,7 +30,8 @@ NODES = (1, 8, 64, 512, 2048)
 )
 def test_messages_and_manifest_of_a_save_stay_small(mesh):
     sizes = scale.saving(mesh)
-    assert max(sizes["said_bytes"]) <= 4096  # for one rank of each pipeline stage; other ranks send only a number
+    # for one rank of each pipeline stage; other ranks send only a number
+    assert max(sizes["said_bytes"]) <= 4096
     assert sum(sizes["said_bytes"]) <= 16 * 4096
     # beyond 16,384 ranks, checksums of the files of ranks dominate the manifest
     assert sizes["manifest_bytes"] <= max(5_000_000, 130 * sizes["ranks"])
@@ -69,7 +70,9 @@ def store_requests(rank: int, folder: Path) -> list[str]:
         ):
             patch.setattr(dist.Store, name, recording(requests, name, getattr(dist.Store, name)))
         dist.PrefixStore("seen", dist.HashStore()).set("key", "value")
-        ended = train_whole(rank, tiny_config(job={"dump_folder": str(folder)}, training={"steps": 4}))
+        ended = train_whole(
+            rank, tiny_config(job={"dump_folder": str(folder)}, training={"steps": 4})
+        )
     assert len(ended.losses) == 4
     return requests
 

@@ -92,14 +92,18 @@ def place_of(calls: list[str]) -> list[str]:
     return calls[calls.index(options[0]) - 1].split()
 
 
-@pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh", ".ci/run"]
+)
 def test_scripts_are_executable_and_parse(script):
     assert os.access(ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
 
 
 @pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh"])
-def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration(repository, script, tmp_path):
+def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration(
+    repository, script, tmp_path
+):
     code, calls, err, _ = run(repository, script, "--training.steps", "5", cwd=tmp_path)
     assert code == 0, err
     assert started(calls) == [
@@ -158,7 +162,9 @@ def test_environment_of_tests_is_used_for_training(repository):
 
 
 def test_tests_run_in_parallel_and_arguments_of_the_caller_come_last(repository):
-    _, calls, _, _ = run(repository, "run_tests.sh", "tests/test_cli.py", "-n", "0", "-k", "two words")
+    _, calls, _, _ = run(
+        repository, "run_tests.sh", "tests/test_cli.py", "-n", "0", "-k", "two words"
+    )
     arguments = started(calls)
     assert arguments[:3] == ["-m", "pytest", "-n"] and 1 <= int(arguments[3]) <= 16
     assert arguments[4:] == [
@@ -217,7 +223,9 @@ def test_forgotten_turn_advances_after_two_hundred_commits(repository, landings)
     assert share() == "2"
 
 
-@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")
+@pytest.mark.skipif(
+    bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device"
+)
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="macOS has one kind of wheel")
 def test_machine_without_gpu_downloads_no_cuda_packages(repository):
     _, calls, _, _ = run(repository, "run_train.sh")
@@ -226,7 +234,9 @@ def test_machine_without_gpu_downloads_no_cuda_packages(repository):
     assert any("cpu.txt" in call for call in calls)
 
 
-@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device")
+@pytest.mark.skipif(
+    bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="the machine has an NVIDIA device"
+)
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="macOS has one kind of wheel")
 def test_pytorchs_index_is_the_fallback_for_cpu_wheels(repository):
     code, calls, _, _ = run(repository, "run_train.sh", NO_CPU_WHEEL="1")

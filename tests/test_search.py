@@ -161,7 +161,9 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
     families, features = source
     if ARCHITECTURES in features:
         pytest.importorskip("transformers")
-    counts, faults = search.search(SEED, numbers, lines.append, families=families, features=features)
+    counts, faults = search.search(
+        SEED, numbers, lines.append, families=families, features=features
+    )
     assert not faults, "\n".join(lines)
     assert sum(counts.values()) == len(numbers)
     assert counts["equal"] > counts["refused"]  # a search with mostly refusals would prove little
@@ -175,21 +177,31 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
         nightly=[pytest.param(COMPILED, id="compiled"), pytest.param(FEATURED, id="featured")],
     ),
 )
-def test_faults_of_earlier_searches_stay_fixed(earlier_faults: dict[str, str], searcher: Searcher) -> None:
+def test_faults_of_earlier_searches_stay_fixed(
+    earlier_faults: dict[str, str], searcher: Searcher
+) -> None:
     verdicts = searcher.judge([parse(shlex.split(options)) for options in earlier_faults.values()])
-    assert dict(zip(earlier_faults, verdicts, strict=True)) == dict.fromkeys(earlier_faults, Verdict("equal"))
+    assert dict(zip(earlier_faults, verdicts, strict=True)) == dict.fromkeys(
+        earlier_faults, Verdict("equal")
+    )
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
     "family",
-    cases(["llama3", "deepseek_v2"], nightly=sorted({*SHAPES} - {"llama3", "deepseek_v2", "encoder"})),
+    cases(
+        ["llama3", "deepseek_v2"], nightly=sorted({*SHAPES} - {"llama3", "deepseek_v2", "encoder"})
+    ),
 )
-def test_gradient_does_not_depend_on_micro_batch_size(family: str, lora: bool, tmp_path: Path) -> None:
+def test_gradient_does_not_depend_on_micro_batch_size(
+    family: str, lora: bool, tmp_path: Path
+) -> None:
     adapters = {"lora.enable": "true", "lora.random_base": "true", "lora.rank": "4"} if lora else {}
     jobs = []
     for size in (4, 2, 1):
-        case = search.Case({"model.name": family, **adapters, LOCAL: str(size)}, accumulation=4 // size)
+        case = search.Case(
+            {"model.name": family, **adapters, LOCAL: str(size)}, accumulation=4 // size
+        )
         jobs.append(search.Job(search.load(case, {"job.dump_folder": str(tmp_path / str(size))})))
     one_batch, *several_batches = [answer[0] for answer in search.run_jobs(1, jobs)]
     for numbers in several_batches:
@@ -213,7 +225,9 @@ def test_check_refuses_exactly_the_cases_that_break_a_rule() -> None:
     for number in range(100):
         case = draw_any(5, number)
         verdict = refusal(case)
-        assert verdict.kind in ("accepted", "refused"), f"{verdict.kind}: {verdict.text}\n{command(case)}"
+        assert verdict.kind in ("accepted", "refused"), (
+            f"{verdict.kind}: {verdict.text}\n{command(case)}"
+        )
         counts[verdict.kind] += 1
     assert min(counts.values()) > 15
 
@@ -245,7 +259,9 @@ def names_of(option: Option) -> list[str]:
 
 def schema_name(name: str) -> str:
     """Return the schema's name of a case's option: ``data.sources.NAME.weight`` for the weight of one source."""
-    table = next((option for option in options().values() if name.startswith(f"{option.name}.")), None)
+    table = next(
+        (option for option in options().values() if name.startswith(f"{option.name}.")), None
+    )
     if table is None:
         return name
     if not table.entry:
@@ -258,7 +274,11 @@ def test_every_option_is_drawn_or_has_a_reason_not_to_be() -> None:
     every_option = {name for option in options().values() for name in names_of(option)}
     # loss scales are rare without the extra cases of guards, because few cases use float16
     draws = (((), 450), (FEATURES, 600), (("guards",), 60))
-    drawn_cases = [draw(4, number, features=features) for features, num_cases in draws for number in range(num_cases)]
+    drawn_cases = [
+        draw(4, number, features=features)
+        for features, num_cases in draws
+        for number in range(num_cases)
+    ]
     drawn_cases += [case.moved() for case in drawn_cases if case.then is not None]
     drawn = {schema_name(name) for case in drawn_cases for name in case.resolved()}
     not_drawn = [name for names in NOT_DRAWN.values() for name in names]
@@ -268,9 +288,13 @@ def test_every_option_is_drawn_or_has_a_reason_not_to_be() -> None:
         return [name for name in not_drawn if f"{option}.".startswith(f"{name.rstrip('.')}.")]
 
     assert drawn <= every_option
-    assert not [option for option in drawn if entries_of(option)], "remove these drawn options from NOT_DRAWN"
+    assert not [option for option in drawn if entries_of(option)], (
+        "remove these drawn options from NOT_DRAWN"
+    )
     missing = [option for option in every_option - drawn if not entries_of(option)]
-    assert not missing, "draw these in tests/search_more.py, or add to NOT_DRAWN why they change no result"
+    assert not missing, (
+        "draw these in tests/search_more.py, or add to NOT_DRAWN why they change no result"
+    )
     covering = {name for option in every_option for name in entries_of(option)}
     assert set(not_drawn) == covering, "NOT_DRAWN has names that are not options"
 
@@ -290,7 +314,8 @@ SPLIT = Case(
 
 
 def test_silent_difference_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "gather", lambda model: None)  # the schedule needs it for a resharded stage
+    # the schedule needs it for a resharded stage
+    monkeypatch.setattr(fsdp, "gather", lambda model: None)
     assert pipeline_parallel.fsdp is fsdp
     assert searcher.judge([SPLIT])[0].kind == "differs"
 
@@ -317,7 +342,9 @@ def test_tolerance_widens_by_the_rounding_errors_of_one_process() -> None:
     "shrinking takes about thirty runs",
     by="tests/test_search.py::test_silent_difference_is_found",
 )
-def test_silent_difference_is_found_and_shrunk(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_difference_is_found_and_shrunk(
+    searcher: Searcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fsdp, "gather", lambda model: None)
     small = shrink(SPLIT, lambda case: searcher.judge([case])[0].kind == "differs")
     assert set(small.options) <= {*SPLIT.options} - {"debug.seed"}
@@ -358,7 +385,9 @@ def test_hanging_rank_is_found(searcher: Searcher, monkeypatch: pytest.MonkeyPat
     assert searcher.judge([Case({FSDP: "2"})])[0].kind == "hangs"
 
 
-def test_refusal_is_compared_with_the_rules(searcher: Searcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_is_compared_with_the_rules(
+    searcher: Searcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = Case({TP: "3"})
     assert searcher.judge([odd])[0].kind == "refused"
 

@@ -17,7 +17,9 @@ CANARIES = {"HF_TOKEN": "hf_canary0123456789", "WANDB_API_KEY": "wandb-canary-98
 def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **CANARIES, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
     command = [sys.executable, "-m", "shardtrain", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(120))
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patience.seconds(120)
+    )
 
 
 def assert_silent(done: subprocess.CompletedProcess[str], folder: Path) -> None:
@@ -58,7 +60,9 @@ def test_an_error_that_quotes_a_secret_masks_it(tmp_path: Path) -> None:
     # a user may paste a token instead of a path
     secret = CANARIES["HF_TOKEN"]
     folder = tmp_path / "outputs"
-    done = shardtrain("train", "--job.dump_folder", str(folder), "--model.hf_assets_path", f"/no/{secret}")
+    done = shardtrain(
+        "train", "--job.dump_folder", str(folder), "--model.hf_assets_path", f"/no/{secret}"
+    )
     assert done.returncode == 2, done.stderr
     assert "hf_assets_path" in done.stderr and "***" in done.stderr
     assert_silent(done, tmp_path)

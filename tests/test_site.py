@@ -17,7 +17,9 @@ import shardtrain
 ROOT = Path(shardtrain.__file__).parents[1]
 
 
-@pytest.mark.nightly("a build of all pages", by="tests/test_docs.py::test_relative_links_lead_to_files_and_headings")
+@pytest.mark.nightly(
+    "a build of all pages", by="tests/test_docs.py::test_relative_links_lead_to_files_and_headings"
+)
 @pytest.mark.timeout(400)
 def test_site_has_every_page_and_no_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")

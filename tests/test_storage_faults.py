@@ -44,14 +44,18 @@ STEPS = 6
 
 
 SECTIONS: dict[str, dict[str, Any]] = {
-    "model": {"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+    "model": {
+        "overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}
+    },
     "training": {"seq_len": 16, "local_batch_size": 1, "global_batch_size": 2, "steps": STEPS},
 }
 
 
 def config_of(folder: Path, mode: str, **sections: Any) -> Config:
     checkpoint = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 2}
-    return shallow_config(**{"job": {"dump_folder": str(folder)}, "checkpoint": checkpoint, **SECTIONS, **sections})
+    return shallow_config(
+        **{"job": {"dump_folder": str(folder)}, "checkpoint": checkpoint, **SECTIONS, **sections}
+    )
 
 
 def undisturbed(
@@ -109,10 +113,14 @@ def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
         return f"resumes with exit {again}: {output}"
     if any(expected[step] != loss for step, loss in losses.items()):
         return f"losses {losses} after resuming"
-    leftovers = [path for path in checkpoints.iterdir() if ".tmp" in path.name or ".trash" in path.name]
+    leftovers = [
+        path for path in checkpoints.iterdir() if ".tmp" in path.name or ".trash" in path.name
+    ]
     if checkpoints != folder / "checkpoint":
         # an object store has no folders, so empty folders of the stand-in are not leftovers
-        incomplete = [path for path in checkpoints.iterdir() if not (path / "manifest.json").is_file()]
+        incomplete = [
+            path for path in checkpoints.iterdir() if not (path / "manifest.json").is_file()
+        ]
         leftovers = [path for path in incomplete if any(path.iterdir())]
     return f"leftovers: {[path.name for path in leftovers]}" if leftovers else ""
 
@@ -192,20 +200,31 @@ def test_unwritable_file_is_named_with_cause_and_fix(file: str, name: str, tmp_p
 def stored(folder: Path, mode: str) -> Config:
     """Return ``config_of`` with checkpoints in an object store."""
     config = config_of(folder / "run", mode)
-    return replace(config, checkpoint=replace(config.checkpoint, folder=f"bucket://{folder}/bucket"))
+    return replace(
+        config, checkpoint=replace(config.checkpoint, folder=f"bucket://{folder}/bucket")
+    )
 
 
 def wrong_of_store(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
     """Run with a fault of the object store, then resume. Return the violated promise, or an empty string."""
     code, output = storage_faults.run(config, ranks, fault)
-    if "Traceback" in output or "Logging error" in output or (fault.kind != "kill" and code not in (0, 8)):
+    if (
+        "Traceback" in output
+        or "Logging error" in output
+        or (fault.kind != "kill" and code not in (0, 8))
+    ):
         return f"exit {code}: {output}"
     if fault.kind != "kill" and code == 8:
         record = json.loads((Path(config.job.dump_folder) / "exit.json").read_text())
         failure = storage_faults.STORE_KINDS[fault.kind]
         reason = str(failure()).rpartition("] ")[2].partition(":")[0] if failure else ""
         (line,) = [line for line in output.splitlines() if line.startswith("error[8]: ")]
-        if record["code"] != 8 or not record["retryable"] or config.checkpoint.folder not in line or reason not in line:
+        if (
+            record["code"] != 8
+            or not record["retryable"]
+            or config.checkpoint.folder not in line
+            or reason not in line
+        ):
             return f"the cause was {reason!r} of {config.checkpoint.folder}: {line}"
     return _after(config, ranks, expected)
 
@@ -262,7 +281,9 @@ def test_kill_at_any_call_of_any_process_loses_nothing(
     for number in range(KILLS):
         process = chosen.choice(sorted(calls))
         fault = Fault(process, chosen.randrange(1, calls[process] + 1), "kill")
-        if output := wrong(config_of(tmp_path / str(number), mode, **sections), ranks, fault, expected):
+        if output := wrong(
+            config_of(tmp_path / str(number), mode, **sections), ranks, fault, expected
+        ):
             failures.append(f"{fault}: {output}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
     assert not failures, "\n".join(failures)
@@ -292,7 +313,9 @@ def test_temporary_storage_outage_costs_at_most_a_retry(
 ) -> None:
     """Here the lease is retried for 1 s instead of 20 s, so these outages correspond to 10 s and 40 s."""
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
-    place = random.Random(f"{SEED}{ranks} {mode} {kind} {seconds}").randrange(calls["0"] // 4, calls["0"])
+    place = random.Random(f"{SEED}{ranks} {mode} {kind} {seconds}").randrange(
+        calls["0"] // 4, calls["0"]
+    )
     fault = Fault("0", place, kind, seconds=seconds)
     assert not wrong(config_of(tmp_path / "run", mode), ranks, fault, expected)
 
@@ -322,7 +345,9 @@ def data_of(places: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("ranks", "kind"), cases([(1, "shards")], nightly=[(1, "text"), (2, "shards"), (2, "text")]))
+@pytest.mark.parametrize(
+    ("ranks", "kind"), cases([(1, "shards")], nightly=[(1, "text"), (2, "shards"), (2, "text")])
+)
 @pytest.mark.nightly(
     "at any call",
     by="tests/data/prepared/test_shards_damage.py::test_storage_errors_are_not_reported_as_damage",
@@ -343,7 +368,9 @@ def test_fault_of_data_storage_is_retryable_or_reported_as_a_missing_file(
         config = config_of(tmp_path / str(number), "async", **sections)
         code, output = storage_faults.run(config, ranks, fault, of_data=True)
         reports_missing_file = (
-            fault.kind == "ENOENT" and code in (2, 3) and sections["training"]["dataset_path"] in output
+            fault.kind == "ENOENT"
+            and code in (2, 3)
+            and sections["training"]["dataset_path"] in output
         )
         if (code not in (0, 8) and not reports_missing_file) or "Traceback" in output:
             failures.append(f"{fault}: exit {code}: {output}")

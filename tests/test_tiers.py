@@ -42,7 +42,11 @@ class Item:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 6, 16])
 def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
-    short = [Item(f"test_short_{number}.py", case) for number in range(90) for case in range(1 + number % 9)]
+    short = [
+        Item(f"test_short_{number}.py", case)
+        for number in range(90)
+        for case in range(1 + number % 9)
+    ]
     longest = [Item(name, case) for name in LONGEST_FIRST for case in range(3)]
     order = dealt([*short, *longest], num_workers)
     assert sorted(map(id, order)) == sorted(map(id, [*short, *longest]))
@@ -59,7 +63,11 @@ def test_each_worker_starts_with_one_of_the_longest_files(num_workers):
 
 
 def test_backwards_reverses_the_other_files():
-    items = [Item(name, case) for name in ("test_a.py", LONGEST_FIRST[0], "test_b.py", "test_c.py") for case in (0, 1)]
+    items = [
+        Item(name, case)
+        for name in ("test_a.py", LONGEST_FIRST[0], "test_b.py", "test_c.py")
+        for case in (0, 1)
+    ]
     for backwards, files in (
         (False, ["test_a.py", "test_b.py", "test_c.py"]),
         (True, ["test_c.py", "test_b.py", "test_a.py"]),
@@ -80,7 +88,9 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
     """Run pytest in a folder. Return the exit status, the names of the tests that ran, and the output."""
     costs = folder / "costs.jsonl"
     costs.write_text("")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }
     environment |= {
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": str(TESTS),
@@ -141,7 +151,9 @@ def test_failure_is_written_once_with_its_reason(folder, workers):
 @pytest.mark.parametrize("workers", [[], ["-n", "2"]])
 def test_a_file_that_cannot_be_imported_fails_the_run(folder, workers):
     """Workers are forks of a process that tried to import the file. They must not reuse its incomplete module."""
-    (folder / "test_broken.py").write_text("import nothing_of_this_name\n\ndef test_a():\n    pass\n")
+    (folder / "test_broken.py").write_text(
+        "import nothing_of_this_name\n\ndef test_a():\n    pass\n"
+    )
     status, _, output = run(folder, *workers, "--import-mode=importlib")
     assert status != 0 and "No module named 'nothing_of_this_name'" in output
 
@@ -149,9 +161,13 @@ def test_a_file_that_cannot_be_imported_fails_the_run(folder, workers):
 def test_shared_test_helper_is_imported_once(folder):
     tests = folder / "tests"
     tests.mkdir()
-    (tests / "shared.py").write_text("with open('imported', 'a') as file:\n    file.write(__name__ + '\\n')\n")
+    (tests / "shared.py").write_text(
+        "with open('imported', 'a') as file:\n    file.write(__name__ + '\\n')\n"
+    )
     (tests / "test_a.py").write_text("import shared\n\ndef test_a():\n    pass\n")
-    code, ran, _ = run(folder, "--import-mode=importlib", "--doctest-modules", "-o", "pythonpath=tests", "tests")
+    code, ran, _ = run(
+        folder, "--import-mode=importlib", "--doctest-modules", "-o", "pythonpath=tests", "tests"
+    )
     assert (code, ran) == (0, ["test_a"])
     assert (folder / "imported").read_text().split() == ["shared"]
 
@@ -177,11 +193,15 @@ def test_nightly_only_law_requires_a_reason(folder):
 
 
 def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
-    test = 'import pytest\n@pytest.mark.nightly("on pods", by="{}")\ndef test_on_pods():\n    pass\n'
+    test = (
+        'import pytest\n@pytest.mark.nightly("on pods", by="{}")\ndef test_on_pods():\n    pass\n'
+    )
     (folder / "test_more.py").write_text(test.format("test_sample.py::test_single"))
     code, _, output = run(folder)
     assert code == 0
-    assert "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
+    assert (
+        "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
+    )
     for name in (
         "test_sample.py::test_gone",
         "test_more.py::test_on_pods",
@@ -190,7 +210,9 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
         code, _, output = run(folder)
         assert code == 1 and "test_more.py::test_on_pods has no case in the default tier" in output
     (folder / "test_more.py").write_text(test.format("test_sample.py::test_gone"))
-    assert run(folder, "test_more.py")[0] in (0, pytest.ExitCode.NO_TESTS_COLLECTED), "the other file was not collected"
+    assert run(folder, "test_more.py")[0] in (0, pytest.ExitCode.NO_TESTS_COLLECTED), (
+        "the other file was not collected"
+    )
 
 
 def test_laws_option_lists_every_law_and_runs_nothing(folder):
@@ -227,7 +249,11 @@ def limits(text: str) -> list[str]:
     """Return the calls with a literal timeout of two seconds or more."""
 
     def is_number(node: ast.expr) -> bool:
-        return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value >= 2
+        return (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, int | float)
+            and node.value >= 2
+        )
 
     lines = []
     for node in ast.walk(ast.parse(text)):
@@ -240,7 +266,11 @@ def limits(text: str) -> list[str]:
                 timeouts += node.args
             if any(map(is_number, timeouts)):
                 lines.append(ast.unparse(node))
-        elif isinstance(node, ast.BinOp) and ast.unparse(node.left) == "time.monotonic()" and is_number(node.right):
+        elif (
+            isinstance(node, ast.BinOp)
+            and ast.unparse(node.left) == "time.monotonic()"
+            and is_number(node.right)
+        ):
             lines.append(ast.unparse(node))
     return lines
 
@@ -255,7 +285,9 @@ def test_every_wait_of_a_test_is_extended_under_load():
         "end = time.monotonic() + 60",
     ]
     assert all(limits(line) for line in wrong)
-    assert not limits('p.wait(patience.seconds(20)); ", ".join(words); x.get(7); p.join(0.1); p.wait()')
+    assert not limits(
+        'p.wait(patience.seconds(20)); ", ".join(words); x.get(7); p.join(0.1); p.wait()'
+    )
 
 
 def test_waits_are_longer_on_a_busy_machine(monkeypatch):

@@ -24,20 +24,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed_wheel.build(tmp_path_factory.mktemp("source"))
 
 
-@pytest.mark.nightly("a wheel is built", by="tests/test_repository.py::test_citation_has_this_version")
+@pytest.mark.nightly(
+    "a wheel is built", by="tests/test_repository.py::test_citation_has_this_version"
+)
 def test_wheel_has_this_version_and_every_file_of_the_package(wheel: Path) -> None:
     assert re.match(rf"shardtrain-{re.escape(shardtrain.__version__)}-py3-none-any", wheel.name)
     names = set(zipfile.ZipFile(wheel).namelist())
     package = Path(shardtrain.__file__).parent
-    tracked = {path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()}
-    tracked |= {f"shardtrain/presets/{path.name}" for path in (ROOT / "configs").iterdir() if path.is_file()}
+    tracked = {
+        path.relative_to(package.parent).as_posix() for path in package.rglob("*") if path.is_file()
+    }
+    tracked |= {
+        f"shardtrain/presets/{path.name}" for path in (ROOT / "configs").iterdir() if path.is_file()
+    }
     wanted = {name for name in tracked if "__pycache__" not in name}
     assert not wanted - names
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.nightly("a wheel is built", by="tests/test_repository.py::test_citation_has_this_version")
+@pytest.mark.nightly(
+    "a wheel is built", by="tests/test_repository.py::test_citation_has_this_version"
+)
 def test_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     programs = installed_wheel.install(wheel, tmp_path)
     command, folder = programs / "shardtrain", tmp_path / "empty"

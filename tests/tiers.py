@@ -176,7 +176,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         dest="all_tiers",
         help="run the default tier and all nightly cases",
     )
-    group.addoption("--share", metavar="K/N", help="run only the K-th of N shares of the nightly cases")
+    group.addoption(
+        "--share", metavar="K/N", help="run only the K-th of N shares of the nightly cases"
+    )
     group.addoption(
         "--minutes",
         type=float,
@@ -188,7 +190,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run files in reverse order, starting with those --minutes skipped",
     )
-    group.addoption("--laws", action="store_true", help="list every law with its cases, and run nothing")
+    group.addoption(
+        "--laws", action="store_true", help="list every law with its cases, and run nothing"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -257,7 +261,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash.setdefault(NAMED, any("::" in argument for argument in config.args))
     laws: dict[str, Law] = {}
     selected, deselected = [], []
-    costly = {line for line in COSTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")}
+    costly = {
+        line for line in COSTLY.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+    }
     for item in items:
         if item.nodeid in costly:
             item.add_marker(pytest.mark.nightly("costly.txt: a cheaper case covers its law"))
@@ -330,7 +336,11 @@ def dealt(items: list[pytest.Item], num_workers: int, backwards: bool = False) -
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Fork the xdist workers from one process that has imported the tests."""
-    if len(specs) < 2 or not workers.is_possible() or any(not spec.popen or spec.python for spec in specs):
+    if (
+        len(specs) < 2
+        or not workers.is_possible()
+        or any(not spec.popen or spec.python for spec in specs)
+    ):
         return
     server = workers.Server(["--rootdir", str(config.rootpath), *config.args])
     config.add_cleanup(server.close)
@@ -375,14 +385,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if unstated(config, collected(config)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    elif config.option.laws or (config.option.share and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED):
+    elif config.option.laws or (
+        config.option.share and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+    ):
         session.exitstatus = pytest.ExitCode.OK
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if FAILURES and not hasattr(config, "workerinput"):
         with open(FAILURES, "a", encoding="utf-8") as file:
-            for report in terminalreporter.getreports("failed") + terminalreporter.getreports("error"):
+            for report in terminalreporter.getreports("failed") + terminalreporter.getreports(
+                "error"
+            ):
                 lines = report.longreprtext.splitlines()[-25:]
                 file.write("\n".join([f"--- {report.nodeid} ({report.when})", *lines]) + "\n")
     laws = collected(config)
@@ -440,7 +454,9 @@ def summary(config: pytest.Config, laws: dict[str, Law]) -> Iterator[str]:
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     """Extend the time limit of a test on a busy machine, as for all waits."""
-    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patience.seconds(settings.timeout)))
+    pytest_timeout.pytest_timeout_set_timer(
+        item, settings._replace(timeout=patience.seconds(settings.timeout))
+    )
     return True
 
 
@@ -456,14 +472,18 @@ def restored_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     changed = [name for name in changed if not name.startswith("PYTEST_")]
     for name in changed:
         os.environ.pop(name, None)
         if name in before:
             os.environ[name] = before[name]
     not_restored = [name for name in changed if DECISIVE.fullmatch(name)]
-    assert not not_restored, f"the test changed environment variables without restoring them: {not_restored}"
+    assert not not_restored, (
+        f"the test changed environment variables without restoring them: {not_restored}"
+    )
 
 
 def _cpu_seconds() -> float:

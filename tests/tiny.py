@@ -107,7 +107,9 @@ def tiny_config(**sections: dict[str, Any]) -> Config:
         merged = {**defaults.get(name, {}), **values}
         if name == "model" and "overrides" in values:
             merged["overrides"] = {**defaults["model"]["overrides"], **values["overrides"]}
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **merged)})
+        config = dataclasses.replace(
+            config, **{name: dataclasses.replace(getattr(config, name), **merged)}
+        )
     return config
 
 
@@ -155,7 +157,9 @@ class Result:
 
 def make_run(rank: int, config: Config) -> trainer.Run:
     """Build the run of one rank, in an existing process group."""
-    return trainer.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    return trainer.build(
+        config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
+    )
 
 
 def whole(run: trainer.Run) -> dict[str, Tensor]:
@@ -188,25 +192,34 @@ def train_steps(rank: int, config: Config, steps: int) -> Result:
     def keep_gradients(optimizer: torch.optim.Optimizer) -> None:
         if not gradients:
             parameters = run.runner.parameters().items()
-            gradients.update({name: to_full(p.grad).clone() for name, p in parameters if p.grad is not None})
+            gradients.update(
+                {name: to_full(p.grad).clone() for name, p in parameters if p.grad is not None}
+            )
         update(optimizer)
 
     run.runner.update = keep_gradients  # type: ignore[method-assign]
     for _ in range(steps):
         ids.append([])
         outcome = trainer.step(run)
-        loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / outcome.global_tokens
+        loss = (
+            run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item()
+            / outcome.global_tokens
+        )
         losses.append(loss)
         norms.append(outcome.grad_norm)
         lrs.append(outcome.lr)
     states = [tensor for state in run.optimizer.state.values() for tensor in state.values()]
     facts = {
         "optimizer_bytes": sum(local_tensor(tensor).nbytes for tensor in states),
-        "local_numel": sum(local_tensor(parameter).numel() for parameter in run.runner.parameters().values()),
+        "local_numel": sum(
+            local_tensor(parameter).numel() for parameter in run.runner.parameters().values()
+        ),
         "num_params": run.num_params,
         "filler": sum(padding),
     }
-    return Result(losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts, gradients)
+    return Result(
+        losses, norms, lrs, initial, whole(run), ids, run.state.to_dict(), facts, gradients
+    )
 
 
 def run_tiny(num_ranks: int, config: Config, steps: int = STEPS) -> list[Result]:
@@ -221,7 +234,9 @@ def reference(steps: int = STEPS, num_layers: int = LAYERS) -> Result:
     return run_tiny(1, tiny_config(model=model, training={"local_batch_size": 8}), steps)[0]
 
 
-def assert_same_numbers(result: Result, expected: Result, loss: float = 1e-5, grad_norm: float = 1e-5) -> None:
+def assert_same_numbers(
+    result: Result, expected: Result, loss: float = 1e-5, grad_norm: float = 1e-5
+) -> None:
     """Assert equal initial weights, losses within ``loss``, and gradient norms within a relative ``grad_norm``."""
     assert result.initial.keys() == expected.initial.keys()
     for name, weight in expected.initial.items():
@@ -229,8 +244,12 @@ def assert_same_numbers(result: Result, expected: Result, loss: float = 1e-5, gr
     assert len(result.losses) == len(expected.losses)
     for step, (actual, wanted) in enumerate(zip(result.losses, expected.losses, strict=True), 1):
         assert abs(actual - wanted) <= loss, f"step {step}: loss {actual} is not {wanted}"
-    for step, (actual, wanted) in enumerate(zip(result.grad_norms, expected.grad_norms, strict=True), 1):
-        assert abs(actual - wanted) <= grad_norm * wanted, f"step {step}: gradient norm {actual} is not {wanted}"
+    for step, (actual, wanted) in enumerate(
+        zip(result.grad_norms, expected.grad_norms, strict=True), 1
+    ):
+        assert abs(actual - wanted) <= grad_norm * wanted, (
+            f"step {step}: gradient norm {actual} is not {wanted}"
+        )
 
 
 @dataclass(frozen=True)
@@ -270,7 +289,9 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
         if outcome is None:  # end of the data
             ids.pop()
             return None
-        loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
+        loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(
+            1, outcome.global_tokens
+        )
         losses.append(loss)
         norms.append(outcome.grad_norm)
         lrs.append(outcome.lr)

@@ -76,7 +76,9 @@ def tiktoken_bytes() -> bytes:
     return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
 
 
-def with_post_processor(folder: Path, style: str | None, bos: str = "<s>", eos: str = "</s>") -> Path:
+def with_post_processor(
+    folder: Path, style: str | None, bos: str = "<s>", eos: str = "</s>"
+) -> Path:
     """Set the post-processor of a tokenizer.json to that of a style, or remove it if ``style`` is None.
 
     "gpt2" (Pythia, SmolLM2, Qwen2) adds no token, "llama3" adds bos before a text, and "bert" adds bos and eos.
@@ -88,7 +90,9 @@ def with_post_processor(folder: Path, style: str | None, bos: str = "<s>", eos: 
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
     ids = [(text, tokenizer.token_to_id(text)) for text in (bos, eos)]
     byte_level = processors.ByteLevel(trim_offsets=True)
-    with_bos = processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=ids)
+    with_bos = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=ids
+    )
     with_both = processors.TemplateProcessing(
         single=f"{bos} $A {eos}", pair=f"{bos} $A {eos} $B {eos}", special_tokens=ids
     )

@@ -51,10 +51,16 @@ def write(kind: str, folder: Path, with_bos: bool = False) -> Path:
         )  # fmt: skip
         (folder / "tokenizer.vocab").unlink()
         return folder
-    tokenizer = Tokenizer(models.BPE(unk_token=None if kind.startswith("byte_level") else "<unk>", byte_fallback=False))
+    tokenizer = Tokenizer(
+        models.BPE(
+            unk_token=None if kind.startswith("byte_level") else "<unk>", byte_fallback=False
+        )
+    )
     alphabet = sorted(set("".join(TEXTS)) | set("▁|.>\n0"))
     if kind.startswith("byte_level"):
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "byte_level_prefix_space")
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=kind == "byte_level_prefix_space"
+        )
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     elif kind == "prepend_normalizer":
@@ -71,7 +77,9 @@ def write(kind: str, folder: Path, with_bos: bool = False) -> Path:
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
     if with_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -118,7 +118,9 @@ def _bart(dropout: float, with_head: bool) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator([text for text, _ in rows(300, 7)], trainer)
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), add_prefix_space=False
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     saved = json.loads((folder / "tokenizer.json").read_text())["model"]
     (folder / "vocab.json").write_text(json.dumps(saved["vocab"]))
@@ -140,14 +142,18 @@ def _bart(dropout: float, with_head: bool) -> Path:
         init_std=0.1,
     )
     torch.manual_seed(3)
-    network = (transformers.BartForSequenceClassification if with_head else transformers.BartModel)(config)
+    network = (transformers.BartForSequenceClassification if with_head else transformers.BartModel)(
+        config
+    )
     config.architectures = [type(network).__name__]
     config.save_pretrained(folder)
     torch.save(network.state_dict(), folder / "pytorch_model.bin")
     return folder
 
 
-def make(folder: Path, train: int = 200, dropout: float = 0.1, with_head: bool = False, **values: Any) -> Path:
+def make(
+    folder: Path, train: int = 200, dropout: float = 0.1, with_head: bool = False, **values: Any
+) -> Path:
     """Create the complete folder. Return its parameters.yml. ``values`` override ``VALUES``."""
     (folder / "data").mkdir(parents=True)
     for part, (count, seed) in {"train": (train, 0), "dev": (50, 1), "test": (70, 2)}.items():

@@ -48,7 +48,9 @@ class Server:
                 str(listener.fileno()),
                 *arguments,
             ]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
+            )
 
     def command(self) -> str:
         """Return the command that pytest-xdist runs as the Python interpreter of a worker."""
@@ -75,17 +77,22 @@ def is_possible() -> bool:
 
 def serve(listener_fd: int, arguments: list[str]) -> None:
     """Import the tests that pytest collects with ``arguments``, and fork a worker for each connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles interrupts, and stops its workers
+    # the controller handles interrupts, and stops its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _collect(arguments)
     with socket.socket(fileno=listener_fd) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         selector.register(0, selectors.EVENT_READ)
-        callers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the process id and the waiting caller
+        callers: dict[
+            int, tuple[int, socket.socket]
+        ] = {}  # by pidfd: the process id and the waiting caller
         while True:
             for key, _ in selector.select():
                 if key.fileobj is listener:
                     caller = listener.accept()[0]
-                    pid = _fork(caller, [listener, selector, *(caller for _, caller in callers.values())])
+                    pid = _fork(
+                        caller, [listener, selector, *(caller for _, caller in callers.values())]
+                    )
                     pidfd = os.pidfd_open(pid)
                     callers[pidfd] = pid, caller
                     selector.register(pidfd, selectors.EVENT_READ)
@@ -154,7 +161,9 @@ class _Forgetful:
     @staticmethod
     def pytest_sessionfinish(session: pytest.Session) -> None:
         session.items.clear()
-        session.config.pluginmanager.getplugin("terminalreporter").stats.clear()  # it holds deselected items
+        session.config.pluginmanager.getplugin(
+            "terminalreporter"
+        ).stats.clear()  # it holds deselected items
 
 
 def _rewrite_from_the_end() -> int:

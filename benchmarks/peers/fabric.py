@@ -15,14 +15,18 @@ parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32
 parser.add_argument("--steps", type=int, default=8)
 asked = parser.parse_args()
 
-fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if asked.dtype == "bfloat16" else "32-true")
+fabric = Fabric(
+    accelerator="cpu", devices=1, precision="bf16-mixed" if asked.dtype == "bfloat16" else "32-true"
+)
 fabric.launch()
 torch.manual_seed(0)
 plain = Llama()
 assert sum(parameter.numel() for parameter in plain.parameters()) == PARAMETERS
 model, optimizer = fabric.setup(
     plain,
-    torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True),
+    torch.optim.AdamW(
+        plain.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    ),
 )
 for step in range(asked.steps):
     inputs, targets = rows(step, 0, ROWS)

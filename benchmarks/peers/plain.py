@@ -34,7 +34,9 @@ if ranks > 1:
     fully_shard(model, **options)
 elif asked.compile:
     model.compile()
-optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+optimizer = torch.optim.AdamW(
+    model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+)
 for step in range(asked.steps):
     inputs, targets = rows(step, rank, ROWS // ranks)
     with torch.autocast("cpu", torch.bfloat16, enabled=low and ranks == 1):

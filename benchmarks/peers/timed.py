@@ -22,11 +22,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 def main() -> None:
     folder, program, *arguments = sys.argv[1:]
-    file = open(Path(folder) / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl", "w", buffering=1)  # noqa: SIM115
+    path = Path(folder) / f"{os.environ.get('RANK', '0')}-{os.getpid()}.jsonl"
+    file = open(path, "w", buffering=1)  # noqa: SIM115
 
     def note(optimizer: Optimizer, *_: Any) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        file.write(json.dumps([type(optimizer).__name__, time.time(), time.process_time(), round(peak)]) + "\n")
+        file.write(
+            json.dumps([type(optimizer).__name__, time.time(), time.process_time(), round(peak)])
+            + "\n"
+        )
 
     register_optimizer_step_post_hook(note)
     if program == "-m":

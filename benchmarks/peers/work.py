@@ -15,7 +15,10 @@ LEARNING_RATE, WEIGHT_DECAY, BETAS, MAX_NORM = 8e-4, 0.1, (0.9, 0.95), 1.0
 def row(index: int, length: int = TOKENS) -> Tensor:
     """Row ``index`` of the data: an arithmetic progression of ids, its first id and its step drawn from the index."""
     generator = torch.Generator().manual_seed(index)
-    first, step = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((0, VOCABULARY), (1, 17)))
+    first, step = (
+        int(torch.randint(low, high, (), generator=generator))
+        for low, high in ((0, VOCABULARY), (1, 17))
+    )
     return (first + step * torch.arange(length)) % VOCABULARY
 
 

@@ -41,7 +41,10 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Linear(c.num_features, c.width)
         self.layers = nn.ModuleDict(
-            {str(i): nn.Sequential(nn.GELU(), nn.Linear(c.width, c.width)) for i in range(c.num_layers)}
+            {
+                str(i): nn.Sequential(nn.GELU(), nn.Linear(c.width, c.width))
+                for i in range(c.num_layers)
+            }
         )
         self.head = nn.Linear(c.width, c.num_outputs)
 

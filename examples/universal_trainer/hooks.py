@@ -45,7 +45,10 @@ class Task(RowTask):
 
     # -----> collate: rows as named tensors, with rows as the first dimension.
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
-        return {"points": torch.tensor([row[:2] for row in rows]), "labels": torch.tensor([row[2] for row in rows])}
+        return {
+            "points": torch.tensor([row[:2] for row in rows]),
+            "labels": torch.tensor([row[2] for row in rows]),
+        }
 
     # -----> model call: the outputs of the model for a batch.
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
@@ -95,7 +98,10 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Linear(2, c.width)
         self.layers = nn.ModuleDict(
-            {str(i): nn.Sequential(nn.GELU(), nn.Linear(c.width, c.width)) for i in range(c.num_layers)}
+            {
+                str(i): nn.Sequential(nn.GELU(), nn.Linear(c.width, c.width))
+                for i in range(c.num_layers)
+            }
         )
         self.head = nn.Linear(c.width, 2)
 

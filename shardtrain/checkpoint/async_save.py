@@ -260,7 +260,9 @@ def wait_for_markers(
             # A marker with another token belongs to an earlier attempt.
             if marker and marker["token"] == token:
                 name = f"{marker['stem']}.{marker['ending']}"
-                markers[int(marker["rank"])] = TensorFile(name, int(marker["bytes"]), marker["sha256"])
+                markers[int(marker["rank"])] = TensorFile(
+                    name, int(marker["bytes"]), marker["sha256"]
+                )
                 paths.append(path)
         if set(ranks) <= set(markers):
             unlink_all(paths)
@@ -269,7 +271,9 @@ def wait_for_markers(
         pause = min(2 * pause, LOOK_SECONDS)
 
 
-def _wait_for_marker(folder: Path, rank: int, token: str, check_cancelled: Callable[[], None]) -> TensorFile:
+def _wait_for_marker(
+    folder: Path, rank: int, token: str, check_cancelled: Callable[[], None]
+) -> TensorFile:
     path = _marker(folder, rank)
     pause = 0.005
     while True:

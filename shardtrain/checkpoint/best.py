@@ -75,7 +75,9 @@ class Best:
         if state is None or folder is None:
             return
         if not _is_state(state):
-            logger.warning("the checkpoint's best validation result is invalid: starting without one")
+            logger.warning(
+                "the checkpoint's best validation result is invalid: starting without one"
+            )
             return
         if (state["metric"], state["mode"]) != (self.metric, self.mode):
             if state["step"] >= 0 and (self._keeps or self.patience):

@@ -18,7 +18,9 @@ from shardtrain.utils.variables import is_whole_number
 LATEST = "latest"
 BEST = "best"
 HELP = "checkpoint of a run: latest, best or a number (best if the run keeps one, else latest)"
-COMMANDS = "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine)"
+COMMANDS = (
+    "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine)"
+)
 """Commands that take ``--step``."""
 
 
@@ -121,7 +123,9 @@ def choose(
             return ChosenCheckpoint(path, stored, _reason(candidate, steps[-1], best_step, pointer))
         damages.append(damage)
     reasons = "; ".join(damages[:3]) or "it has none"
-    raise CheckpointError(f"no checkpoint in {folder} can be used for --step={step or LATEST}: {reasons}")
+    raise CheckpointError(
+        f"no checkpoint in {folder} can be used for --step={step or LATEST}: {reasons}"
+    )
 
 
 def _reason(chosen: int, latest: int, best_step: int | None, pointer: dict[str, object]) -> str:

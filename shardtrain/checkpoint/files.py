@@ -71,7 +71,9 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
     return all_sizes
 
 
-def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple[dict[str, int], float]:
+def wait_for_sizes(
+    folder: Path | ObjectPath, sizes: Mapping[str, int]
+) -> tuple[dict[str, int], float]:
     """Wait up to ``SEEN_SECONDS`` until this node sees files of other nodes at their full ``sizes``.
 
     Return the current sizes of the files that are still wrong (-1 for a missing file), and the
@@ -223,7 +225,9 @@ def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
     Raises:
         StorageError: the folder cannot be written. It is deleted.
     """
-    if path.is_symlink():  # a folder cannot be renamed to it, which would only be noticed at the end
+    if (
+        path.is_symlink()
+    ):  # a folder cannot be renamed to it, which would only be noticed at the end
         rule = f"it is a link to {os.readlink(path)}"
         raise StorageError(f"cannot write {path}: {rule}; remove it, or choose another folder")
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")
@@ -305,7 +309,9 @@ class ObjectReader:
         done = 0
         wanted = min(len(view), max(0, self.size - position))
         while done < wanted:
-            data = self._path.read_range(position + done, position + min(wanted, done + PIECE_BYTES))
+            data = self._path.read_range(
+                position + done, position + min(wanted, done + PIECE_BYTES)
+            )
             if not data:
                 break
             view[done : done + len(data)] = data

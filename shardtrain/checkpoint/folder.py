@@ -72,7 +72,9 @@ class Checkpoints(Saver):
         except OSError as error:
             # A filesystem without links, for example. Checkpoints need the lease, metrics can do without.
             problem = storage_errors.cannot("lock", str(run_folder), error)
-            logger.warning(f"{problem}; start no other run in this job.dump_folder until this is fixed")
+            logger.warning(
+                f"{problem}; start no other run in this job.dump_folder until this is fixed"
+            )
 
     def to_continue(self) -> Place | None:
         """Return the verified checkpoint to resume from, or None to start from scratch.
@@ -110,7 +112,9 @@ class Checkpoints(Saver):
             damage = self._verify(path, holders[step])
             if not damage:
                 for skipped in damages:
-                    logger.warning(f"{skipped}: skipped, continuing from step-{step} in {self._folder}")
+                    logger.warning(
+                        f"{skipped}: skipped, continuing from step-{step} in {self._folder}"
+                    )
                 return self._continued(path)
             damages.append(damage)
         if damages:
@@ -135,7 +139,9 @@ class Checkpoints(Saver):
         self._verified = chosen.path, chosen.stored
         return chosen
 
-    def load(self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(
+        self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
         """Load weights and the other tensors in place, and return the facts.
 
         Raises:
@@ -204,7 +210,9 @@ class Checkpoints(Saver):
         def discard() -> None:
             for step in self.steps():
                 path = self._folder / f"step-{step}"
-                is_undone = step in steps and (step <= started_at or manifest.read(path).run == self._lease.nonce)
+                is_undone = step in steps and (
+                    step <= started_at or manifest.read(path).run == self._lease.nonce
+                )
                 if is_undone and retention.is_of(path, self._origin):
                     retention.discard(path)
 
@@ -249,7 +257,9 @@ class Checkpoints(Saver):
 
     def _survey(self) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
         """Find which ranks hold which checkpoints (a collective); see ``node_disks.survey``."""
-        return node_disks.survey(self._folder, self._run_folder, self._options.storage == "first_node")
+        return node_disks.survey(
+            self._folder, self._run_folder, self._options.storage == "first_node"
+        )
 
     def _verify(self, path: Place, holders: Sequence[int] = (0,)) -> str:
         """Return a description of the damage to a checkpoint, or "" and remember its manifest (a collective).

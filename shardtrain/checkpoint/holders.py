@@ -248,7 +248,9 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
     if id(mesh) not in digits:
         digits[id(mesh)] = _digits(mesh.mesh.numpy())
     # The order of ops.dtensor.local_slices: strided splits (FSDP over tensor parallelism) come last.
-    order = sorted(enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard")
+    order = sorted(
+        enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard"
+    )
     rule = []
     for axis, placement in order:
         if mesh.size(axis) <= 1:
@@ -279,7 +281,9 @@ def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
     return digits
 
 
-def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) -> tuple[HeldBoxes, ...]:
+def _parts(
+    shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]
+) -> tuple[HeldBoxes, ...]:
     """Return the distinct boxes of a tensor, grouped by their number of holders.
 
     ``splits_of_ranks`` are pairs of ranks and the rule of their shards (see ``boxes_of``).
@@ -314,5 +318,7 @@ def _parts(shape: tuple[int, ...], splits_of_ranks: Sequence[tuple[Ints, Any]]) 
         is_only_part = len(boxes_at) == len(firsts)
         offsets_of_part = both[boxes_at, :dims]
         sizes_of_part = both[boxes_at, dims:]
-        parts.append(HeldBoxes(offsets_of_part, sizes_of_part, ranks_of_boxes, is_even and is_only_part))
+        parts.append(
+            HeldBoxes(offsets_of_part, sizes_of_part, ranks_of_boxes, is_even and is_only_part)
+        )
     return tuple(parts)

@@ -183,7 +183,9 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
             way = "it is a Hugging Face folder; to start from its weights, set checkpoint.initial_load_in_hf = true"
             raise CheckpointError(f"checkpoint {path}: {way}") from error
         if isinstance(path, Path) and (path.is_symlink() or path.is_file()):
-            raise CheckpointError(f"checkpoint {path} {why_not_one(path)}; use another one") from error
+            raise CheckpointError(
+                f"checkpoint {path} {why_not_one(path)}; use another one"
+            ) from error
         if isinstance(path, Path) and not path.exists():
             fix = "give an existing one, such as outputs/checkpoint/step-100"
             raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error
@@ -210,9 +212,8 @@ def way_from_dcp(path: Path | ObjectPath) -> str:
     """
     if not isinstance(path, Path) or not (path / ".metadata").is_file():
         return ""
-    return (
-        f"it was written by torch.distributed.checkpoint; convert it with `shardtrain checkpoint from-dcp {path} NEW`"
-    )
+    command = f"shardtrain checkpoint from-dcp {path} NEW"
+    return f"it was written by torch.distributed.checkpoint; convert it with `{command}`"
 
 
 def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
@@ -221,7 +222,9 @@ def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
         with garbage_collection.paused():
             return _parse(data)
     except _Refused as error:
-        raise CheckpointError(f"checkpoint {path}: {MANIFEST} {error}; use another checkpoint") from None
+        raise CheckpointError(
+            f"checkpoint {path}: {MANIFEST} {error}; use another checkpoint"
+        ) from None
 
 
 class _Refused(Exception):
@@ -249,7 +252,9 @@ def _parse(data: bytes) -> Manifest:
     version = _count(body.get("version"), "version")
     if not 1 <= version <= VERSION:
         writer = _text(body.get("created_by"), "created_by")
-        _refuse(f"has format version {version}, written by {writer}; this program reads up to {VERSION}")
+        _refuse(
+            f"has format version {version}, written by {writer}; this program reads up to {VERSION}"
+        )
 
     # A hash protects against damage, not against intent, so check every value.
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
@@ -322,7 +327,9 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
     )
     has_right_dims = len(grid.sizes) == dims and len(axes) <= MAX_DIMS
     if not has_right_dims or not 1 <= grid.count <= max(1, num_files):
-        _refuse(f"has pieces of {name} with a wrong number of dimensions, or more pieces than files")
+        _refuse(
+            f"has pieces of {name} with a wrong number of dimensions, or more pieces than files"
+        )
     return grid
 
 

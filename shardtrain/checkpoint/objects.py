@@ -65,7 +65,9 @@ class ObjectPath:
 
     def __truediv__(self, name: str) -> ObjectPath:
         stem, dot, ending = name.partition(".")
-        return ObjectPath(self.store, f"{self.address.rstrip('/')}/{stem}{self.suffix}{dot}{ending}")
+        return ObjectPath(
+            self.store, f"{self.address.rstrip('/')}/{stem}{self.suffix}{dot}{ending}"
+        )
 
     @property
     def name(self) -> str:

@@ -83,7 +83,9 @@ def parse(
             if opcode.name == "STOP":
                 return machine.pop()
             if count >= max_steps:
-                raise _Refused(f"has more than {max_steps} opcodes, which is too many for its content")
+                raise _Refused(
+                    f"has more than {max_steps} opcodes, which is too many for its content"
+                )
             machine.step(opcode.name, argument)
         raise ValueError("it has no end")
     except _Refused as error:

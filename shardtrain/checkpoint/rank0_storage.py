@@ -49,7 +49,9 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     sign = folder / f"probe-{broadcast_json(nonce)}"
     first_rank(lambda: files.write_durable(sign, b""))
     # The other ranks of a node would see the same.
-    wrong, waited = files.wait_for_sizes(folder, {sign.name: 0}) if speaks_for_its_node() else ({}, 0.0)
+    wrong, waited = (
+        files.wait_for_sizes(folder, {sign.name: 0}) if speaks_for_its_node() else ({}, 0.0)
+    )
     looked = all_gather_json([round(waited, 1), os.uname().nodename, bool(wrong)])
     if dist.get_rank() == 0:
         sign.unlink(missing_ok=True)
@@ -67,7 +69,9 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         )
     slowest, host, _ = max(looked)
     if slowest > files.LATE_SECONDS:
-        logger.warning(f"checkpoint.folder: {host} saw a file of rank 0 {slowest} s late; {files.REMOUNT}")
+        logger.warning(
+            f"checkpoint.folder: {host} saw a file of rank 0 {slowest} s late; {files.REMOUNT}"
+        )
 
 
 def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list[TensorFile]:
@@ -85,7 +89,11 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list
         if not names:
             continue
         if dist.get_rank() == 0:
-            blocks = (tensor_files.bytes_of(tensors[name]) for name in names) if own else _received(shares, rank)
+            blocks = (
+                (tensor_files.bytes_of(tensors[name]) for name in names)
+                if own
+                else _received(shares, rank)
+            )
             written += _write(draft / f"rank-{rank:05d}.bin", blocks, failures)
         elif own:
             # Send the pieces that ``_received`` expects.
@@ -133,7 +141,9 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
     # Every rank expects all broadcasts. After an error the holder sends zeros, and raises the error
     # at the end.
     failure: Exception | None = None
-    for name in sorted({name for names in gather_distinct_json(sorted(tensors))[0] for name in names}):
+    for name in sorted(
+        {name for names in gather_distinct_json(sorted(tensors))[0] for name in names}
+    ):
         stored = manifest.tensors[name]
         for chunk in stored.chunks():
             reader = None
@@ -141,7 +151,9 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holde
                 piece = torch.zeros(box[1], dtype=getattr(torch, stored.dtype))
                 if dist.get_rank() == holder and failure is None:
                     try:
-                        reader = reader or files.open_stored(folder / manifest.files[chunk.file].name)
+                        reader = reader or files.open_stored(
+                            folder / manifest.files[chunk.file].name
+                        )
                         piece = tensor_files.read_box(reader, chunk, stored.dtype, box).contiguous()
                     except (OSError, CheckpointError) as error:
                         failure = error

@@ -28,7 +28,9 @@ _WIDTH = 1024
 _MASK = 2**64 - 1
 
 
-def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: Mapping[str, int]) -> str:
+def find_odd(
+    tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: Mapping[str, int]
+) -> str:
     """Return the first tensors or counters that differ, and the odd ranks, or "" (a collective).
 
     The result is equal on all ranks. Ranks exchange two numbers per tensor, for any number of
@@ -46,7 +48,9 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
         return ""
     # This rank's values: the step's counters, and the checksum of each box that has other holders.
     everybody = np.arange(size)
-    own: dict[str, tuple[Ints, int]] = {f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS}
+    own: dict[str, tuple[Ints, int]] = {
+        f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS
+    }
     replicated = []
     for name, tensor in held.items():
         if any(part.holders > 1 for part in tensor.parts):

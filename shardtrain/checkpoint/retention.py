@@ -198,7 +198,11 @@ def delete_old(
         if len(complete) < keep and is_complete(folder / f"step-{step}", origin):
             complete.append(step)
     for step in to_delete(own, keep, complete):
-        if step == spare or (forever and step % forever == 0) or not is_of(folder / f"step-{step}", origin):
+        if (
+            step == spare
+            or (forever and step % forever == 0)
+            or not is_of(folder / f"step-{step}", origin)
+        ):
             continue
         try:
             discard(folder / f"step-{step}", removals.start)
@@ -307,7 +311,9 @@ def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) 
         draft = _LEFT.fullmatch(path.name)
         if draft:
             holder = draft[1]
-            if holder == own_nonce or (holder not in dead and now - _touched(path) < LEFTOVER_SECONDS):
+            if holder == own_nonce or (
+                holder not in dead and now - _touched(path) < LEFTOVER_SECONDS
+            ):
                 continue
         if draft or _TRASH.fullmatch(path.name):
             remove(path)

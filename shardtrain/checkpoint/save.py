@@ -168,7 +168,9 @@ class Saver:
 
         # The last checkpoint may contain only the weights, in the dtype of exports.
         if last and self._options.last_save_model_only:
-            weights = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32"))
+            weights = tensor_files.cast(
+                weights, self._options.export_dtype.replace("auto", "float32")
+            )
             rest = {}
             facts = {**facts, "weights_only": True}
         tensors = {**weights, **rest}
@@ -327,9 +329,13 @@ class Saver:
         draft = self._draft(step, nonce)
         # Every rank writes its file, or sends it to rank 0 if only rank 0 has access to the folder.
         if self._relays:
-            written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
+            written = all_ranks(
+                lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))]
+            )
         else:
-            written = all_ranks_to_first(lambda: _fields(tensor_files.write(tensors, shares, draft)))
+            written = all_ranks_to_first(
+                lambda: _fields(tensor_files.write(tensors, shares, draft))
+            )
         stored_files = [TensorFile(*fields) for fields in written if fields]
         # Commit after all have written, and delete old checkpoints after the commit.
         first_rank(lambda: self._commit(draft, self._manifest(step, stored_files, shares, facts)))
@@ -473,7 +479,10 @@ class Saver:
     def _tolerate(self, error: BaseException, must: bool) -> None:
         """Raise the error of a save, unless the run may continue without it. Equal on all ranks."""
         self.failures_in_a_row += 1
-        tolerated = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
+        tolerated = (
+            self._options.on_save_error == "continue"
+            and self.failures_in_a_row <= FAILURES_IN_A_ROW
+        )
         if must or not tolerated or not isinstance(error, StorageError):
             raise error
         logger.warning(

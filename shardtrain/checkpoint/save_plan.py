@@ -86,7 +86,9 @@ def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> Save
     return SavePlan(stored, load, held, own)
 
 
-def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, StoredTensor], list[int]]:
+def share_out(
+    held: Mapping[str, Held], num_ranks: int
+) -> tuple[dict[str, StoredTensor], list[int]]:
     """Assign the boxes to ranks. Return the stored tensors, and the number of bytes that each rank writes.
 
     A box with one holder is written by it. Then each replicated box goes to the holder with the
@@ -190,7 +192,11 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         to = firsts[1:]
         moved = offsets[to] - offsets[at]
         step = files[to] - files[at]
-        alike = (begins[to] == begins[at]) & (whole[1:] == whole[:-1]).all(1) & (sizes[to] == sizes[at]).all(1)
+        alike = (
+            (begins[to] == begins[at])
+            & (whole[1:] == whole[:-1]).all(1)
+            & (sizes[to] == sizes[at]).all(1)
+        )
         if any(axes):
             alike &= np.fromiter((a == b for a, b in itertools.pairwise(axes)), bool, len(at))
         moved_along = (moved != 0).sum(1) == 1
@@ -247,7 +253,9 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         offsets_of_first = tuple(offsets[first].tolist())
         sizes_of_first = tuple(sizes[first].tolist())
         grids.append(
-            Grid(offsets_of_first, sizes_of_first, int(files[first]), int(begins[first]), axes_of_run),
+            Grid(
+                offsets_of_first, sizes_of_first, int(files[first]), int(begins[first]), axes_of_run
+            ),
         )
     return grids
 

@@ -50,7 +50,9 @@ def write(
     begin = 0
     types = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
     for name, shape in sorted(shapes.items()):
-        tensors[name] = StoredTensor(types[name], shape, (Grid((0,) * len(shape), shape, 0, begin),))
+        tensors[name] = StoredTensor(
+            types[name], shape, (Grid((0,) * len(shape), shape, 0, begin),)
+        )
         begin += torch.Size(shape).numel() * ITEM_BYTES[types[name]]
 
     def blocks() -> Iterator[memoryview]:

@@ -140,7 +140,9 @@ class LocalStorage:
 
     def sweep(self) -> None:
         assert isinstance(self.folder, Path)
-        retention.sweep(self.folder, self.lease.nonce, (self.folder / LEASE).stat().st_mtime, self.lease.dead)
+        retention.sweep(
+            self.folder, self.lease.nonce, (self.folder / LEASE).stat().st_mtime, self.lease.dead
+        )
         atomic_io.sweep(self.folder)
 
 

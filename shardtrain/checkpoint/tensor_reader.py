@@ -172,7 +172,9 @@ class _Pieces(NamedTuple):
     cuts: list[tuple[_Target, _Cut]]
 
 
-def _find(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[tuple[_Target, Grid, _Cut]]:
+def _find(
+    tensors: Mapping[str, Tensor], manifest: Manifest
+) -> Iterator[tuple[_Target, Grid, _Cut]]:
     known: dict[tuple[object, ...], _Cut | None] = {}
     rows_known = 0
     for name, tensor in tensors.items():
@@ -258,7 +260,9 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     return _Pieces(file[order], begin[order], size[order], which[order], row[order], cuts)
 
 
-def _read_of_file(reader: files.StoredFileReader, pieces: _Pieces, own: slice, copied: _Copied) -> None:
+def _read_of_file(
+    reader: files.StoredFileReader, pieces: _Pieces, own: slice, copied: _Copied
+) -> None:
     which = pieces.cut[own].tolist()
     rows = pieces.row[own].tolist()
     sizes = pieces.num_bytes[own].tolist()

@@ -36,10 +36,14 @@ def write(tensors: Mapping[str, Tensor], shares: SavePlan, folder: Place) -> Ten
     names = shares.names_of(rank)
     if not names:
         return None
-    return write_blocks((bytes_of(tensors[name]) for name in names), rank, dist.get_world_size(), folder)
+    return write_blocks(
+        (bytes_of(tensors[name]) for name in names), rank, dist.get_world_size(), folder
+    )
 
 
-def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place) -> TensorFile:
+def write_blocks(
+    blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place
+) -> TensorFile:
     """Write a rank's file. Requires no process group. Raises OSError."""
     wait = files.SEEN_SECONDS if world_size > 1 else 0.0
     return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
@@ -83,7 +87,9 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
     for name, (dtype, shape) in sorted(everyone.items()):
         stored = manifest.tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"checkpoint {folder} has no {name}; use the model that it was saved from")
+            raise CheckpointError(
+                f"checkpoint {folder} has no {name}; use the model that it was saved from"
+            )
         if list(stored.shape) != shape:
             raise CheckpointError(
                 f"checkpoint {folder} holds {name} of shape {list(stored.shape)}, "

@@ -126,9 +126,13 @@ class TorchFile:
         with self._opened() as (file, length), damage(str(path)):
             steps = FREE_STEPS + length // BYTES_PER_STEP
             if file.read(2) == _OLD_BEGINNING:
-                described, self._sizes, self._old_places = _describe_old(file, length, str(path), steps)
+                described, self._sizes, self._old_places = _describe_old(
+                    file, length, str(path), steps
+                )
             else:
-                described, self._sizes = describe(zipfile.ZipFile(file), length, _NAMES, str(path), steps)
+                described, self._sizes = describe(
+                    zipfile.ZipFile(file), length, _NAMES, str(path), steps
+                )
             self.value = _Plain(self._sizes, str(path)).of(described)
 
     def tensor(self, stored: Stored) -> Tensor:
@@ -152,7 +156,9 @@ class TorchFile:
                 file.seek(0)
                 yield file, length
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
+            raise CheckpointError(
+                f"{self.path} cannot be read: {error.strerror or error}"
+            ) from None
 
 
 class FlatFile:
@@ -220,7 +226,9 @@ def describe(
         top, members = _members(archive, length, where)
         byte_order = f"{top}/byteorder"
         if byte_order in archive.NameToInfo and archive.read(byte_order) != b"little":
-            raise CheckpointError(f"{where} was written big-endian; convert it on the machine that wrote it")
+            raise CheckpointError(
+                f"{where} was written big-endian; convert it on the machine that wrote it"
+            )
 
         value = parse(archive.read(f"{top}/data.pkl"), names, where, _storage, max_steps=max_steps)
         return value, {key: member.file_size for key, member in members.items()}
@@ -382,11 +390,18 @@ class _Plain:
         return str(Other("a key"))
 
 
-def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, dict[str, zipfile.ZipInfo]]:
+def _members(
+    archive: zipfile.ZipFile, length: int, where: str
+) -> tuple[str, dict[str, zipfile.ZipInfo]]:
     """Return the name of an archive, and its storages."""
     members = archive.infolist()
-    if any(member.compress_type != zipfile.ZIP_STORED or member.file_size > length for member in members):
-        raise CheckpointError(f"{where} is compressed, which torch.save does not do; use another checkpoint")
+    if any(
+        member.compress_type != zipfile.ZIP_STORED or member.file_size > length
+        for member in members
+    ):
+        raise CheckpointError(
+            f"{where} is compressed, which torch.save does not do; use another checkpoint"
+        )
     tops = {member.filename.partition("/")[0] for member in members}
     if len(tops) != 1:
         raise ValueError("it is not an archive of torch.save")
@@ -423,7 +438,9 @@ def damage(where: str) -> Iterator[None]:
         if "CRC" in reason:
             reason += ", or written with torch.serialization.set_crc32_options(False), which leaves nothing to compare"
         if "not a zip" in reason:
-            reason += ": no item of torch.save (files of safetensors are read by `shardtrain import`)"
+            reason += (
+                ": no item of torch.save (files of safetensors are read by `shardtrain import`)"
+            )
         raise CheckpointError(f"{where} is damaged: {reason}; use another checkpoint") from None
     except (
         *(

@@ -33,8 +33,13 @@ def write(checkpoint: Place, output: Path) -> int:
         damage = files.find_damage(checkpoint, file)
         if damage:
             raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
-    weights = {name: tensor for name, tensor in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)}
-    kinds = {name.removeprefix(WEIGHTS_PREFIX): (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    weights = {
+        name: tensor for name, tensor in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)
+    }
+    kinds = {
+        name.removeprefix(WEIGHTS_PREFIX): (tensor.dtype, tensor.shape)
+        for name, tensor in weights.items()
+    }
 
     def blocks() -> Iterator[memoryview]:
         yield header(kinds)
@@ -73,7 +78,9 @@ def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> by
                 start = _place(number, chunk.offsets, chunk.sizes, tensor.shape, run_dims) * item
                 target = memoryview(whole)[start : start + run_bytes]
                 if reader.read_into(target, chunk.begin + number * run_bytes) != run_bytes:
-                    raise CheckpointError(f"checkpoint {checkpoint}: a file became shorter while it was read")
+                    raise CheckpointError(
+                        f"checkpoint {checkpoint}: a file became shorter while it was read"
+                    )
     return whole
 
 

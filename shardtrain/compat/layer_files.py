@@ -68,7 +68,11 @@ class Family:
             number, _, rest = name.removeprefix(self.layers).partition(".")
             if is_whole_number(number) and int(number) < num_layers:
                 return int(number) + 1, rest
-        for file, prefix in ((0, self.embed), (num_layers + 1, self.norm), (num_layers + 2, self.head)):
+        for file, prefix in (
+            (0, self.embed),
+            (num_layers + 1, self.norm),
+            (num_layers + 2, self.head),
+        ):
             if name.startswith(prefix):
                 return file, name.removeprefix(prefix)
         raise KeyError(name)
@@ -118,7 +122,9 @@ def family_of(folder: Path) -> tuple[Family, int]:
             f"supported are {', '.join(FAMILIES)}"
         )
     if type(count) is not int or not 0 < count < 10**5:
-        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers={str(count)[:40]} must be a number of layers")
+        raise CheckpointError(
+            f"{folder / CONFIG}: num_hidden_layers={str(count)[:40]} must be a number of layers"
+        )
     return FAMILIES[kind], count
 
 
@@ -159,7 +165,9 @@ def step_of(folder: Path) -> Path:
             )
         return named
     if not steps:
-        raise CheckpointError(f"{folder} and its subfolders contain no layer_00-model_00-model_states.pt")
+        raise CheckpointError(
+            f"{folder} and its subfolders contain no layer_00-model_00-model_states.pt"
+        )
     return steps[-1]
 
 
@@ -182,7 +190,9 @@ def files_of(step: Path) -> dict[tuple[int, int], Path]:
                 continue
             key = int(match[1]), int(match[2])
             if key in files:
-                raise CheckpointError(f"{step} has both {files[key].name} and {path.name}; remove one")
+                raise CheckpointError(
+                    f"{step} has both {files[key].name} and {path.name}; remove one"
+                )
             files[key] = path
     except OSError:
         return {}
@@ -214,8 +224,14 @@ class LayerWeights(HubWeights):
             prefix = self._family.prefix(number, num_layers)
             for name, stored in opened.value.items():
                 full_name = f"{prefix}{name}"
-                if not isinstance(stored, Stored) or not isinstance(name, str) or not full_name.isprintable():
-                    raise CheckpointError(f"{path}: {_printable(name)} is not a tensor; use another checkpoint")
+                if (
+                    not isinstance(stored, Stored)
+                    or not isinstance(name, str)
+                    or not full_name.isprintable()
+                ):
+                    raise CheckpointError(
+                        f"{path}: {_printable(name)} is not a tensor; use another checkpoint"
+                    )
                 self._parts.setdefault(full_name, []).append((opened, stored))
         adapter = next((name for name in self._parts if "lora_" in name), None)
         if adapter:
@@ -230,8 +246,13 @@ class LayerWeights(HubWeights):
 
     def _require_all_files(self, files: Mapping[tuple[int, int], Path], num_layers: int) -> None:
         """Raise CheckpointError unless there is a file for embedding, layers, last norm and head of each rank."""
-        expected = {(number, shard) for number in range(num_layers + 3) for shard in range(self.num_shards)}
-        missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(expected - files.keys())]
+        expected = {
+            (number, shard) for number in range(num_layers + 3) for shard in range(self.num_shards)
+        }
+        missing = [
+            f"layer_{n:02d}-model_{s:02d}-model_states.pt"
+            for n, s in sorted(expected - files.keys())
+        ]
         surplus = [files[key].name for key in sorted(files.keys() - expected)]
         problems = []
         for kind, names in (("missing", missing), ("surplus", surplus)):

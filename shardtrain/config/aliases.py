@@ -170,7 +170,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "profiling.profile_every_x_iter": Alias("profiling.profile_freq", int),
         "metrics.enable_color_printing": Alias("metrics.disable_color_printing", bool, _inverted),
         "metrics.rank_0_only": Alias("metrics.save_for_all_ranks", bool, _inverted),
-        "optimizer.fused": Alias("optimizer.implementation", bool, {True: "fused", False: "foreach"}.get),
+        "optimizer.fused": Alias(
+            "optimizer.implementation", bool, {True: "fused", False: "foreach"}.get
+        ),
         "optimizer.foreach": Alias(
             "optimizer.implementation",
             bool,
@@ -224,13 +226,17 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             why="data parallel ranks shard the parameters",
         ),
         "training.sequence_parallel_degree": Alias("parallelism.tensor_parallel_degree", int),
-        "training.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
+        "training.enable_loss_parallel": Alias(
+            "parallelism.disable_loss_parallel", bool, _inverted
+        ),
         "training.checkpoint_interval": Alias("checkpoint.interval", int),
         "training.checkpoint_interval_type": Alias("checkpoint.interval_type", str),
         "training.checkpoint_folder": Alias("checkpoint.folder", str),
         "comm.timeout_seconds": Alias("comm.train_timeout_seconds", int),
         "estimate.memory": Alias("memory_estimation.enable", bool),
-        "estimate.mode": Alias("memory_estimation.disable_fake_mode", str, {"fake": False, "real": True}.get),
+        "estimate.mode": Alias(
+            "memory_estimation.disable_fake_mode", str, {"fake": False, "real": True}.get
+        ),
         "job.save_config_folder": Alias(
             "job.save_config_file", str, _config_file, "the file was job_config.json in it"
         ),
@@ -252,7 +258,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "dump_folder": Alias("job.dump_folder", str),
         "debug.print_config": Alias("job.print_config", bool),
         "debug.save_config_file": Alias("job.save_config_file", str),
-        "compile.enable_async_tensor_parallel": Alias("parallelism.enable_async_tensor_parallel", bool),
+        "compile.enable_async_tensor_parallel": Alias(
+            "parallelism.enable_async_tensor_parallel", bool
+        ),
         **_same("profiler", "profiling", _PROFILER),
         "training.disable_cuda_graphs": Alias(None, bool, why="no CUDA graphs are recorded here"),
         "parallelism.enable_sequence_parallel": Alias(
@@ -265,23 +273,36 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             ),
             "tensor parallelism splits sequences between layers",
         ),
-        "parallelism.enable_fsdp_symm_mem": Alias(None, bool, why="FSDP uses PyTorch's own buffers"),
-        "parallelism.spmd_backend": Alias(None, str, why="DTensors are sharded by the model's LAYOUT"),
-        "debug.spmd_typechecking": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
+        "parallelism.enable_fsdp_symm_mem": Alias(
+            None, bool, why="FSDP uses PyTorch's own buffers"
+        ),
+        "parallelism.spmd_backend": Alias(
+            None, str, why="DTensors are sharded by the model's LAYOUT"
+        ),
+        "debug.spmd_typechecking": Alias(
+            None, bool, why="DTensors are sharded by the model's LAYOUT"
+        ),
         "debug.detect_anomaly": Alias(
             None,
             bool,
             why="the module of a number that is not finite is always named",
         ),
         "debug.enable_structured_logging": Alias(None, bool, why="metrics.jsonl is always written"),
-        "experimental.torch_spmd": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
+        "experimental.torch_spmd": Alias(
+            None, bool, why="DTensors are sharded by the model's LAYOUT"
+        ),
         **_same("training", "parallelism", _MOVED),
         **_same("experimental", "parallelism", _MOVED),
-        "experimental.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
+        "experimental.enable_loss_parallel": Alias(
+            "parallelism.disable_loss_parallel", bool, _inverted
+        ),
         "experimental.custom_model_path": Alias(
             "model.name", str, _without_path, why="a path in model.name is a model file of yours"
         ),
-        **{f"{s}.enable_compiled_autograd": _GONE_AUTOGRAD for s in ("experimental", "parallelism", "training")},
+        **{
+            f"{s}.enable_compiled_autograd": _GONE_AUTOGRAD
+            for s in ("experimental", "parallelism", "training")
+        },
         **{f"{s}.pipeline_parallel_split_points": _CUTS for s in ("experimental", "parallelism")},
         **{
             f"{s}.pipeline_parallel_microbatches": Alias(
@@ -294,7 +315,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "checkpoint.enable_checkpoint": Alias("checkpoint.enable", bool),
         "checkpoint.model_weights_only": Alias("checkpoint.last_save_model_only", bool),
         "checkpoint.last_save_model_weights_only": Alias("checkpoint.last_save_model_only", bool),
-        "checkpoint.initial_load_model_weights_only": Alias("checkpoint.initial_load_model_only", bool),
+        "checkpoint.initial_load_model_weights_only": Alias(
+            "checkpoint.initial_load_model_only", bool
+        ),
         "checkpoint.last_save_in_safetensors_format": Alias("checkpoint.last_save_in_hf", bool),
         "memory_estimation.enabled": Alias("memory_estimation.enable", bool),
         "validation.enabled": Alias("validation.enable", bool),
@@ -311,13 +334,21 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
             list[str],
             why=f"{_DROPPED}; experts compute in float8 with quantize.grouped_mm.float8.fqns",
         ),
-        "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="weights are always rounded again"),
+        "float8.force_recompute_fp8_weight_in_bwd": Alias(
+            None, bool, why="weights are always rounded again"
+        ),
         **_same("mx", "quantize.linear.mx", _MX),
-        "mx.use_fp8_dim1_cast_triton_kernel": Alias(None, bool, why="casts are PyTorch's operations here"),
-        **_same("quantize.dense.float8", "quantize.linear.float8", {**_FLOAT8, "filter_fqns": list[str]}),
+        "mx.use_fp8_dim1_cast_triton_kernel": Alias(
+            None, bool, why="casts are PyTorch's operations here"
+        ),
+        **_same(
+            "quantize.dense.float8", "quantize.linear.float8", {**_FLOAT8, "filter_fqns": list[str]}
+        ),
         **_same("quantize.dense.mx", "quantize.linear.mx", _MX),
         **_same("quantize.moe.float8", "quantize.grouped_mm.float8", {"fqns": list[str]}),
-        **_same("quantize.moe.mx", "quantize.grouped_mm.mx", {"recipe_name": str, "fqns": list[str]}),
+        **_same(
+            "quantize.moe.mx", "quantize.grouped_mm.mx", {"recipe_name": str, "fqns": list[str]}
+        ),
         "mx.moe_fqns_prototype": Alias("quantize.grouped_mm.mx.fqns", list[str]),
     }
 )
@@ -364,7 +395,10 @@ _FLAVORS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
             "16B",
             "flavors are named by their parameters",
         ),
-        **{("llama4", f"{name}_irope"): (name, _IROPE) for name in ("debugmodel", "17bx16e", "17bx128e")},
+        **{
+            ("llama4", f"{name}_irope"): (name, _IROPE)
+            for name in ("debugmodel", "17bx16e", "17bx128e")
+        },
     }
 )
 TORCHTITAN_DATASETS = ("c4", "c4_mini", "c4_test")
@@ -512,7 +546,9 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     for setting in added:
         names += [name for name in setting.value if name not in names]
     if len(names) > len(given):
-        done.settings = [setting for setting in done.settings if setting.option != "model.converters"]
+        done.settings = [
+            setting for setting in done.settings if setting.option != "model.converters"
+        ]
         done.settings.append(Setting("model.converters", names, added[-1].where))
 
 
@@ -523,7 +559,9 @@ def _superseded(done: Rewritten, given: list[Setting]) -> None:
     new = next((s for s in from_file if s.option == "compile.enable"), None)
     if old and new:
         # The translated training.compile has the origin of the old setting.
-        done.settings = [s for s in done.settings if s.option != "compile.enable" or s.where != old.where]
+        done.settings = [
+            s for s in done.settings if s.option != "compile.enable" or s.where != old.where
+        ]
         done.notices.append(
             f"{old.where}: training.compile is ignored: compile.enable at {new.where} decides",
         )
@@ -569,7 +607,11 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     used = given["training.warmup_pct"]
     steps = new.get("training.steps")
     # The translated warmup_pct is a share of the steps, which is not a valid number of steps.
-    shares = [setting for setting in done.of("lr_scheduler.warmup_steps") if isinstance(setting.value, float)]
+    shares = [
+        setting
+        for setting in done.of("lr_scheduler.warmup_steps")
+        if isinstance(setting.value, float)
+    ]
     for share in shares:
         done.settings.remove(share)
         total = 10000
@@ -601,7 +643,9 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
     if folder.value in ("", ("",)):
         done.settings.remove(folder)
         if is_explicit:
-            done.notices.append(f"{folder.where}: an empty checkpoint.folder is ignored: the default is used")
+            done.notices.append(
+                f"{folder.where}: an empty checkpoint.folder is ignored: the default is used"
+            )
         else:
             _add(
                 done,
@@ -627,7 +671,9 @@ def _folder(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
         )
 
 
-def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+def _tags_of_2024(
+    done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]
+) -> None:
     """Add the metric tags that dashboards of early 2024 read to the current ones."""
     names = ("training.data_parallel_degree", "training.warmup_pct", "profiling.run_profiler")
     first = next((given[name] for name in names if name in given), None)
@@ -637,7 +683,9 @@ def _tags_of_2024(done: Rewritten, given: Mapping[str, Setting], new: Mapping[st
         _add(done, "metrics.legacy_tags", True, first.where, "TensorBoard gets the tag wps, too")
 
 
-def _microbatches(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+def _microbatches(
+    done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]
+) -> None:
     """Convert the number of micro-batches to a micro-batch size."""
     used = [s for name, s in given.items() if name.endswith(".pipeline_parallel_microbatches")]
     if not used:
@@ -677,7 +725,9 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
     fused = next((s for s in both if s.value == "fused"), None)
     loser_where = given["optimizer.fused" if fused is None else "optimizer.foreach"].where
     keep = fused or next((s for s in both if s.where != loser_where), both[-1])
-    done.settings = [s for s in done.settings if s.option != "optimizer.implementation" or s is keep]
+    done.settings = [
+        s for s in done.settings if s.option != "optimizer.implementation" or s is keep
+    ]
 
 
 def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
@@ -807,7 +857,9 @@ def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
     )
 
 
-def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
+def _validation_set(
+    done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]
+) -> None:
     """Set torchtitan's validation set if a torchtitan file enables validation without naming a set."""
     switch = new.get("validation.enable")
     training = new.get("training.dataset")
@@ -815,7 +867,9 @@ def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[
         return
     if switch.shown not in (True, "true", "True"):
         return
-    if "validation.enabled" in given or (training is not None and training.shown in TORCHTITAN_DATASETS):
+    if "validation.enabled" in given or (
+        training is not None and training.shown in TORCHTITAN_DATASETS
+    ):
         _add(
             done,
             "validation.dataset",

@@ -194,19 +194,27 @@ def read(path: str, option: str) -> tuple[dict[str, Any], str]:
     try:
         data = bounded_reads.whole(path, MAX_BYTES)
     except OSError as error:
-        raise bounded_reads.unreadable(option, path, error, "write it with shardtrain verify --certificate") from error
+        raise bounded_reads.unreadable(
+            option, path, error, "write it with shardtrain verify --certificate"
+        ) from error
     try:
         document = checked_json.parse(data, unique_keys=True)
     except (ValueError, RecursionError) as error:
         raise _not_a_certificate(option, path, "is not JSON") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise _not_a_certificate(option, path, f'is not a certificate: its "format" is not "{FORMAT}"')
+        raise _not_a_certificate(
+            option, path, f'is not a certificate: its "format" is not "{FORMAT}"'
+        )
     checksum = document.pop(CHECKSUM, None)
     if checksum != _sha256(_canonical(document)):
-        raise _not_a_certificate(option, path, "is damaged or was edited: its checksum does not match its content")
+        raise _not_a_certificate(
+            option, path, "is damaged or was edited: its checksum does not match its content"
+        )
     # The checksum protects against damage, not against another program that writes one, so check the structure.
     if not _has_structure(document):
-        raise _not_a_certificate(option, path, "lacks a part of a certificate, or has one of another type")
+        raise _not_a_certificate(
+            option, path, "lacks a part of a certificate, or has one of another type"
+        )
     return document, _sha256(data)
 
 
@@ -229,7 +237,9 @@ def problem_of(loaded: Loaded) -> Problem | None:
         assert isinstance(problem, Problem)
         return dataclasses.replace(problem, where=loaded.where(OPTION))
     except StorageError as error:
-        return Problem(OPTION, path, f"cannot be read ({error})", "try again later", loaded.where(OPTION))
+        return Problem(
+            OPTION, path, f"cannot be read ({error})", "try again later", loaded.where(OPTION)
+        )
     return None
 
 
@@ -240,13 +250,20 @@ def of_run(loaded: Loaded) -> CertificateState | None:
 
 
 def _not_a_certificate(option: str, path: str, rule: str) -> ConfigError:
-    return ConfigError(Problem(option, path, rule, "write it again with shardtrain verify --certificate"))
+    return ConfigError(
+        Problem(option, path, rule, "write it again with shardtrain verify --certificate")
+    )
 
 
 def _has_structure(document: Mapping[str, Any]) -> bool:
     """True if the parts that ``check`` reads have the right types."""
-    tables = all(isinstance(document.get(name), dict) for name in ("configuration", "files", "versions"))
-    texts = all(isinstance(document.get(name), str) for name in ("date", "code_sha256", "configuration_sha256"))
+    tables = all(
+        isinstance(document.get(name), dict) for name in ("configuration", "files", "versions")
+    )
+    texts = all(
+        isinstance(document.get(name), str)
+        for name in ("date", "code_sha256", "configuration_sha256")
+    )
     axes = document.get("compared_axes")
     is_list = isinstance(axes, list) and all(isinstance(axis, str) for axis in axes)
     return tables and texts and is_list and isinstance(document.get("holds"), bool)
@@ -335,8 +352,15 @@ def _fingerprint_of_files(paths: Sequence[str]) -> str:
         return _fingerprint_of_file(Path(paths[0]))
     files: list[Path] = []
     for path in paths:
-        files += [entry for entry in Path(path).rglob("*") if entry.is_file()] if os.path.isdir(path) else [Path(path)]
-    listed = [f"{file.as_posix()} {_fingerprint_of_file(file)}" for file in sorted(files)[:MAX_LISTED_FILES]]
+        files += (
+            [entry for entry in Path(path).rglob("*") if entry.is_file()]
+            if os.path.isdir(path)
+            else [Path(path)]
+        )
+    listed = [
+        f"{file.as_posix()} {_fingerprint_of_file(file)}"
+        for file in sorted(files)[:MAX_LISTED_FILES]
+    ]
     return _sha256(_canonical([len(files), *listed]))
 
 

@@ -219,7 +219,9 @@ def file_hashes(config: Config) -> dict[str, str]:
     hashes = {}
     for option, path in named_files(config):
         if path.endswith(".py") and class_of(option) == "error":
-            hashes[option] = hashlib.sha256(bounded_reads.whole(path, own_file.MAX_BYTES)).hexdigest()
+            hashes[option] = hashlib.sha256(
+                bounded_reads.whole(path, own_file.MAX_BYTES)
+            ).hexdigest()
     return hashes
 
 
@@ -232,7 +234,11 @@ def to_record(
 
     ``files`` is the result of ``file_hashes`` at the start of the run.
     """
-    kept = {name: json_value(value_of(config, name)) for name in options(type(config)) if class_of(name) != "ignore"}
+    kept = {
+        name: json_value(value_of(config, name))
+        for name in options(type(config))
+        if class_of(name) != "ignore"
+    }
     # Store the resolved batch size instead of -1, so a resume on another mesh can detect a change.
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return {**kept, FILES: dict(files)}
@@ -304,7 +310,10 @@ def _same_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
         return False
     try:
         facts = read_model_file(now["model.name"])
-        sizes = [shape(facts, record["model.flavor"], record["model.overrides"]) for record in (saved, now)]
+        sizes = [
+            shape(facts, record["model.flavor"], record["model.overrides"])
+            for record in (saved, now)
+        ]
     except (ConfigError, KeyError, TypeError):
         return False
     return sizes[0] == sizes[1]
@@ -335,7 +344,10 @@ def check_accepted(loaded: Loaded) -> Iterator[Problem]:
 def json_value(value: Any) -> Any:
     """Convert a value to JSON types. Dataclasses become dicts with all fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: json_value(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

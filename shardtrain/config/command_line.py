@@ -116,7 +116,9 @@ def take(
         try:
             values = [option.read(text) for text in texts]
         except ValueError as error:
-            raise _wrong(name, texts[0], str(error), f"write it like {name} {option.example}") from None
+            raise _wrong(
+                name, texts[0], str(error), f"write it like {name} {option.example}"
+            ) from None
         own[name] = [*own.get(name, []), *values] if option.is_list else values[0]
     return Taken(own, tuple(rest))
 
@@ -184,7 +186,9 @@ def two_files(named: str, path: str) -> Problem:
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:
     """Use the file in CONFIG_FILE, which torchtitan's scripts set, if the command line names no file."""
     file = environment.get("CONFIG_FILE")
-    is_deepspeed = any(argument.partition("=")[0] == "--deepspeed_config" for argument in arguments.overrides)
+    is_deepspeed = any(
+        argument.partition("=")[0] == "--deepspeed_config" for argument in arguments.overrides
+    )
     if not file or arguments.path or is_deepspeed:
         return arguments
     # Print the line once per run: only on rank 0, and not in processes that this command started.

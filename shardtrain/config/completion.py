@@ -62,12 +62,16 @@ def _zsh(verbs: Sequence[str]) -> str:
 
 
 def _fish(verbs: Sequence[str]) -> str:
-    lines = [f"complete -c shardtrain -f -n __fish_use_subcommand -a {shlex.quote(' '.join(verbs))}"]
+    lines = [
+        f"complete -c shardtrain -f -n __fish_use_subcommand -a {shlex.quote(' '.join(verbs))}"
+    ]
     for name, option in options().items():
         values = _values(option.kind)
         taken = f"-x -a {shlex.quote(' '.join(values))}" if values else "-r"
         text = option.help.partition(".")[0].replace("\\", "").replace("'", "")
-        lines.append(f"complete -c shardtrain -n 'not __fish_use_subcommand' -l {name} {taken} -d '{text}'")
+        lines.append(
+            f"complete -c shardtrain -n 'not __fish_use_subcommand' -l {name} {taken} -d '{text}'"
+        )
     return "\n".join(lines)
 
 

@@ -90,7 +90,9 @@ def _build(path: str, digest: str) -> type[Config]:
                 f"write {name}: SomeSection = field(default_factory=SomeSection)",
             )
         if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
-            raise _Invalid(f"defines the section [{name}], which cannot be changed", "choose another name")
+            raise _Invalid(
+                f"defines the section [{name}], which cannot be changed", "choose another name"
+            )
         section = _section(path, name, classes[class_name], existing.get(name))
         sections.append((name, section, field(default_factory=section)))
     names = [name for name, _, _ in sections]
@@ -122,8 +124,14 @@ def _section(path: str, section: str, node: ast.ClassDef, base: type | None) -> 
         if text:
             texts[name] = text
     if not definitions:
-        raise _Invalid(f"defines the section [{section}] without options", "add fields with types and defaults")
-    summary = ast.get_docstring(node) or (base.__doc__ if base else "") or f"Options of {Path(path).name}."
+        raise _Invalid(
+            f"defines the section [{section}] without options", "add fields with types and defaults"
+        )
+    summary = (
+        ast.get_docstring(node)
+        or (base.__doc__ if base else "")
+        or f"Options of {Path(path).name}."
+    )
     namespace = {
         "__doc__": summary,
         "option_help": texts,
@@ -169,7 +177,11 @@ def _kind(node: ast.expr, option: str) -> Any:
             return Literal[ast.literal_eval(node.slice)]
         if generic == "list" and isinstance(node.slice, ast.Name):
             return list[_kind(node.slice, option)]  # type: ignore[misc]
-        if generic == "dict" and isinstance(node.slice, ast.Tuple) and isinstance(node.slice.elts[-1], ast.Name):
+        if (
+            generic == "dict"
+            and isinstance(node.slice, ast.Tuple)
+            and isinstance(node.slice.elts[-1], ast.Name)
+        ):
             return dict[str, _kind(node.slice.elts[-1], option)]  # type: ignore[misc]
     raise _Invalid(
         f"declares {option} as {ast.unparse(node)}, which is not supported",

@@ -137,7 +137,9 @@ def state_block(config: Config) -> int:
 def initial_weights(config: Config) -> str | None:
     """Path of the initial weights of a run without a checkpoint. None if they are randomly initialized."""
     options = config.checkpoint
-    return options.initial_load_path or (config.model.hf_assets_path if options.initial_load_in_hf else None)
+    return options.initial_load_path or (
+        config.model.hf_assets_path if options.initial_load_in_hf else None
+    )
 
 
 def is_context_balanced(p: Parallelism) -> bool:

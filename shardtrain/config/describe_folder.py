@@ -116,7 +116,9 @@ def describe(folder: Path, name: str = "") -> Description:
     chosen, flavor, overrides = nearest(hub, [name] if name in fitting else fitting, values)
     notices = fields.notices(hub.architecture)
     if hub.multimodal is not None and found is not whole_file:
-        skipped_keys = sorted(key for key in whole_file if key.endswith("_config") and key != hub.multimodal.key)
+        skipped_keys = sorted(
+            key for key in whole_file if key.endswith("_config") and key != hub.multimodal.key
+        )
         skipped = ", ".join(skipped_keys) or "vision"
         notice = (
             f"{path}: only the text model of {hub.multimodal.architecture} is read, "
@@ -127,7 +129,9 @@ def describe(folder: Path, name: str = "") -> Description:
     return Description(chosen, flavor, overrides, values, hub, notices, block, found)
 
 
-def nearest(hub: HubFormat, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+def nearest(
+    hub: HubFormat, names: list[str], values: Mapping[str, Any]
+) -> tuple[str, str, dict[str, Any]]:
     """Return the model file and flavor with the fewest differing fields, and the overrides for these fields.
 
     For fields that the folder does not set, their default is compared, so a flavor's value never replaces it.
@@ -141,7 +145,9 @@ def nearest(hub: HubFormat, names: list[str], values: Mapping[str, Any]) -> tupl
     return name, flavor, overrides
 
 
-def overrides_of(hub: HubFormat, name: str, flavor: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def overrides_of(
+    hub: HubFormat, name: str, flavor: str, values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the fields of ``values`` that differ from a flavor and affect the computation."""
     has = shape(read_model_file(name), flavor, {})
     aside = FREE | hub.unused(values)

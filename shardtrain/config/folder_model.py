@@ -128,7 +128,9 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Pro
     overrides = {**found.overrides, **model.overrides}
     taken = dataclasses.replace(model, name=found.name, flavor=found.flavor, overrides=overrides)
     file = f"{folder / 'config.json'}"
-    from_file = {f"model.overrides.{key}": file for key in found.overrides if key not in model.overrides}
+    from_file = {
+        f"model.overrides.{key}": file for key in found.overrides if key not in model.overrides
+    }
     notice = f"model {found.name}/{found.flavor}, as {file} describes it"
     if overrides:
         fields = ", ".join(f"{key}={value!r}" for key, value in overrides.items())

@@ -57,7 +57,9 @@ def frozen_config(config: Config, option: str) -> Config | Problem:
             fix="name a Hugging Face folder; shardtrain export writes one, shardtrain data download fetches one",
         )
     # Describe the folder like the model of a run that names only this folder.
-    without_student = dataclasses.replace(config, model=Model(hf_assets_path=path), task=Task(), lora=Lora())
+    without_student = dataclasses.replace(
+        config, model=Model(hf_assets_path=path), task=Task(), lora=Lora()
+    )
     folder = with_folder(without_student, {"model.hf_assets_path": option})
     if isinstance(folder, Problem):
         return dataclasses.replace(folder, option=option, value=path)
@@ -178,7 +180,9 @@ def check_vocabulary(loaded: Loaded, frozen: Loaded, option: str) -> Iterator[Pr
     where = loaded.where(option)
     rows = _num_rows(loaded)
     frozen_rows = _num_rows(frozen)
-    has_split_logits = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
+    has_split_logits = (
+        c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
+    )
     if has_split_logits and rows and frozen_rows and rows != frozen_rows:
         yield Problem(
             option,
@@ -242,7 +246,9 @@ def has_comparable_tokenizer(config: Config, path: str) -> bool:
     """True if the folder of a frozen model has a tokenizer file of the same kind as the model's own."""
     tokenizer = config.model.tokenizer_path or config.model.hf_assets_path
     names = (_TOKENIZER, *_OTHER_TOKENIZERS)
-    return any(_file(tokenizer, name) is not None and _file(path, name) is not None for name in names)
+    return any(
+        _file(tokenizer, name) is not None and _file(path, name) is not None for name in names
+    )
 
 
 def _num_rows(loaded: Loaded) -> int | None:
@@ -275,7 +281,9 @@ def _difference(student: str, teacher: str) -> str:
         if student_file is not None and teacher_file is not None:
             is_same = filecmp.cmp(student_file, teacher_file, shallow=False)
             return "" if is_same else f"{name} is another file"
-    if student == "bytes" and any(_file(teacher, name) for name in (_TOKENIZER, *_OTHER_TOKENIZERS)):
+    if student == "bytes" and any(
+        _file(teacher, name) for name in (_TOKENIZER, *_OTHER_TOKENIZERS)
+    ):
         return "ids are bytes here, and there is a tokenizer there"
     return ""
 

@@ -39,7 +39,9 @@ Options of the command:
 
 def train() -> str:
     """Return the text of ``train --help``, including the names of the presets."""
-    names = textwrap.wrap(", ".join(presets.names()), 116, initial_indent="  ", subsequent_indent="  ")
+    names = textwrap.wrap(
+        ", ".join(presets.names()), 116, initial_indent="  ", subsequent_indent="  "
+    )
     return "\n".join([f"{_TRAIN}\nPresets:", *names]) + "\n"
 
 

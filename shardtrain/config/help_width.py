@@ -63,7 +63,9 @@ def _entries(text: str) -> list[_Entry]:
         elif gap:
             found.append(_Entry(line[: gap.start()], line[gap.end() :], gap.end()))
         else:
-            found.append(_Entry(line.rstrip(), is_prose=not indent and not line.startswith("usage:")))
+            found.append(
+                _Entry(line.rstrip(), is_prose=not indent and not line.startswith("usage:"))
+            )
     return found
 
 

@@ -122,7 +122,12 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
         atomic_io.write(path, text, create_folder=True)
         write_schema_next_to(path)
     print(f"wrote {path}, and {FILE} for editors; next:")
-    print("\n".join(f"  shardtrain {verb} {shlex.quote(str(path))}" for verb in ("config check", "plan", "train")))
+    print(
+        "\n".join(
+            f"  shardtrain {verb} {shlex.quote(str(path))}"
+            for verb in ("config check", "plan", "train")
+        )
+    )
     return 0
 
 
@@ -156,7 +161,9 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
         raise ConfigError(described)
 
     overrides = {
-        key: value for key, value in loaded.config.model.overrides.items() if f"model.overrides.{key}" in given
+        key: value
+        for key, value in loaded.config.model.overrides.items()
+        if f"model.overrides.{key}" in given
     }
     model = dataclasses.replace(
         loaded.config.model,
@@ -169,7 +176,9 @@ def _with_folder_model(loaded: Loaded) -> Loaded:
     sections: dict[str, Any] = {"job": loaded.config.job, "metrics": loaded.config.metrics}
     for option in unset:
         section, key = option.split(".")
-        sections[section] = dataclasses.replace(sections[section], **{key: value_of(Config(), option)})
+        sections[section] = dataclasses.replace(
+            sections[section], **{key: value_of(Config(), option)}
+        )
     origins = {
         **loaded.origins,
         **dict.fromkeys(unset, DEFAULT),

@@ -73,7 +73,11 @@ def _table(section: str) -> dict[str, Any]:
 def _option(option: Any) -> dict[str, Any]:
     found: dict[str, Any] = {**_kind(option.kind), "description": option.help}
     default = option.default
-    if default is not None and not dataclasses.is_dataclass(default) and not isinstance(default, dict):
+    if (
+        default is not None
+        and not dataclasses.is_dataclass(default)
+        and not isinstance(default, dict)
+    ):
         found["default"] = default
     return found
 
@@ -93,6 +97,7 @@ def _kind(kind: Any) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _kind(args[1])}
     if dataclasses.is_dataclass(kind):
-        entry = {name.rpartition(".")[2]: _option(option) for name, option in options_of("", kind).items()}  # type: ignore[arg-type]
+        options = options_of("", kind)  # type: ignore[arg-type]
+        entry = {name.rpartition(".")[2]: _option(option) for name, option in options.items()}
         return {"type": "object", "additionalProperties": False, "properties": entry}
     return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[kind]}

@@ -168,7 +168,12 @@ def load_settings(
 
 def _schema(*sources: Sequence[Setting]) -> type[Config]:
     """Return ``Config``, or its extension by the file that the last setting of the option names."""
-    named = [setting for settings in sources for setting in settings if setting.option == custom_sections.OPTION]
+    named = [
+        setting
+        for settings in sources
+        for setting in settings
+        if setting.option == custom_sections.OPTION
+    ]
     if not named:
         return Config
     setting = named[-1]
@@ -322,7 +327,9 @@ def _unknown(setting: Setting, schema: type[Config]) -> Problem:
         near = nearest(name, [*filter(None, sections(schema)), *tables])
         fix = f"did you mean [{near}]?"
         if not near:
-            fix = "sections are " + ", ".join(section for section in sections(schema) if section and "." not in section)
+            fix = "sections are " + ", ".join(
+                section for section in sections(schema) if section and "." not in section
+            )
         return Problem(f"[{name}]", None, "is not a section", fix, setting.where)
     if name in sections(schema):
         return Problem(

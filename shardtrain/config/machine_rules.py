@@ -117,7 +117,10 @@ def is_for_training(problem: Problem) -> bool:
     if problem.rule.startswith("needs the package ") or problem.option in _FOLDERS_OF_A_RUN:
         return True
     if problem.option.endswith(".dataset_path") or problem.option in _FOR_TRAINING:
-        return problem.rule in ("does not exist", "matches no file") or problem.option == "model.converters"
+        return (
+            problem.rule in ("does not exist", "matches no file")
+            or problem.option == "model.converters"
+        )
     return False
 
 
@@ -185,7 +188,9 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         layers = (model_shape(loaded) or {}).get("num_layers")
         rows = known_rows(loaded, world_size)
         if known_rows(loaded) is None and rows and isinstance(layers, int):
-            yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
+            yield from check_microbatches(
+                loaded, rows, num_stages(loaded.config.parallelism, layers)
+            )
 
     # The global batch must be a multiple of the sequences per pass.
     if shard == -1:
@@ -208,7 +213,10 @@ def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
     """Reject gradient accumulation with early_step_in_backward, which updates after every pass."""
     config = loaded.config
     size = loaded.config.training.global_batch_size
-    if config.optimizer.early_step_in_backward and size > config.training.local_batch_size * data_ranks >= 1:
+    if (
+        config.optimizer.early_step_in_backward
+        and size > config.training.local_batch_size * data_ranks >= 1
+    ):
         yield problem(
             loaded,
             "training.global_batch_size",
@@ -263,7 +271,10 @@ def without_effect_on_a_cpu(config: Config) -> list[str]:
     }
     rule = "has no effect on a CPU, whose memory is the host's"
     notes = [f"{option}=true {rule}" for option, is_set in of_memory.items() if is_set]
-    if config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1:
+    if (
+        config.parallelism.enable_async_tensor_parallel
+        and config.parallelism.tensor_parallel_degree > 1
+    ):
         rule = "has no effect on a CPU: collectives do not overlap with matmuls, and the numbers are the same"
         notes.append(f"parallelism.enable_async_tensor_parallel=true {rule}")
     return notes
@@ -285,7 +296,9 @@ def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
 
 def has_cpp_compiler() -> bool:
     """True if a C++ compiler is installed, which inductor needs for CPU kernels."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))
+    return any(
+        shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++")
+    )
 
 
 def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
@@ -324,7 +337,10 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
         value = loaded.value(option)
         if value and "://" not in value and not _exists(value):
             rule, fix = _ABSENT
-            if option == "checkpoint.initial_load_path" and loaded.config.checkpoint.initial_load_in_hf:
+            if (
+                option == "checkpoint.initial_load_path"
+                and loaded.config.checkpoint.initial_load_in_hf
+            ):
                 fix = f"{fix}, {_FETCH_MODEL}"
             yield problem(loaded, option, rule, fix)
 
@@ -349,7 +365,11 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
             )
             continue
         parts = Path(folder).parts
-        left = [os.path.join(*parts[:place]) for place, name in enumerate(parts) if place and name == ".."]
+        left = [
+            os.path.join(*parts[:place])
+            for place, name in enumerate(parts)
+            if place and name == ".."
+        ]
         absent = next((path for path in left if not os.path.isdir(path)), None)
         if absent:
             yield problem(
@@ -402,7 +422,9 @@ def _entries_of_run_folder(loaded: Loaded) -> Iterator[Problem]:
     for name in filter(None, (*FILES_OF_A_RUN, loaded.config.job.save_config_file)):
         if os.path.isdir(run_folder / name):
             rule = f"contains a folder {name}, but a run writes a file with this name"
-            yield problem(loaded, "job.dump_folder", rule, "rename the folder, or use another job.dump_folder")
+            yield problem(
+                loaded, "job.dump_folder", rule, "rename the folder, or use another job.dump_folder"
+            )
 
 
 def _why_not_writable(path: Path) -> str:
@@ -452,7 +474,9 @@ def _found(path: str, on_hub: bool) -> bool:
     if _is_pattern(path) and glob.glob(os.path.expanduser(path), recursive=True):
         return True
     # A repository of the hub: NAME or OWNER/NAME.
-    is_repository = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(".")
+    is_repository = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None and not path.startswith(
+        "."
+    )
     return on_hub and is_repository
 
 

@@ -27,7 +27,9 @@ _AS_IT_IS = 'use its Hugging Face folder: set model.name = "transformers" and mo
 # Hint for torchtitan models that this package does not have.
 _ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_5", "kimi_k2"), _AS_IT_IS),
-    **dict.fromkeys(("vlm", "flux"), "images are not supported; write your own model file and task"),
+    **dict.fromkeys(
+        ("vlm", "flux"), "images are not supported; write your own model file and task"
+    ),
 }
 
 
@@ -69,7 +71,9 @@ def read_model_file(name: str) -> ModelFacts:
     cls = _definition(module, "Config", name)
     flavors = _definition(module, "FLAVORS", name)
     if cls is None:
-        raise _incomplete(name, "must define a class Config", "add a dataclass Config with the model's sizes")
+        raise _incomplete(
+            name, "must define a class Config", "add a dataclass Config with the model's sizes"
+        )
     if flavors is None:
         raise _incomplete(name, "must define FLAVORS", "add FLAVORS = {name: {field: value}}")
     return ModelFacts(path, _fields(*cls, name), _flavors(flavors[1], name))
@@ -155,7 +159,9 @@ def _definition(
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             if any(isinstance(target, ast.Name) and target.id == wanted for target in targets):
                 return module, node.value
-        elif isinstance(node, ast.ImportFrom) and follow and (node.module or "").startswith(_PACKAGE):
+        elif (
+            isinstance(node, ast.ImportFrom) and follow and (node.module or "").startswith(_PACKAGE)
+        ):
             for alias in node.names:
                 if (alias.asname or alias.name) == wanted:
                     path = MODELS_FOLDER / f"{(node.module or '')[len(_PACKAGE) :]}.py"

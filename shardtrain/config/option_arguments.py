@@ -27,7 +27,9 @@ class Arguments:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_arguments(arguments: Sequence[str], older: Mapping[str, Any], schema: type[Config] = Config) -> Arguments:
+def read_arguments(
+    arguments: Sequence[str], older: Mapping[str, Any], schema: type[Config] = Config
+) -> Arguments:
     """Parse arguments into settings of ``schema``. ``older`` maps the names of older options to their types.
 
     An argument is ``--x.y=v`` or ``--x.y v``. Booleans can also be ``--x.y`` and ``--x.no_y``.
@@ -70,7 +72,9 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any], schema: t
             # A list takes all arguments up to the next option. A boolean only takes valid values:
             # a file may follow.
             limit = _most_values(kind)
-            while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
+            while (
+                at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit
+            ):
                 if _is_bool(kind) and arguments[at].lower() not in ("true", "false", "none"):
                     break
                 values.append(arguments[at])
@@ -162,7 +166,10 @@ def _add(
                 turned_on = f"--{name}.enable, or "
             fix = f"write {turned_on}--{name}.KEY VALUE"
             if name == "data" and values:
-                fix = f"a file of yours is --training.dataset text --training.dataset_path {shown}; " + fix
+                fix = (
+                    f"a file of yours is --training.dataset text --training.dataset_path {shown}; "
+                    + fix
+                )
             wrong("is a section, not an option", fix)
         else:
             fix = suggestion(name, schema=schema)
@@ -206,7 +213,9 @@ def _option_of(name: str, kinds: Mapping[str, Any], schema: type[Config]) -> str
     option = options(schema).get(table)
     if isinstance(option, Option) and option.is_table:
         return table
-    return next((o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None)
+    return next(
+        (o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None
+    )
 
 
 def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Kind:

@@ -229,7 +229,9 @@ _OTHER_WORDS = {
         "eval_steps", "eval_interval", "eval_every", "val_check_interval", "validation.interval",
     ),
 }  # fmt: skip
-_ENVIRONMENT = "set WANDB_PROJECT, WANDB_TEAM, WANDB_RUN_NAME and WANDB_RUN_GROUP in the environment"
+_ENVIRONMENT = (
+    "set WANDB_PROJECT, WANDB_TEAM, WANDB_RUN_NAME and WANDB_RUN_GROUP in the environment"
+)
 _WAYS = {
     **{word: f"did you mean {option}?" for option, words in _OTHER_WORDS.items() for word in words},
     **dict.fromkeys(
@@ -332,7 +334,9 @@ _WAYS = {
         ("deepspeed", "ds_config"),
         "sharding is parallelism.data_parallel_shard_degree, on by default",
     ),
-    **dict.fromkeys(("fp8", "float8", "float8.enable"), "add quantize.linear.float8 to model.converters"),
+    **dict.fromkeys(
+        ("fp8", "float8", "float8.enable"), "add quantize.linear.float8 to model.converters"
+    ),
     **dict.fromkeys(
         (
             "wandb_project",
@@ -428,8 +432,12 @@ def help_text(name: str = "", schema: type[Config] = Config) -> str:
             below = options_of(f"{name}.{entry_name(option)}", option.entry)
         texts = []
         for each in (option, *below.values()):
-            texts.append(f"--{each.name}  ({kind_text(each.kind)}; default {default_text(each.default)})")
-            texts.append(textwrap.fill(each.help, 100, initial_indent="    ", subsequent_indent="    "))
+            texts.append(
+                f"--{each.name}  ({kind_text(each.kind)}; default {default_text(each.default)})"
+            )
+            texts.append(
+                textwrap.fill(each.help, 100, initial_indent="    ", subsequent_indent="    ")
+            )
         return "\n".join(texts)
     # A field of an entry, such as data.sources.web.weight, is described with its table.
     for option in options(schema).values():

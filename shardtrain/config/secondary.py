@@ -52,4 +52,7 @@ def _is_about(problem: Problem, name: str) -> bool:
     words = [name] if "." in name else []
     if "_" in key:
         words.append(key)
-    return any(re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", f"{problem.rule} {problem.fix}") for word in words)
+    return any(
+        re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", f"{problem.rule} {problem.fix}")
+        for word in words
+    )

@@ -97,7 +97,10 @@ def modules_per_stage(
     if explicit is not None:
         aliases = {"tok_embeddings": "embed", "output": "head"}
         known = {*first, *last}
-        return [[name if name in known else aliases.get(name, name) for name in part] for part in explicit]
+        return [
+            [name if name in known else aliases.get(name, name) for name in part]
+            for part in explicit
+        ]
     parts = [
         [f"{layers}.{layer_names[index]}" for index in indices]
         for indices in layers_per_stage(parallelism, len(layer_names))

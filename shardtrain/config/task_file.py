@@ -34,7 +34,9 @@ class TaskFacts:
 def task_names() -> list[str]:
     """Return the names of the package's tasks."""
     return sorted(
-        file.stem for file in TASKS_FOLDER.glob("*.py") if not file.stem.startswith("_") and file.stem not in _SHARED
+        file.stem
+        for file in TASKS_FOLDER.glob("*.py")
+        if not file.stem.startswith("_") and file.stem not in _SHARED
     )
 
 
@@ -59,7 +61,11 @@ def read_task_file(name: str) -> TaskFacts:
                 found = {"METRICS": facts.metrics, "DEGREES": facts.degrees, **found}
     metrics = found.get("METRICS", {})
     degrees = found.get("DEGREES", ())
-    if not isinstance(metrics, dict) or not set(metrics.values()) <= {"max", "min"} or not isinstance(degrees, tuple):
+    if (
+        not isinstance(metrics, dict)
+        or not set(metrics.values()) <= {"max", "min"}
+        or not isinstance(degrees, tuple)
+    ):
         raise ConfigError(
             Problem(
                 "task.name",

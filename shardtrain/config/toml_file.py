@@ -74,7 +74,8 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         return {}, ""
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
-        line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
+        # without a line it is "at end of document"
+        line = match[1] if match else len(text.rstrip().splitlines())
         problems.append(
             Problem(
                 "the file",
@@ -155,7 +156,9 @@ def _unreadable(file: Path, error: OSError) -> Problem:
         fix = f"the preset of that name comes with the package: write {file.stem}"
     elif not near and file.suffix == "" and len(file.parts) == 1:
         preset = nearest(file.name, presets.names())
-        fix = (f"did you mean {preset}? " if preset else "") + f"presets are {', '.join(presets.names())}"
+        fix = (
+            f"did you mean {preset}? " if preset else ""
+        ) + f"presets are {', '.join(presets.names())}"
     elif near:
         fix = f"did you mean {folder / near}?"
     elif names:

@@ -53,7 +53,9 @@ def resolved_toml(config: Config) -> str:
 
 def set_toml(loaded: Loaded, also: Collection[str] = ()) -> str:
     """Return the options that are set, and those in ``also``, as TOML that loads to an equal config."""
-    return _render(loaded.config, lambda name, value: "", lambda name: loaded.is_set(name) or name in also)
+    return _render(
+        loaded.config, lambda name, value: "", lambda name: loaded.is_set(name) or name in also
+    )
 
 
 def show(loaded: Loaded) -> str:
@@ -85,7 +87,9 @@ def _render(
             elif option.is_table:
                 tables += ["", f"[{name}]"]
                 for inner, item in value.items():
-                    tables.append(f"{_key(inner)} = {toml_value(item)}{comment(f'{name}.{inner}', item)}")
+                    tables.append(
+                        f"{_key(inner)} = {toml_value(item)}{comment(f'{name}.{inner}', item)}"
+                    )
             else:
                 lines.append(_line(option, key, value, comment))
         # Tables come last, because a key after a table header would belong to that table.

@@ -79,7 +79,9 @@ class NamedDataset:
 
 def _set_limits(config: Config) -> None:
     """Limit memory and time for opening the user's files, which may be untrusted."""
-    sandbox.set_limits(sandbox.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
+    sandbox.set_limits(
+        sandbox.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds)
+    )
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -173,7 +175,9 @@ def formats_of(config: Config, section: Training | Validation) -> dict[str, str]
 def _format(config: Config, named: NamedDataset) -> str:
     """Return the format of a source's rows. Prepared shards have it in their index."""
     if named.source.dataset == "tokens" and named.source.dataset_path is not None:
-        return read_index(Path(named.source.dataset_path), named.path_option, checks_files=False).format
+        return read_index(
+            Path(named.source.dataset_path), named.path_option, checks_files=False
+        ).format
     return named.source.format or config.data.format
 
 
@@ -201,7 +205,9 @@ def format_of_rows(config: Config, section: Training | Validation) -> str:
     return fitting[0]
 
 
-def open_data(config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None) -> DataPipeline:
+def open_data(
+    config: Config, section: Training | Validation, *, shuffle: bool, loop: bool | None
+) -> DataPipeline:
     """Open all sources of a section. ``loop`` None means to repeat as training.epochs and
     training.on_data_end require.
 
@@ -215,7 +221,9 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     is_mixture = len(all_named) > 1
     # BOS and EOS are only added to texts and prompts: chats get theirs from the template, and prepared
     # tokens have them already
-    if any(named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named):
+    if any(
+        named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named
+    ):
         logger.info(described(tokenizer, config.data))
 
     packings = []
@@ -228,7 +236,9 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         if is_mixture:
             # A source's shuffle depends only on the seed and its name, so adding a source to a mixture does
             # not change the order of the others.
-            seed = int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
+            seed = int.from_bytes(
+                hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little"
+            )
         seed_of_order = seed if shuffle else None
         feeds.append(_open_feed(config, section, named, tokenizer, packing, seed_of_order, passes))
         packings.append(packing)
@@ -246,7 +256,9 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         if passes is not None and feed.num_rows is not None:
             ends.append(mixture.first_position_beyond(index, passes * feed.num_rows))
     end = min((end for end in ends if end is not None), default=None)
-    return DataPipeline(feeds, mixture, packings[0], tokenizer, end, [named.name for named in all_named])
+    return DataPipeline(
+        feeds, mixture, packings[0], tokenizer, end, [named.name for named in all_named]
+    )
 
 
 def _passes(
@@ -353,7 +365,9 @@ def _read(
     # read all of it into memory, with data.mode="memory" or with a dataset in Python code.
     growth = None
     if config.data.mode == "auto" and not named.source.dataset.endswith(".py"):
-        growth = Growth(named.name, source.total_bytes, ', or set data.mode to "stream" or "memory"')
+        growth = Growth(
+            named.name, source.total_bytes, ', or set data.mode to "stream" or "memory"'
+        )
         rows = growth.rows(rows)
     documents = read_documents(source, encoder, policy, stats, rows)
     logged = _logged(documents, named.name, getattr(source, "num_rows", None))
@@ -404,14 +418,18 @@ def _indexed(
     started: float,
 ) -> IndexedFeed:
     """Return a feed of tokens whose documents are all known, and log its size."""
-    feed = IndexedFeed(line, packing, seed=seed, passes=passes, option=named.path_option, files=files)
+    feed = IndexedFeed(
+        line, packing, seed=seed, passes=passes, option=named.path_option, files=files
+    )
     text = "dataset %s: %d documents, %d tokens, %d rows; opened in %.1f s"
     seconds = time.perf_counter() - started
     logger.info(text, named.name, line.num_documents, line.num_tokens, feed.num_rows, seconds)
     for lost in lost_documents(feed.rows, line.num_documents):
         logger.warning("dataset %s: %s", named.name, lost)
     if packing.long_documents == "cut":
-        BadRows.of(config.data).judge_long(feed.rows.dropped, line.num_documents, f"dataset {named.name}")
+        BadRows.of(config.data).judge_long(
+            feed.rows.dropped, line.num_documents, f"dataset {named.name}"
+        )
     return feed
 
 
@@ -446,7 +464,11 @@ def _streams(
         return False
 
     # the number of rows of a stream is not known, so reject options that need it
-    size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
+    size = (
+        "of unknown size"
+        if source.total_bytes is None
+        else f"of {source.total_bytes / 2**20:.0f} MiB"
+    )
     fix = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
         raise ConfigError(
@@ -483,7 +505,9 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
     tokens to limits in rows."""
     names = list(config.data.sources)
     weights_of_sources = {name: source.weight for name, source in config.data.sources.items()}
-    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, weights_of_sources)]
+    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [
+        (0, weights_of_sources)
+    ]
     # a stage without limit (0) is the last; if all have a limit, the last weights apply until the end
     if stages[-1][0]:
         stages.append((0, stages[-1][1]))
@@ -492,7 +516,9 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
     rows = 0.0
     for until_tokens, weights in stages:
         per_token = [weights.get(name, 0.0) for name in names]
-        per_row = [weight / feed.mean_targets for weight, feed in zip(per_token, feeds, strict=True)]
+        per_row = [
+            weight / feed.mean_targets for weight, feed in zip(per_token, feeds, strict=True)
+        ]
         if not until_tokens:
             result.append(Stage(tuple(per_row)))
             break

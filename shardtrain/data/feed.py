@@ -149,7 +149,9 @@ class IndexedFeed:
         self.files = files
         # documents without a target had rows in earlier versions, so only data with such documents get
         # another fingerprint
-        dropped = [self.rows.dropped] if packing.long_documents == "cut" and self.rows.dropped else []
+        dropped = (
+            [self.rows.dropped] if packing.long_documents == "cut" and self.rows.dropped else []
+        )
         self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed, *dropped)
 
     def whole_files(self) -> list[WholeFile]:
@@ -165,7 +167,11 @@ class IndexedFeed:
         # after the end of the data nothing is written, so the row stays padding
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
-        sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
+        sample = (
+            k % self.num_rows
+            if self._seed is None
+            else int(sample_at(k, self.num_rows, self._seed))
+        )
         self.rows.write(sample, out, slot)
         return sample, None
 

@@ -179,12 +179,18 @@ class Contents:
         )
         self._step = step
         self._since = f"this start trained on it after step {step}"
-        self._thread = threading.Thread(target=self._run, args=(pending,), name="data-hash", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(pending,), name="data-hash", daemon=True
+        )
         self._thread.start()
 
     def record(self) -> dict[str, str]:
         """Return the SHA-256 of each file with a known hash, by name, for the facts of a checkpoint."""
-        return {name: mark for name, mark in {**self._expected, **self._known}.items() if name in self._files}
+        return {
+            name: mark
+            for name, mark in {**self._expected, **self._known}.items()
+            if name in self._files
+        }
 
     def close(self) -> None:
         """End the thread, and log the number of files that it has not hashed."""
@@ -194,7 +200,9 @@ class Contents:
         self._thread.join(timeout=5.0)
         pending = len(self._files) - len(self._known)
         if pending and self.problem is None:
-            logger.info("%d of %d data files were not hashed when the run ended", pending, len(self._files))
+            logger.info(
+                "%d of %d data files were not hashed when the run ended", pending, len(self._files)
+            )
 
     def _run(self, pending: Sequence[WholeFile]) -> None:
         self._best_effort.call(lambda: self._hash_all(pending), None)
@@ -206,7 +214,9 @@ class Contents:
             if self._ended.is_set() or self.problem is not None:
                 return
         rate = self._bytes / max(self._seconds, 1e-9) / 1e9
-        logger.info("%d data files are hashed: %.1f GB at %.1f GB/s", len(pending), self._bytes / 1e9, rate)
+        logger.info(
+            "%d data files are hashed: %.1f GB at %.1f GB/s", len(pending), self._bytes / 1e9, rate
+        )
 
     def _hash(self, file: WholeFile, share: float) -> None:
         """Hash a file, using ``share`` of a core.

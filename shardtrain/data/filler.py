@@ -31,10 +31,14 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
         return list(batches)
     marked = []
     for batch in batches:
-        documents_BT = torch.zeros_like(batch.tokens_BT) if batch.documents_BT is None else batch.documents_BT
+        documents_BT = (
+            torch.zeros_like(batch.tokens_BT) if batch.documents_BT is None else batch.documents_BT
+        )
         if batch.lengths_B is not None:
             columns_T = torch.arange(documents_BT.size(1))
-            documents_BT = documents_BT.masked_fill(columns_T >= batch.lengths_B[:, None], FILLER_DOCUMENT)
+            documents_BT = documents_BT.masked_fill(
+                columns_T >= batch.lengths_B[:, None], FILLER_DOCUMENT
+            )
         marked.append(replace(batch, documents_BT=documents_BT))
     return marked
 

@@ -59,7 +59,11 @@ class RankSlice:
         step, within = divmod(micro_batch, self.accumulation)
         # a step consists of the micro-batches of all ranks, in the order of ranks
         micro_batches_before = self.batch_rank * self.accumulation + within
-        return samples_consumed + step * self.global_batch + micro_batches_before * self.local_batch_size
+        return (
+            samples_consumed
+            + step * self.global_batch
+            + micro_batches_before * self.local_batch_size
+        )
 
 
 BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
@@ -94,7 +98,9 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         rows = PackedSequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
         cursors: dict[tuple[int, int], CursorUpdate] = {}
-        sources, numbers = pipeline.mixture.locate(np.arange(position, position + count, dtype=np.int64))
+        sources, numbers = pipeline.mixture.locate(
+            np.arange(position, position + count, dtype=np.int64)
+        )
         for slot in range(count):
             if pipeline.end is not None and position + slot >= pipeline.end:
                 break
@@ -169,7 +175,9 @@ class DataLoader:
         self.masks_documents = opened.packing.needs_documents
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
         self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
-        self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
+        self.fingerprint = digest(
+            [feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint
+        )
         self.files: Mapping[str, str] = opened.feeds[0].files
         if len(opened.feeds) > 1:
             # two sources may have files with the same name
@@ -224,7 +232,9 @@ class DataLoader:
     def samples_consumed(self) -> int:
         """Number of samples in all steps that were returned completely, over all ranks; at most the end of
         the data."""
-        position = self._start + self._batches_returned // self._share.accumulation * self.global_batch
+        position = (
+            self._start + self._batches_returned // self._share.accumulation * self.global_batch
+        )
         return position if self.end is None else min(position, self.end)
 
     @property
@@ -252,7 +262,9 @@ class DataLoader:
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
         # The array has the cursors of all feeds one after the other, as ``cursors()`` concatenates them.
         first = 0
-        for feed, reader_cursors, rows in zip(self._opened.feeds, self._reader_cursors, rows_before, strict=True):
+        for feed, reader_cursors, rows in zip(
+            self._opened.feeds, self._reader_cursors, rows_before, strict=True
+        ):
             cursors_of_feed = None if cursors is None else cursors[first : first + feed.num_readers]
             feed.seek(rows, cursors_of_feed)
             reader_cursors.begin(rows, cursors_of_feed)
@@ -288,7 +300,10 @@ class DataLoader:
         if samples_consumed is None:
             samples_consumed = self.samples_consumed
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
-        of_sources = [cursors.at(rows) for cursors, rows in zip(self._reader_cursors, rows_before, strict=True)]
+        of_sources = [
+            cursors.at(rows)
+            for cursors, rows in zip(self._reader_cursors, rows_before, strict=True)
+        ]
         return np.concatenate(of_sources)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -316,7 +331,9 @@ class DataLoader:
 
         # Hashed here, not in the worker that prefetched it: the order hash covers what the trainer was given.
         batch, moved = self._next_batch()
-        self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._batches_returned))
+        self.step_hash += self.hash_rows(
+            batch, self._share.first_position(self._start, self._batches_returned)
+        )
         for source, cursor in moved:
             self._reader_cursors[source].move(cursor)
             self._note_epoch(source, cursor.epoch)
@@ -326,7 +343,9 @@ class DataLoader:
     def _next_batch(self) -> BatchWithCursors:
         """Return the next batch from this process or its workers. Raises the error of a worker."""
         if self._batches is None:
-            self._batches = in_order(MicroBatches(self._opened, self._share, self._start), self._options)
+            self._batches = in_order(
+                MicroBatches(self._opened, self._share, self._start), self._options
+            )
         try:
             batch = next(self._batches)
         except RuntimeError as error:
@@ -341,7 +360,9 @@ class DataLoader:
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
         """Return the epoch, from 0, of each source after some of its rows."""
-        return [feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)]
+        return [
+            feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)
+        ]
 
     def _note_epoch(self, source: int, epoch: int) -> None:
         """Log that a source begins epoch 2, 4, 8, ..., unless the run has a fixed number of epochs."""
@@ -351,4 +372,6 @@ class DataLoader:
         is_next_power = (epoch + 1).bit_length() > (self._epochs[source] + 1).bit_length()
         self._epochs[source] = epoch
         if is_next_power and self._opened.feeds[source].passes is None:
-            logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
+            logger.warning(
+                "dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1
+            )

@@ -62,7 +62,9 @@ class Mixture:
         self._rows_before_stage = np.zeros((len(stages), self.num_sources), dtype=np.int64)
         for index in range(1, len(stages)):
             length = self._starts[index] - self._starts[index - 1]
-            self._rows_before_stage[index] = self._rows_before_stage[index - 1] + self._count(index - 1, length)
+            self._rows_before_stage[index] = self._rows_before_stage[index - 1] + self._count(
+                index - 1, length
+            )
 
     def locate(self, positions: _Ints) -> tuple[_Ints, _Ints]:
         """Return the source of each position, and the number of the row within its source, from 0."""
@@ -78,7 +80,9 @@ class Mixture:
             sources[in_stage] = source
             # rows of the source in earlier stages, in complete cycles of this stage, and in the current
             # cycle
-            earlier = self._rows_before_stage[stage][source] + cycles * self._per_cycle[stage][source]
+            earlier = (
+                self._rows_before_stage[stage][source] + cycles * self._per_cycle[stage][source]
+            )
             numbers[in_stage] = earlier + self._before[stage][place]
         return sources, numbers
 
@@ -106,7 +110,9 @@ class Mixture:
     def _count(self, stage: int, length: int) -> _Ints:
         """Return the rows of each source in the first ``length`` positions of a stage."""
         cycles, rest = divmod(length, CYCLE)
-        return cycles * self._per_cycle[stage] + np.bincount(self._cycles[stage][:rest], minlength=self.num_sources)
+        return cycles * self._per_cycle[stage] + np.bincount(
+            self._cycles[stage][:rest], minlength=self.num_sources
+        )
 
 
 def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:

@@ -54,7 +54,9 @@ def open_dataloader(
     if not 0 <= batch_rank < num_batch_ranks:
         raise ValueError(f"batch_rank={batch_rank} is not in 0..{num_batch_ranks - 1}")
     if accumulation < 1 or samples_consumed < 0:
-        raise ValueError(f"accumulation={accumulation} must be at least 1, samples_consumed={samples_consumed} 0")
+        raise ValueError(
+            f"accumulation={accumulation} must be at least 1, samples_consumed={samples_consumed} 0"
+        )
     for key in ("local_batch_size", "seq_len"):
         if getattr(section, key) < 1:
             raise ConfigError(

@@ -82,7 +82,9 @@ def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
     """
     if key in _proved:
         return
-    answer = _ask({**request, "kind": kind, "memory_bytes": _limits.memory_bytes, "seconds": _limits.seconds})
+    answer = _ask(
+        {**request, "kind": kind, "memory_bytes": _limits.memory_bytes, "seconds": _limits.seconds}
+    )
     if answer:
         raise Refused(answer)
     _proved.add(key)

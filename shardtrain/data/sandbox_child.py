@@ -68,7 +68,9 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
     _bound(request["memory_bytes"] // 2, request["seconds"])
     pyarrow.set_cpu_count(1)
     parquet = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False)
-    for _ in parquet.iter_batches(batch_size=request["rows"], row_groups=request["groups"], use_threads=False):
+    for _ in parquet.iter_batches(
+        batch_size=request["rows"], row_groups=request["groups"], use_threads=False
+    ):
         pass
 
 
@@ -115,7 +117,9 @@ def main() -> None:
     except BaseException as error:  # a panic of Rust is not an Exception
         refused = f"cannot be opened ({' '.join(str(error).split())[:200]})"
         if is_out_of_memory(error):
-            refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+            refused = (
+                f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+            )
     os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
     os._exit(0)  # without exit handlers of the libraries
 

@@ -38,10 +38,13 @@ def use_chosen_kernels(model: nn.Module) -> None:
         onednn_linear.use(model)
     if chosen_kernels.chosen().uses("rms_norm"):
         rms_norm.use(model)
-    layer_norm.use(model)  # always, because PyTorch's LayerNorm gradients are wrong in 16 bits on a CPU
+    # always, because PyTorch's LayerNorm gradients are wrong in 16 bits on a CPU
+    layer_norm.use(model)
 
 
-def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:
+def parallelize(
+    model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int
+) -> Runner:
     """Cut a model into stages, replace modules and shard it, all on the meta device (a collective).
 
     ``Runner.materialize`` allocates the memory. Steps of features that are off are not called.
@@ -102,7 +105,9 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
         terms = loss_terms(config)
         if not terms.is_cross_entropy:
             training_chunk_loss = compile.chunk_loss(config, terms)
-    parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts, training_chunk_loss)
+    parts = ModelParts(
+        modules, mesh, config, chunk_loss, vocabulary, has_experts, training_chunk_loss
+    )
     if is_pipelined:
         return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size)
     return PlainRunner(parts)

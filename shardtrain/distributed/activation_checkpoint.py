@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from shardtrain.config.schema import ActivationCheckpoint, Config
 from shardtrain.distributed import compile
@@ -108,7 +112,10 @@ def _is_not_policy_warning(record: logging.LogRecord) -> bool:
 
 
 def _recompute(
-    layer: nn.Module, options: ActivationCheckpoint, contexts: Callable[[], Any] | None, pin_memory: bool
+    layer: nn.Module,
+    options: ActivationCheckpoint,
+    contexts: Callable[[], Any] | None,
+    pin_memory: bool,
 ) -> None:
     """Replace a layer's forward with a checkpointed one."""
     checkpoint_options: dict[str, Any] = {
@@ -131,7 +138,9 @@ def _recompute(
         layer.forward = _with_inputs_on_cpu(layer, recomputed, pin_memory)
 
 
-def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
+def _with_inputs_on_cpu(
+    layer: nn.Module, forward: Callable[..., Any], pin_memory: bool
+) -> Callable[..., Any]:
     """Move the inputs of a recomputed layer to host memory between forward and backward.
 
     Recomputation keeps only a layer's inputs. A compiled layer also keeps weights for its backward. They
@@ -141,7 +150,9 @@ def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memor
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def hooks() -> AbstractContextManager[Any]:
-        weight_storages = {_storage_id(weight) for weight in (*layer.parameters(), *layer.buffers())}
+        weight_storages = {
+            _storage_id(weight) for weight in (*layer.parameters(), *layer.buffers())
+        }
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Any:
@@ -183,7 +194,9 @@ def _operations(names: tuple[str, ...]) -> frozenset[Any]:
     return frozenset(operations)
 
 
-def _forced_shapes(layer: nn.Module, path: str, options: ActivationCheckpoint) -> tuple[tuple[int, ...], ...]:
+def _forced_shapes(
+    layer: nn.Module, path: str, options: ActivationCheckpoint
+) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the weights whose products "op" must always recompute."""
     patterns = options.per_op_sac_force_recompute_mm_shapes_by_fqns
     shapes = set()
@@ -199,7 +212,8 @@ def _selective_contexts(
     forced_shapes: tuple[tuple[int, ...], ...],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return checkpoint contexts that keep the results of expensive operations and of every second matmul."""
-    num_matmuls: Counter[bool] = Counter()  # is_recompute -> matmuls so far, because both passes must decide alike
+    # is_recompute -> matmuls so far, because both passes must decide alike
+    num_matmuls: Counter[bool] = Counter()
 
     def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         if operation in _operations(_MATMULS):

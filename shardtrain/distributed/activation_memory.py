@@ -72,10 +72,16 @@ class LiveMemory(TorchDispatchMode):
             if local_gradient is not None:
                 storage = local_gradient.untyped_storage()
                 storages[id(storage)] = storage
-        return total - sum(storage.nbytes() for storage in storages.values() if storage in self._buffers)
+        return total - sum(
+            storage.nbytes() for storage in storages.values() if storage in self._buffers
+        )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Count the tensors that an operation creates, after subclasses such as DTensor have become plain
         tensors.
@@ -90,7 +96,9 @@ class LiveMemory(TorchDispatchMode):
         result = _run(func, args, kwargs)
         for tensor in _tensors(result):
             self._see(tensor, is_result=True)
-        self.most_activations = max(self.most_activations, self.activations + self.absent_activations)
+        self.most_activations = max(
+            self.most_activations, self.activations + self.absent_activations
+        )
         if self._buffers:
             total = self._buffer_bytes()
             # Finding the gradients takes long, so do it only if the total could be a new peak.

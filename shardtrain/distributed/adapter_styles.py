@@ -56,7 +56,9 @@ def set_aside(model: nn.Module, style_of: StyleLookup) -> RemovedFactors:
     return factors_by_path, trained  # type: ignore[return-value]
 
 
-def put_back(model: nn.Module, style_of: StyleLookup, mesh: DeviceMesh, removed: RemovedFactors) -> None:
+def put_back(
+    model: nn.Module, style_of: StyleLookup, mesh: DeviceMesh, removed: RemovedFactors
+) -> None:
     """Split the removed factors, register them again, and restore ``requires_grad`` of all parameters."""
     factors_by_path, trained = removed
     for path, factors in factors_by_path.items():

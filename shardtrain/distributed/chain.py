@@ -56,14 +56,20 @@ class ChainNames:
 
         ``module_fqns_per_model_part`` may omit the prefix ``hf.`` of a network of ``transformers``.
         """
-        parts = stages.modules_per_stage(parallelism, self.first, self.layers, self.layer_names, self.last)
+        parts = stages.modules_per_stage(
+            parallelism, self.first, self.layers, self.layer_names, self.last
+        )
         known = set(self.paths)
-        return [[f"hf.{name}" if f"hf.{name}" in known else name for name in part] for part in parts]
+        return [
+            [f"hf.{name}" if f"hf.{name}" in known else name for name in part] for part in parts
+        ]
 
 
 def names_of(model: nn.Module, layout: Layout) -> ChainNames:
     """Return the paths of the modules that form the chain of a model, according to its layout."""
-    return ChainNames(layout.first, layout.layers, tuple(getattr(model, layout.layers)), layout.last)
+    return ChainNames(
+        layout.first, layout.layers, tuple(getattr(model, layout.layers)), layout.last
+    )
 
 
 class Absent(nn.Identity):
@@ -148,7 +154,9 @@ class _ChainTrace:
             if "meta tensor" not in str(error):
                 raise
             rule = f"it reads tensor values, but is traced on meta tensors: {str(error).splitlines()[0]}"
-            raise self._refusal(rule, "read values (.item(), int(x), if x > 0) only inside the layers") from None
+            raise self._refusal(
+                rule, "read values (.item(), int(x), if x > 0) only inside the layers"
+            ) from None
         if self._num_called < len(self._names):
             name = self._names[self._num_called]
             raise self._refusal(f"{name} is never called", "call each module of LAYOUT once")
@@ -223,7 +231,9 @@ class _ChainTrace:
 
     def _check_output(self, name: str, x: Any, out: Any) -> None:
         if not isinstance(out, Tensor):
-            raise self._refusal(f"{name} returns a {type(out).__name__}, not only x", "return one tensor")
+            raise self._refusal(
+                f"{name} returns a {type(out).__name__}, not only x", "return one tensor"
+            )
         own_ids = {id(parameter) for parameter in self._modules[name].parameters()}
         own_ids.add(id(x))
         for leaf in autograd_leaves(out):
@@ -274,8 +284,12 @@ def _compare_stages(
             actual = _extra_arguments(model, layout, part, features)
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
-            rule = f"it fails with only {part[0]} to {part[-1]}: {type(error).__name__}: {first_line}"
-            raise _refusal(degree, rule, "pass only x along the chain, and name layers by their keys") from None
+            rule = (
+                f"it fails with only {part[0]} to {part[-1]}: {type(error).__name__}: {first_line}"
+            )
+            raise _refusal(
+                degree, rule, "pass only x along the chain, and name layers by their keys"
+            ) from None
         for name, arguments in actual.items():
             if not are_equal(arguments, expected[name]):
                 rule = (

@@ -51,7 +51,11 @@ def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
     measured times. A resumed run therefore decides as before, and its results stay bitwise equal.
     """
     is_open = config.compile.enable is None and mesh.device.type == "cpu"
-    if not is_open or not _is_known_to_gain(config, mesh) or not _is_long(config, mesh, flops_per_token):
+    if (
+        not is_open
+        or not _is_known_to_gain(config, mesh)
+        or not _is_long(config, mesh, flops_per_token)
+    ):
         return config
     lacks_compiler = torch.tensor(float(not has_cpp_compiler()))
     if mesh.sum_of_all(lacks_compiler):  # one rank without a compiler is enough
@@ -114,7 +118,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # All layers share one function's cache. Each kind of layer needs a graph for fixed and one for
     # dynamic lengths, with gradients and, in validation, without. Beyond the limit (default 8) layers
     # would silently run eagerly.
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(
+        RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit
+    )
     for name, layer in getattr(model, layout.layers).items():
         path = f"{layout.layers}.{name}"
         for core in _recurrences(layer, path, layout):
@@ -233,7 +239,9 @@ def left_out(config: Config) -> str | None:
     return f"compile.enable: {extent} some layers is not compiled: {reason} (set TORCH_LOGS=graph_breaks to see where)"
 
 
-def is_compiled_within(layer: nn.Module, path: str, layout: Layout, mesh: Mesh, config: Config) -> bool:
+def is_compiled_within(
+    layer: nn.Module, path: str, layout: Layout, mesh: Mesh, config: Config
+) -> bool:
     """True if a layer is compiled inside its recomputed region instead of around it.
 
     With context parallelism the attention core stays eager, and a recurrence always does. If the
@@ -251,7 +259,11 @@ def _recurrences(layer: nn.Module, path: str, layout: Layout) -> list[nn.Module]
     """Return the cores of recurrences in a layer."""
     if not layout.recurrence:
         return []
-    return [module for name, module in layer.named_modules() if matches(f"{path}.{name}", layout.recurrence)]
+    return [
+        module
+        for name, module in layer.named_modules()
+        if matches(f"{path}.{name}", layout.recurrence)
+    ]
 
 
 def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:

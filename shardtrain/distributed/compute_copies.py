@@ -59,7 +59,9 @@ def _placed_as(tensor: Tensor, local: Tensor) -> Tensor:
     """Wrap a shard as a DTensor with the spec of ``tensor``, as FSDP does; plain tensors are
     returned as they are.
     """
-    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+    return (
+        DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+    )
 
 
 class ComputeCopies:
@@ -83,17 +85,25 @@ class ComputeCopies:
         They are valid until ``drop`` is called or a parameter changes: the backward of that pass has not
         run yet, or it has none.
         """
-        if self._places and self._versions == [_local(parameter)._version for parameter in self._places]:
+        if self._places and self._versions == [
+            _local(parameter)._version for parameter in self._places
+        ]:
             return  # a second pass of a loss that needs two, or validation: one gradient of each copy, one cast
         self.drop()
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
+                if (
+                    parameter is not None
+                    and parameter.is_floating_point()
+                    and parameter.dtype != self._dtype
+                ):
                     self._places.setdefault(parameter, []).append((module, name))
 
         stored = [_local(parameter) for parameter in self._places]
         self._versions = [tensor._version for tensor in stored]
-        casts = [torch.empty_like(tensor, dtype=self._dtype, requires_grad=False) for tensor in stored]
+        casts = [
+            torch.empty_like(tensor, dtype=self._dtype, requires_grad=False) for tensor in stored
+        ]
         if casts:
             with torch.no_grad():
                 torch._foreach_copy_(casts, stored)  # on an accelerator a few kernels for all
@@ -113,7 +123,8 @@ class ComputeCopies:
         if parameter.grad is None:
             parameter.grad = _placed_as(gradient, _local(gradient).to(parameter.dtype))
         elif isinstance(gradient, DTensor) and gradient.placements != parameter.grad.placements:  # type: ignore[attr-defined]
-            parameter.grad = parameter.grad + gradient.to(parameter.dtype)  # placements differ if one is a partial sum
+            # placements differ if one is a partial sum
+            parameter.grad = parameter.grad + gradient.to(parameter.dtype)
         else:
             _local(parameter.grad).add_(_local(gradient))
         del gradient  # before the hooks, which may update the parameter

@@ -41,7 +41,9 @@ def facts_of(config: Config, world_size: int) -> dict[str, str]:
     return {
         "number of ranks": str(world_size),
         "shardtrain": __version__,
-        "torch": str(torch.__version__),  # torch's own class would parse both versions in each comparison
+        "torch": str(
+            torch.__version__
+        ),  # torch's own class would parse both versions in each comparison
         "python": platform.python_version(),
         _OPTIONS: hashlib.sha256(options).hexdigest(),
     }
@@ -68,7 +70,11 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
     else:
         _, first_options = json.loads(store.get("facts-0"))
         names = {*options, *first_options}
-        differing = {name: options.get(name) for name in names if options.get(name) != first_options.get(name)}
+        differing = {
+            name: options.get(name)
+            for name in names
+            if options.get(name) != first_options.get(name)
+        }
         store.set(f"facts-{rank}", json.dumps([facts, differing]))
     refusal = store.get("agreed").decode()
     if not refusal:
@@ -108,7 +114,9 @@ def _compare(store: Any, config: Config, facts: Mapping[str, str], world_size: i
             missing.sort()
             limit = f"comm.init_timeout_seconds={config.comm.init_timeout_seconds}"
             ranks = _short(missing, 8)
-            raise PeerError(f"rank {ranks} has not arrived within {limit}; look at its log, or raise the limit")
+            raise PeerError(
+                f"rank {ranks} has not arrived within {limit}; look at its log, or raise the limit"
+            )
         time.sleep(0 if arrived else _POLL_SECONDS)
     return "; ".join(_differences(facts, reports, _flat(config)))
 
@@ -124,7 +132,9 @@ def _differences(
         for rank, (rank_facts, _) in sorted(reports.items()):
             ranks_by_value.setdefault(rank_facts.get(name, "none"), []).append(rank)
         if len(ranks_by_value) > 1:
-            values = ", ".join(f"{value} on rank {_short(ranks, 4)}" for value, ranks in ranks_by_value.items())
+            values = ", ".join(
+                f"{value} on rank {_short(ranks, 4)}" for value, ranks in ranks_by_value.items()
+            )
             yield f"ranks differ in {name}: {values}; start all of them from one environment with one command"
     for rank, (_, differing) in sorted(reports.items()):
         if differing:

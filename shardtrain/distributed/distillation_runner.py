@@ -57,7 +57,9 @@ class DistillationRunner(PlainRunner):
             teacher_BtV = self.teacher(tokens_Bt, positions_Bt, **documents)
             free_gathered(self.teacher)
         logits_BtV = self.parts[0](tokens_Bt, positions_Bt, **documents)
-        loss, sums_2 = distillation_sum(logits_BtV, teacher_BtV, targets_Bt, self._mix, weight, self._vocabulary)
+        loss, sums_2 = distillation_sum(
+            logits_BtV, teacher_BtV, targets_Bt, self._mix, weight, self._vocabulary
+        )
         self._sums_3[:2] += sums_2
         self._sums_3[2] += (targets_Bt != IGNORE).sum()
         return loss

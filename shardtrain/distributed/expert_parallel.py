@@ -64,7 +64,9 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
         names = tuple(kept_sizes)
         ranks = torch.arange(mesh.device_mesh.size()).view(*kept_sizes.values())
         device_type = mesh.device.type
-        mesh.expert_meshes[degree] = gloo_sockets.private(lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names))
+        mesh.expert_meshes[degree] = gloo_sockets.private(
+            lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        )
     return mesh.expert_meshes[degree]
 
 
@@ -271,7 +273,9 @@ class AllToAllDispatch(nn.Module):
         count_re = count_E.view(ranks, -1)
         received_re = received_E.view(ranks, -1)
         # Message sizes must be known on the host, which waits for them once per layer and micro-batch.
-        sent, received = read(torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange")
+        sent, received = read(
+            torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange"
+        )
         rows_PD = _Exchange.apply(x_RD, received, sent, self._group)
         # Received rows are sorted by rank, then by expert. The grouped product needs them sorted by expert.
         local_E = torch.arange(received_re.size(1), device=x_RD.device).repeat(ranks)
@@ -289,7 +293,9 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.received = received
         ctx.sent = sent
         ctx.group = group
@@ -323,7 +329,8 @@ def _token_positions(mesh: Mesh, config: Config, length: int) -> Tensor:
 
 
 def _sum_over_sequence(mesh: Mesh, count_BE: Tensor) -> Tensor:
-    return mesh.sum(count_BE.clone(), over=("cp", "tp"))  # mesh.sum may return its argument, hence the copy
+    # mesh.sum may return its argument, hence the copy
+    return mesh.sum(count_BE.clone(), over=("cp", "tp"))
 
 
 def _own_part(mesh: Mesh, is_balanced: bool, column_BT: Tensor) -> Tensor:
@@ -363,7 +370,11 @@ def _hide_from_modes(module: nn.Module) -> None:
 
     def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
-            modes = [mode for mode in _get_current_dispatch_mode_stack() if not isinstance(mode, _RECOMPUTING)]
+            modes = [
+                mode
+                for mode in _get_current_dispatch_mode_stack()
+                if not isinstance(mode, _RECOMPUTING)
+            ]
             # leave all modes, then enter the other ones again
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_disable_current_modes())
@@ -396,7 +407,9 @@ def _counts(moe: Any) -> Tensor:
     """Return the block's tokens per expert on this rank, int64 (E,)."""
     count_E = moe.balance.count_E
     if count_E is None:
-        return torch.zeros(moe.routing.num_experts, dtype=torch.int64, device=moe.router.gate.weight.device)
+        return torch.zeros(
+            moe.routing.num_experts, dtype=torch.int64, device=moe.router.gate.weight.device
+        )
     return count_E.clone()  # mesh.sum may return its argument, hence the copy
 
 

@@ -37,7 +37,11 @@ LAYERS_OF_A_KIND = 2
 
 The first may include costs that layers share; the second has only its own.
 """
-_UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,8 @@ class _TracedLayer:
         self._is_first = is_first
         self._is_last = is_last
         self._absent = absent
-        layer.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP's own hook, which gathers
+        # before FSDP's own hook, which gathers
+        layer.register_forward_pre_hook(self._enter, prepend=True)
         layer.register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
@@ -165,7 +170,9 @@ def materialized(runner: Runner) -> Iterator[None]:
         yield
 
 
-def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch, hidden: int) -> Traced:
+def trace(
+    runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch, hidden: int
+) -> Traced:
     """Run forward and backward of one micro-batch on shapes, inside ``materialized``.
 
     Can be called once per runner.
@@ -188,7 +195,9 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Tok
         return _not_traced(error)
 
 
-def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch) -> Traced:
+def trace_frozen(
+    part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: TokenBatch
+) -> Traced:
     """Run the forward pass of a frozen, unpipelined model on shapes, without gradients; see ``trace``."""
     try:
         tokens_Bt, _, positions_Bt = context_parallel.cut(batch, mesh, config)
@@ -251,7 +260,11 @@ def _actions_of_step(runner: pipeline_parallel.PipelineRunner, mesh: Mesh) -> li
     """
     # The attribute depends on the class of the schedule.
     schedule: Any = runner._schedule
-    by_rank = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None) or {}
+    by_rank = (
+        getattr(schedule, "pipeline_order", None)
+        or getattr(schedule, "pipeline_order_with_comms", None)
+        or {}
+    )
     actions: list[Any] = []
     for action in by_rank.get(mesh.rank(pipeline_parallel.AXIS), []):
         if action:

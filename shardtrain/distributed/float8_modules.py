@@ -58,9 +58,13 @@ def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> Non
         options = config.quantize.grouped_mm.float8
         selected = _experts_of(model, config)
         for _, experts in selected:
-            experts.product = partial(float8.grouped_product, multiply=experts.product, emulate=options.emulate)
+            experts.product = partial(
+                float8.grouped_product, multiply=experts.product, emulate=options.emulate
+            )
         suffix = ", emulated" if options.emulate else ""
-        logger.info(f"{GROUPED}: the experts of {len(selected)} layers compute in float8, rowwise{suffix}")
+        logger.info(
+            f"{GROUPED}: the experts of {len(selected)} layers compute in float8, rowwise{suffix}"
+        )
     if config.model.print_after_conversion:
         logger.info(str(model))
 
@@ -71,7 +75,9 @@ def check(model: nn.Module, config: Config) -> None:
     if LINEAR in converters or MX in converters:
         selected = _select_linears(model, config)
         if MX in converters:
-            _check_parts(selected.converted, config.parallelism.tensor_parallel_degree, MX, MX_BLOCK)
+            _check_parts(
+                selected.converted, config.parallelism.tensor_parallel_degree, MX, MX_BLOCK
+            )
     if GROUPED in converters:
         _experts_of(model, config)
 
@@ -100,7 +106,9 @@ def _check_device(mesh: Mesh, config: Config) -> None:
         if needs_grouped and major != 9:
             is_capable = False
     if not is_capable:
-        rule = f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
+        rule = (
+            f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
+        )
         fix = "set emulate = true in its section, or remove it"
         raise ConfigError(Problem(OPTION, list(converters), rule, fix))
 
@@ -113,7 +121,9 @@ def _check_mx_of_device(config: Config) -> None:
         name = f"{name} (capability {major}.{minor})"
         is_capable = major >= 10
     if not is_capable:
-        rule = f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support"
+        rule = (
+            f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support"
+        )
         fix = (
             'set its recipe_name = "mxfp8_emulated" for the numbers of mxfp8_cublas at a low speed, '
             'or use "quantize.linear.float8"'
@@ -147,7 +157,9 @@ def _select_linears(model: nn.Module, config: Config) -> _Selection:
     # The options of the converter. Its filter may also exclude small layers.
     is_mx = MX in config.model.converters
     converter = MX if is_mx else LINEAR
-    options: Float8Linear | MXLinear = config.quantize.linear.mx if is_mx else config.quantize.linear.float8
+    options: Float8Linear | MXLinear = (
+        config.quantize.linear.mx if is_mx else config.quantize.linear.float8
+    )
     option = f"{converter}.filter_fqns"
     filters = list(options.filter_fqns)
     excludes_small = SMALL in filters and not is_mx
@@ -212,7 +224,9 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
     if selection.small:
         exclusions.append(f"{len(selection.small)} too small to gain")
     if selection.odd:
-        exclusions.append(f"{len(selection.odd)} with sizes that are not multiples of {FLOAT8_MULTIPLE}")
+        exclusions.append(
+            f"{len(selection.odd)} with sizes that are not multiples of {FLOAT8_MULTIPLE}"
+        )
     if exclusions:
         message += f"; not converted: {', '.join(exclusions)}"
     logger.info(message)
@@ -240,7 +254,9 @@ def _is_small(rows: int, columns: int, recipe: str) -> bool:
     return is_narrow or (rows <= 4096 and columns <= 2048)
 
 
-def _check_parts(converted: Sequence[tuple[str, nn.Linear]], tp: int, converter: str, multiple: int) -> None:
+def _check_parts(
+    converted: Sequence[tuple[str, nn.Linear]], tp: int, converter: str, multiple: int
+) -> None:
     """Raise ConfigError if a rank's part of a weight has a size that is not a multiple of ``multiple``.
 
     Kernels require it, and an MX block must not be split over ranks.
@@ -312,7 +328,12 @@ class GatheredInFloat8:
         return (bits.view(torch.uint8),), inverse  # gloo does not support float8
 
     def after(
-        self, gathered: tuple[Tensor, ...], inverse: Tensor, dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        gathered: tuple[Tensor, ...],
+        inverse: Tensor,
+        dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """Restore the gathered weight in the compute dtype, in new memory or, with ``out``, in the
         earlier memory.
@@ -328,7 +349,9 @@ class GatheredInFloat8:
         return None
 
 
-def gather_in_float8(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> list[GatheredInFloat8]:
+def gather_in_float8(
+    parts: Sequence[nn.Module], mesh: Mesh, config: Config
+) -> list[GatheredInFloat8]:
     """Let FSDP gather the weights of float8 layers as bytes. Must run after their memory is allocated.
 
     Return the extensions of the changed weights.

@@ -43,7 +43,9 @@ def is_needed(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> bool:
     has_cast = derived.compute_dtype(config) != config.training.dtype
     if size == 1 and not has_cast and not offloads(config, mesh.device):
         return False
-    return not derived.does_without_fsdp(config, size, expert_parallel.are_sharded_separately(parts, config))
+    return not derived.does_without_fsdp(
+        config, size, expert_parallel.are_sharded_separately(parts, config)
+    )
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -58,7 +60,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         "offload_policy": OffloadPolicy(),
     }
     if offloads(config, mesh.device):
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=accelerator.pins_memory(mesh.device))
+        options["offload_policy"] = CPUOffloadPolicy(
+            pin_memory=accelerator.pins_memory(mesh.device)
+        )
     reshard = _reshard_after_forward(config, mesh)
     layers = list(getattr(model, layout.layers).values())
 
@@ -83,7 +87,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     fully_shard(model, reshard_after_forward=reshard and not keeps_last, **options)
     if accelerator.is_accelerator(mesh.device):
         gather_ahead(model, layout)
-    sums_over_ranks = options["mesh"].size() > 1 or expert_parallel.are_sharded_separately([model], config)
+    sums_over_ranks = options["mesh"].size() > 1 or expert_parallel.are_sharded_separately(
+        [model], config
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed, not averaged: the loss was divided once, by the global number of
@@ -94,7 +100,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             if sums_over_ranks:
                 module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
-        from shardtrain.distributed.cpu import shared_memory  # a run on an accelerator does not import it
+        # a run on an accelerator does not import it
+        from shardtrain.distributed.cpu import (
+            shared_memory,
+        )
 
         shared_memory.use(model)
 
@@ -196,7 +205,9 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
         is_across_layers = len(layers) > 1
         is_with_ends = bool(layers) and len(in_layers) < len(names)
         if is_across_layers or is_with_ends:
-            rule = f"one parameter as {names[0]} and {names[-1]}, and each layer is sharded separately"
+            rule = (
+                f"one parameter as {names[0]} and {names[-1]}, and each layer is sharded separately"
+            )
             raise _refusal(rule, "give each layer its own parameters")
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     ends = nn.ModuleList(getattr(model, name) for name in (*layout.first, *layout.last))
@@ -215,7 +226,9 @@ def _with_dtype(parameter: nn.Parameter, paths: Mapping[int, str]) -> str:
 
 
 def _refusal(rule: str, fix: str) -> ConfigError:
-    return ConfigError(Problem("model.name", None, f"has {rule}", f"{fix}, or train on one process"))
+    return ConfigError(
+        Problem("model.name", None, f"has {rule}", f"{fix}, or train on one process")
+    )
 
 
 def precision_policy(config: Config) -> MixedPrecisionPolicy:

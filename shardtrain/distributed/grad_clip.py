@@ -147,7 +147,9 @@ class Agreement:
         if decision is not None:
             # in the same copy to the host, because a second copy would be a second synchronization
             numbers = torch.cat([numbers, decision.applies.double().unsqueeze(0)])
-        total_loss, not_finite, norms, squares, *applied_flag = Reading(numbers, "loss and gradient norm").get()
+        total_loss, not_finite, norms, squares, *applied_flag = Reading(
+            numbers, "loss and gradient norm"
+        ).get()
         applied = applied_flag == [1.0]
         num_ranks = self._num_ranks
         if not_finite:

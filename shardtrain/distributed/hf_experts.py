@@ -51,7 +51,9 @@ def check(model: Any, config: Config) -> None:
             rule = f"does not divide the {count} experts of {path}"
         elif any(is_adapter(parameter) for parameter in parameters):
             rule = f"is not supported with adapters on the experts of {path}"
-        elif any("." in parameter or stack.shape[0] != count for parameter, stack in parameters.items()):
+        elif any(
+            "." in parameter or stack.shape[0] != count for parameter, stack in parameters.items()
+        ):
             rule = f"requires weights with one row per expert, and {path} has others"
         if rule:
             raise ConfigError(Problem(DEGREE, degree, rule, USE_FSDP))
@@ -66,7 +68,9 @@ def _separate_experts(model: nn.Module) -> str:
     return ""
 
 
-def use_dispatch(experts: nn.Module, compute: Compute, dispatch: Dispatch, group: dist.ProcessGroup | None) -> None:
+def use_dispatch(
+    experts: nn.Module, compute: Compute, dispatch: Dispatch, group: dist.ProcessGroup | None
+) -> None:
     """Replace the forward of experts, in place. ``group`` has the ranks with the same tokens, if there are several."""
     rows = partial(compute, experts)
     num_experts = next(experts.parameters()).shape[0]

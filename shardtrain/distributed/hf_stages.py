@@ -83,7 +83,9 @@ class _Reading(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["original"] = original  # not as a submodule, because its parameters are not in this stage
+        self.__dict__["original"] = (
+            original  # not as a submodule, because its parameters are not in this stage
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -124,10 +126,14 @@ class _OtherEnd(_Reading, chain.Absent):
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Compute the shape on the meta device. The result is not part of the stage's output."""
-        tensors = [value for value in tree_leaves([arguments, keywords]) if isinstance(value, Tensor)]
+        tensors = [
+            value for value in tree_leaves([arguments, keywords]) if isinstance(value, Tensor)
+        ]
         device = tensors[0].device if tensors else torch.device("cpu")
         floats = [value.dtype for value in tensors if value.is_floating_point()]
-        arguments, keywords = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (arguments, keywords))
+        arguments, keywords = tree_map_only(
+            Tensor, lambda tensor: tensor.to("meta"), (arguments, keywords)
+        )
         with torch.no_grad():
             out = self.__dict__["original"](*arguments, **keywords)
 
@@ -150,15 +156,21 @@ def cut(model: Any, hf_chain: HFChain, keep: set[str]) -> nn.Module:
     for path in (*names.first, *names.last):
         if path not in keep:
             model.set_submodule(path, _OtherEnd(_meta_copy(model.get_submodule(path))))
-    own = [index for index, name in enumerate(names.layer_names) if f"{names.layers}.{name}" in keep]
+    own = [
+        index for index, name in enumerate(names.layer_names) if f"{names.layers}.{name}" in keep
+    ]
     for index, name in enumerate(names.layer_names):
         if index not in own:
             path = f"{names.layers}.{name}"
-            model.set_submodule(path, _OtherLayer(_meta_copy(model.get_submodule(path)), hf_chain.outputs))
+            model.set_submodule(
+                path, _OtherLayer(_meta_copy(model.get_submodule(path)), hf_chain.outputs)
+            )
     model.blocks = {path: layer for path, layer in model.blocks.items() if path in keep}
     model.stage_paths = [path for path in names.paths if path in keep]
     _keep_own_constants(model)
-    _connect(model, [model.get_submodule(f"{names.layers}.{name}") for name in names.layer_names], own)
+    _connect(
+        model, [model.get_submodule(f"{names.layers}.{name}") for name in names.layer_names], own
+    )
     return model  # type: ignore[no-any-return]
 
 
@@ -167,7 +179,9 @@ def _meta_copy(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module).to("meta")
     for owner in copied.modules():
         for key, value in vars(owner).items():
-            if isinstance(value, Tensor):  # a buffer that ``models.transformers`` has made an attribute
+            if isinstance(
+                value, Tensor
+            ):  # a buffer that ``models.transformers`` has made an attribute
                 owner.__dict__[key] = value.to("meta")
     return copied
 
@@ -175,7 +189,11 @@ def _meta_copy(module: nn.Module) -> nn.Module:
 def _keep_own_constants(model: Any) -> None:
     """Forget the constants of modules that have been replaced."""
     modules = set(model.modules())
-    model._constants = [(owner, name) for owner, name in model._constants if owner in modules and name in vars(owner)]
+    model._constants = [
+        (owner, name)
+        for owner, name in model._constants
+        if owner in modules and name in vars(owner)
+    ]
 
 
 def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> None:
@@ -186,7 +204,9 @@ def _connect(model: Any, layers: Sequence[nn.Module], own: Sequence[int]) -> Non
     model.forward = partial(_run_stage, model.forward, before)
 
 
-def _run_stage(forward: Callable[..., Tensor], before: Any, x: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+def _run_stage(
+    forward: Callable[..., Tensor], before: Any, x: Tensor, *arguments: Any, **keywords: Any
+) -> Tensor:
     """Return the output of a stage: activations, or the logits."""
     if before is not None:
         before.received = x
@@ -201,7 +221,9 @@ def _run_stage(forward: Callable[..., Tensor], before: Any, x: Tensor, *argument
 
 
 def _refusal(model: Any, rule: str) -> ConfigError:
-    return ConfigError(Problem(DEGREE, None, f"cannot cut {model.config_name} into stages: {rule}", USE_FSDP))
+    return ConfigError(
+        Problem(DEGREE, None, f"cannot cut {model.config_name} into stages: {rule}", USE_FSDP)
+    )
 
 
 class _Trace:
@@ -239,7 +261,9 @@ class _Trace:
             raise
         except Exception as error:  # a network may raise any exception
             first_line = (str(error).splitlines() or [""])[0]
-            raise self._refusal(f"its forward fails in a trial ({type(error).__name__}: {first_line})") from None
+            raise self._refusal(
+                f"its forward fails in a trial ({type(error).__name__}: {first_line})"
+            ) from None
         if self._num_layers_called < len(self._layers):
             raise self._refusal(f"it does not call {self._layer_path(self._num_layers_called)}")
         first, last = self._ends(outside)
@@ -341,10 +365,14 @@ class _Trace:
         if not isinstance(hidden, Tensor) or hidden.ndim != 3:
             raise self._refusal(f"the first argument of {path} is not one tensor of activations")
         if self._x is not None and hidden is not self._x:
-            raise self._refusal(f"the input of {path} is not the output of the previous layer unchanged")
+            raise self._refusal(
+                f"the input of {path} is not the output of the previous layer unchanged"
+            )
         tensors = [value for value in tree_leaves(others) if isinstance(value, Tensor)]
         if any(tensor.requires_grad for tensor in tensors):
-            raise self._refusal(f"{path} receives outputs of other modules in addition to {HIDDEN_STATES}")
+            raise self._refusal(
+                f"{path} receives outputs of other modules in addition to {HIDDEN_STATES}"
+            )
         self._features = hidden.size(-1)
         x = torch.empty_like(hidden, device="meta").requires_grad_()
         moved: dict[int, Tensor] = {id(hidden): x}
@@ -355,7 +383,9 @@ class _Trace:
         meta_arguments, meta_keywords = tree_map_only(Tensor, move, (arguments, keywords))
         with torch.device("meta"):
             out = self._layers[index](*meta_arguments, **meta_keywords)
-        if len(tree_leaves([meta_arguments, meta_keywords])) != len(tree_leaves([arguments, keywords])):
+        if len(tree_leaves([meta_arguments, meta_keywords])) != len(
+            tree_leaves([arguments, keywords])
+        ):
             raise self._refusal(f"{path} writes into a container that other layers receive")
         self._check_output(index, x, out)
         # a leaf, so that the graph of the next output ends at this tensor
@@ -395,7 +425,9 @@ class _TracedEnd(_OtherEnd):
         self._report()
         out = super().forward(*arguments, **keywords)
         # copies, because autograd rejects in-place operations on leaves
-        return tree_map_only(Tensor, lambda tensor: tensor.requires_grad_(tensor.is_floating_point()).clone(), out)
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.requires_grad_(tensor.is_floating_point()).clone(), out
+        )
 
 
 class _TracedLayer(_Reading):
@@ -425,7 +457,9 @@ def _split_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tu
 
 def _is_experts(module: nn.Module) -> bool:
     """True for stacked experts, whose amount of work depends on numbers that meta tensors do not have."""
-    stacked = [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+    stacked = [
+        name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3
+    ]
     return len(stacked) > 1
 
 
@@ -450,7 +484,9 @@ def check(model: Any, hf_chain: HFChain, parts: Sequence[Sequence[str]]) -> None
         own = set(part) & set(layer_paths)
         for path, arguments in _recorded(model, hf_chain, own).items():
             if not chain.are_equal(arguments, expected[path]):
-                raise _refusal(model, f"{path} receives other arguments in its stage than in the full model")
+                raise _refusal(
+                    model, f"{path} receives other arguments in its stage than in the full model"
+                )
 
 
 class _Recorder(_OtherLayer):
@@ -474,7 +510,9 @@ def _recorded(model: Any, hf_chain: HFChain, own_paths: set[str]) -> dict[str, l
     """
     names = hf_chain.names
     skeleton = _skeleton(model, names, hf_chain.outputs, own_paths)
-    layers: list[Any] = [skeleton.get_submodule(f"{names.layers}.{name}") for name in names.layer_names]
+    layers: list[Any] = [
+        skeleton.get_submodule(f"{names.layers}.{name}") for name in names.layer_names
+    ]
     own = [index for index, layer in enumerate(layers) if isinstance(layer, _Recorder)]
     _connect(skeleton, layers, own)
     columns = torch.arange(_TOKENS).unsqueeze(0)

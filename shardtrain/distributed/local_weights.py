@@ -71,7 +71,9 @@ def read_local(gradients: tuple[Placement, ...]) -> Reader:
     return partial(DTensor.to_local, grad_placements=gradients)
 
 
-def local_weight(weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def local_weight(
+    weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Return a weight's local tensor.
 
     Its gradient has the placement of the weight. Not supported by compilers.
@@ -86,7 +88,9 @@ class _LocalWeight(torch.autograd.Function):
     """A faster ``to_local``. PyTorch's version takes 100 microseconds per weight in forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
+    def forward(
+        ctx: Any, weight: DTensor, sum_over_ranks: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
         ctx.sum_over_ranks = sum_over_ranks
         ctx.spec = weight._spec
         local = weight._local_tensor

@@ -14,7 +14,11 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.ops.cross_entropy import ChunkFunction
-from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, linear_cross_entropy_sum, saved_bytes
+from shardtrain.ops.linear_cross_entropy import (
+    WORTH_IT_BYTES,
+    linear_cross_entropy_sum,
+    saved_bytes,
+)
 from shardtrain.ops.linear_layers import computes_linear
 
 
@@ -33,7 +37,10 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
     if not isinstance(head, nn.Linear) or not computes_linear(head) or head.bias is not None:
         return False
     element_bytes = getattr(torch, derived.compute_dtype(config)).itemsize
-    return saved_bytes(num_tokens, head.in_features, head.out_features, element_bytes) >= WORTH_IT_BYTES
+    return (
+        saved_bytes(num_tokens, head.in_features, head.out_features, element_bytes)
+        >= WORTH_IT_BYTES
+    )
 
 
 @contextmanager

@@ -66,7 +66,11 @@ class Mesh:
         """
         has_replicas = self.sizes["dp_replicate"] > 1
         if self.sizes["cp"] == 1:
-            return self.submesh("dp_replicate", "dp_shard") if has_replicas else self.submesh("dp_shard")
+            return (
+                self.submesh("dp_replicate", "dp_shard")
+                if has_replicas
+                else self.submesh("dp_shard")
+            )
         # Context-parallel ranks hold the same weights, so FSDP shards over them as well.
         shard_and_cp = self.submesh("dp_shard", "cp")
         flattened = gloo_sockets.private(lambda: shard_and_cp._flatten("dp_shard_cp"))
@@ -129,5 +133,7 @@ def build(config: Config, world: World) -> Mesh:
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
     shape = tuple(sizes[name] for name in names)
     device_type = world.device.type
-    device_mesh = gloo_sockets.private(lambda: init_device_mesh(device_type, shape, mesh_dim_names=names))
+    device_mesh = gloo_sockets.private(
+        lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
+    )
     return Mesh(device_mesh, sizes, world.device)

@@ -49,7 +49,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             raise ConfigError(Problem(option, mesh.size("tp"), f"{rule} split over ranks", fix))
         if name.startswith(f"{layout.layers}."):
             fix = "give each layer its own parameters"
-            raise ConfigError(Problem("model.name", config.model.name, f"{rule} a shard of its layer's", fix))
+            raise ConfigError(
+                Problem("model.name", config.model.name, f"{rule} a shard of its layer's", fix)
+            )
     model.ends_are_read = bool(readers)  # type: ignore[assignment]
 
 
@@ -84,7 +86,9 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
                 readers.setdefault(paths[id(leaf)], reader)
 
     class ReadWatch(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = function(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
                 note_reads([args, kwargs])

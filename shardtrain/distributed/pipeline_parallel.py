@@ -139,7 +139,9 @@ class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # The middle of a V is two stages of one rank, and gloo does not connect a rank to itself (torch
         # 2.11).
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return [
+            op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
+        ]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         if not self.has_backward:
@@ -160,7 +162,9 @@ def _no_op() -> None:
 class PipelineRunner(Runner):
     """Runner of the stages of this rank, with one of PyTorch's schedules."""
 
-    def __init__(self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int) -> None:
+    def __init__(
+        self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int
+    ) -> None:
         super().__init__(parts)
         config = parts.config
         mesh = parts.mesh
@@ -195,7 +199,9 @@ class PipelineRunner(Runner):
                 mesh.device,
                 # Without shapes, the stages would send pickled shapes to each other in the first step.
                 input_args=_input(index, hidden, self.sequence_ranks, mesh, config),
-                output_args=_output(index == self._last, hidden, vocab_size, self.sequence_ranks, mesh, config),
+                output_args=_output(
+                    index == self._last, hidden, vocab_size, self.sequence_ranks, mesh, config
+                ),
                 group=mesh.group(AXIS),
                 dw_builder=(lambda: _no_op) if recomputes else None,
             )
@@ -227,7 +233,9 @@ class PipelineRunner(Runner):
         return {name: copies[0] for name, copies in self._ties.parameters(self.parts).items()}
 
     def counted_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)}
+        return {
+            name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)
+        }
 
     def forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
         """Run all batches as micro-batches of one pass through the schedule."""
@@ -255,7 +263,9 @@ class PipelineRunner(Runner):
 
     def _run(self, method: Any, batches: Sequence[TokenBatch]) -> Tensor:
         pieces = [self._cut(batch) for batch in batches]
-        tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
+        tokens_Bt, targets_Bt, positions_Bt = (
+            torch.cat(column) for column in zip(*pieces, strict=True)
+        )
         losses: list[Tensor] = []
         keywords: dict[str, Any] = {
             self._positions_name: positions_Bt,
@@ -264,7 +274,9 @@ class PipelineRunner(Runner):
         if self.has_loss:
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:
-            keywords["return_outputs"] = False  # otherwise all logits of a step would stay in memory
+            keywords["return_outputs"] = (
+                False  # otherwise all logits of a step would stay in memory
+            )
         # Only the first stage receives tokens. The others receive activations from the previous stage.
         arguments = (tokens_Bt,) if 0 in self._indices else ()
         method(*arguments, **keywords)
@@ -275,7 +287,9 @@ class PipelineRunner(Runner):
     def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
         if self.token_metrics:
             self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
-        return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, self._vocabulary, *self._loss_function())
+        return cross_entropy_sum(
+            logits_BtV, targets_Bt, self._weight, self._vocabulary, *self._loss_function()
+        )
 
     def _build_schedule(self) -> Any:
         p = self._config.parallelism
@@ -327,7 +341,13 @@ class AllStages(nn.Module):
         return x
 
     def _run(
-        self, index: int, rank: int, x: Tensor, shape: tuple[int, ...], positions: Tensor, documents: Any
+        self,
+        index: int,
+        rank: int,
+        x: Tensor,
+        shape: tuple[int, ...],
+        positions: Tensor,
+        documents: Any,
     ) -> Tensor:
         if index in self._runner.indices:
             part = self.parts[self._runner.indices.index(index)]
@@ -348,7 +368,9 @@ def _input(index: int, hidden: int, sequence_ranks: int, mesh: Mesh, config: Con
     return _activation(rows, tokens // sequence_ranks, hidden, config)
 
 
-def _output(is_last: bool, hidden: int, vocab_size: int, sequence_ranks: int, mesh: Mesh, config: Config) -> Tensor:
+def _output(
+    is_last: bool, hidden: int, vocab_size: int, sequence_ranks: int, mesh: Mesh, config: Config
+) -> Tensor:
     """Return a stage's output without memory: activations, or this rank's columns of the logits."""
     rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = _local_tokens(mesh, config)

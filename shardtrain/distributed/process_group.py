@@ -76,7 +76,9 @@ def pick_device_type(wanted: str) -> str:
 
 
 @contextmanager
-def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] | None = None) -> Iterator[World]:
+def join(
+    comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] | None = None
+) -> Iterator[World]:
     """Join the process group that the launcher's environment describes, and leave it at the end of the
     block.
 
@@ -97,7 +99,8 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    has_store = STORE in os.environ  # otherwise the rendezvous sets the variable, for only this group
+    # otherwise the rendezvous sets the variable, for only this group
+    has_store = STORE in os.environ
     backend = accelerator.collectives(device_type)
     # gloo reads this variable when the group is created
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
@@ -109,7 +112,9 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
             # The prefix of PyTorch's own rendezvous, so that keys of other users of the store cannot collide.
             group_store = dist.PrefixStore("default_pg", store)
             gloo_sockets.private(
-                lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+                lambda: dist.init_process_group(
+                    backend, store=group_store, rank=rank, world_size=size, timeout=timeout
+                )
             )
     except ForgedError as error:
         raise PeerError(str(error)) from error

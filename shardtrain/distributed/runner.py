@@ -156,12 +156,18 @@ class Runner(ABC):
             init_weights.draw_(parameter, name, draws[name], seed)
         self._before_pass = float8_modules.before_pass(self.parts, self._mesh, self._config)
         if self._config.parallelism.shard_optimizer_states:
-            trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+            trained = {
+                name: parameter
+                for name, parameter in self.parameters().items()
+                if parameter.requires_grad
+            }
             self._split_states = SplitStates(trained, self._mesh, derived.state_block(self._config))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters by their names in the full model."""
-        return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+        return {
+            name: parameter for part in self.parts for name, parameter in part.named_parameters()
+        }
 
     def counted_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank adds to sums over stages.
@@ -296,7 +302,9 @@ class PlainRunner(Runner):
         # compute head and loss in one function if that avoids large logits
         num_tokens = targets_Bt.numel()
         if num_tokens not in self._loss_at_head:
-            self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
+            self._loss_at_head[num_tokens] = loss_at_head.saves(
+                model, num_tokens, self._mesh, self._config
+            )
         if self._loss_at_head[num_tokens]:
             chunk, _ = self._loss_function()
             if self.token_metrics:

@@ -42,7 +42,9 @@ def _values(path: str, measure: Measure, logits_nV: Tensor, targets_n: Tensor) -
     shape = tuple(values_n.shape) if isinstance(values_n, Tensor) else type(values_n).__name__
     if shape != (len(targets_n),):
         rule = f"returns {shape} for {len(targets_n)} tokens"
-        raise ConfigError(Problem(OPTION, path, rule, "return a tensor (n,) with one value for each token"))
+        raise ConfigError(
+            Problem(OPTION, path, rule, "return a tensor (n,) with one value for each token")
+        )
     return values_n
 
 
@@ -61,7 +63,9 @@ class TokenMetrics:
 
     def start(self) -> None:
         """Reset the sums, before a step."""
-        self._sums = torch.zeros(len(self._measures) + 1, dtype=torch.float64, device=self._mesh.device)
+        self._sums = torch.zeros(
+            len(self._measures) + 1, dtype=torch.float64, device=self._mesh.device
+        )
 
     def add(self, logits_BTV: Tensor, targets_BT: Tensor, vocabulary: Vocabulary | None) -> None:
         """Measure logits. With a split vocabulary this is a collective, which gathers all columns."""

@@ -23,7 +23,9 @@ class UpdateInBackward:
     They record the norm.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], mesh: Mesh
+    ) -> None:
         self._optimizer = optimizer
         self._mesh = mesh
         self._squares = SquaredNorm(mesh)

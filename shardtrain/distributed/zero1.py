@@ -36,7 +36,10 @@ class SplitStates:
         self._replicas = mesh.size(AXIS)
         self._replica = mesh.rank(AXIS)
         self._parameters = parameters
-        self._dims = {name: _free_dim(parameter, self._replicas, block) for name, parameter in parameters.items()}
+        self._dims = {
+            name: _free_dim(parameter, self._replicas, block)
+            for name, parameter in parameters.items()
+        }
         self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}
 
     def before_update(self) -> None:
@@ -97,7 +100,9 @@ class SplitStates:
         placements[axis] = Shard(dim)
         # A contiguous copy, because the fused AdamW kernel silently fails on a non-contiguous slice
         # (torch 2.13).
-        part = self._part(name, parameter.to_local().detach()).clone(memory_format=torch.contiguous_format)
+        part = self._part(name, parameter.to_local().detach()).clone(
+            memory_format=torch.contiguous_format
+        )
         piece = DTensor.from_local(
             part,
             parameter.device_mesh,
@@ -120,7 +125,9 @@ def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     # FSDP has already split some dimensions.
-    split_dims = {sharded_dim(p) for axis, p in enumerate(parameter.placements) if mesh.size(axis) > 1}
+    split_dims = {
+        sharded_dim(p) for axis, p in enumerate(parameter.placements) if mesh.size(axis) > 1
+    }
     columns = parameter.ndim - 1
     for dim in range(parameter.ndim):
         if dim in split_dims or parameter.shape[dim] < replicas:

@@ -51,7 +51,11 @@ def find(name: str) -> str | None:
     if known or re.search(r"\bMIG\b", name):
         return known
     return next(
-        (known for known in rows if re.search(rows[known].get("driver", "(?!)"), name, re.IGNORECASE)),
+        (
+            known
+            for known in rows
+            if re.search(rows[known].get("driver", "(?!)"), name, re.IGNORECASE)
+        ),
         None,
     )
 

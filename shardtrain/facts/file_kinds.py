@@ -23,7 +23,9 @@ COMPRESSIONS: dict[str, tuple[bytes, ...]] = {
 FOREIGN_CONFIGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 """Endings of the configuration files of other systems that ``train`` reads."""
 
-_DATASETS = {ending: dataset for dataset, endings in ENDINGS.items() for ending in endings} | {".md": "text"}
+_DATASETS = {ending: dataset for dataset, endings in ENDINGS.items() for ending in endings} | {
+    ".md": "text"
+}
 
 
 def dataset_of(file_name: str) -> str | None:

@@ -92,7 +92,9 @@ def _conversions(model_type: str) -> list[_Rule]:
         if not steps:
             is_supported = len(saved) == 1 and "*" not in saved[0]
         else:
-            is_supported = steps in _STACKING and all(pattern.count(".*.") == 1 for pattern in saved)
+            is_supported = steps in _STACKING and all(
+                pattern.count(".*.") == 1 for pattern in saved
+            )
         if not is_supported:
             return []
         names = tuple(pattern.replace(".*.", ".#.") for pattern in saved)
@@ -243,7 +245,9 @@ def check_same(config: Any, folder: Path) -> None:
         if our_value == their_value:
             continue
         if CHANGEABLE.fullmatch(key):
-            logger.warning(f"{key}={our_value!r} of {config.path} is used; {folder} has {their_value!r}")
+            logger.warning(
+                f"{key}={our_value!r} of {config.path} is used; {folder} has {their_value!r}"
+            )
         else:
             differences.append(f"{key}={their_value!r} instead of {our_value!r}")
     if differences:

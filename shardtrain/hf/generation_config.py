@@ -55,7 +55,9 @@ def read_settings(source: FolderSource) -> dict[str, Any]:
 def _not_an_object(source: FolderSource, found: Any) -> CheckpointError:
     """Return the error about a generation_config.json that contains, or fails with, ``found``."""
     reason = str(found)[:100]
-    return CheckpointError(f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again")
+    return CheckpointError(
+        f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again"
+    )
 
 
 def end_ids(settings: Mapping[str, Any]) -> list[int]:
@@ -66,7 +68,9 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
     """
     ids = _as_list(settings.get(EOS))
     if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{EOS}={ids!r} in {GENERATION} must be a token ID or a list of token IDs")
+        raise CheckpointError(
+            f"{EOS}={ids!r} in {GENERATION} must be a token ID or a list of token IDs"
+        )
     return ids
 
 
@@ -111,7 +115,9 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
     return {key: [token for token in ids if token is not None] for key, ids in tokens.items()}
 
 
-def with_tokens(source: FolderSource, tokens: Mapping[str, list[int]]) -> tuple[FolderSource, list[str]]:
+def with_tokens(
+    source: FolderSource, tokens: Mapping[str, list[int]]
+) -> tuple[FolderSource, list[str]]:
     """Add the special tokens of a run to a folder. Return the changed folder and a list of the changes.
 
     ``config.json`` gets the first end token, like from transformers' Trainer, and ``generation_config.json``

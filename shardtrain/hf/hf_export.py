@@ -177,7 +177,9 @@ class Writer:
         """
         for file in self.stored.files[part::parts]:
             if damage := files.find_damage(self.wanted.checkpoint, file):
-                raise CheckpointError(f"checkpoint {self.wanted.checkpoint}: {damage}; use another one")
+                raise CheckpointError(
+                    f"checkpoint {self.wanted.checkpoint}: {damage}; use another one"
+                )
 
     def write_weights(
         self,
@@ -225,7 +227,9 @@ class Writer:
                 for name in names:
                     total_size += self._bytes(name)
                     weight_map[name] = file
-            _write_json(folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+            _write_json(
+                folder / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            )
         _write_json(folder / CONFIG, self._described.config)
         for name, origin in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -256,7 +260,9 @@ class Writer:
         # Otherwise combine the rows of each piece that overlap with the box. If our tensor has an additional
         # dimension, it is the first, and its index is the expert.
         rows = box[0]
-        block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(first_ours))
+        block = torch.empty(
+            [part.stop - part.start for part in box], dtype=self.dtype_of(first_ours)
+        )
         for ours, piece in parts:
             piece_rows = piece.theirs[0]
             begin = max(rows.start, piece_rows.start)

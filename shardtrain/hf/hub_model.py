@@ -108,11 +108,15 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
     """
     why = str(reason).split(TRANSFORMERS_HINT)[0]
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"{why}; install shardtrain[hf], because transformers may support it") from None
+        raise ConfigError(
+            f"{why}; install shardtrain[hf], because transformers may support it"
+        ) from None
     architecture.read(str(folder))
     config = models.find(folder_model.NAME).Config(path=str(folder))
     notice = f"{why}; using {config.class_name} of transformers"
-    return HubModel(folder_model.NAME, "folder", {"path": str(folder)}, config, None, notices=(notice,))
+    return HubModel(
+        folder_model.NAME, "folder", {"path": str(folder)}, config, None, notices=(notice,)
+    )
 
 
 def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
@@ -124,7 +128,9 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
     """
     hub: HubFormat | None = getattr(module, "HUB", None)
     if hub is None:
-        raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add a HUB")
+        raise ConfigError(
+            f"{where}: the model file has no HUB, so it has no Hugging Face format; add a HUB"
+        )
     if not num_labels:
         return hub
     architecture = hub.architecture.replace("ForCausalLM", "ForSequenceClassification")
@@ -133,7 +139,9 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
         rule = f"transformers has no class like {hub.architecture} with a classification head"
         raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; keep the checkpoint")
     head = f"{module.LAYOUT.last[-1]}.weight"
-    return dataclasses.replace(hub, architecture=architecture, names={**hub.names, head: "score.weight"})
+    return dataclasses.replace(
+        hub, architecture=architecture, names={**hub.names, head: "score.weight"}
+    )
 
 
 def translation_of(module: ModuleType, config: Any, where: str, num_labels: int = 0) -> Translation:
@@ -184,7 +192,11 @@ def check_noted(model: ModelOptions, path: Place) -> None:
     """
     stored = manifest.read(path)
     described = stored.facts.get("model")
-    if not isinstance(described, dict) or described.get("name") != model.name or model.name.endswith(".py"):
+    if (
+        not isinstance(described, dict)
+        or described.get("name") != model.name
+        or model.name.endswith(".py")
+    ):
         return
     noted = source.noted_model(Path(str(path)), stored)
     assert noted is not None, "the manifest describes the model"
@@ -221,7 +233,9 @@ def check_fields(
     for name in _differing(hub, config, stored_fields):
         value = getattr(config, name)
         if name in chosen and CHANGEABLE.fullmatch(name):
-            logger.warning(f"model.overrides.{name}={value!r} is used; {where} has {stored_fields[name]!r}")
+            logger.warning(
+                f"model.overrides.{name}={value!r} is used; {where} has {stored_fields[name]!r}"
+            )
         else:
             differences.append(f"{name}={value!r} instead of {stored_fields[name]!r}")
     if differences:
@@ -233,7 +247,9 @@ def check_fields(
         raise ConfigError(Problem("model", None, rule, fix))
 
 
-def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource | None) -> list[str]:
+def changed_fields(
+    hub: HubFormat | None, config: Any, base: source.FolderSource | None
+) -> list[str]:
     """Return "field=value" for each field that matches ``CHANGEABLE`` and differs from the base model.
 
     Return [] if the base model is unknown or has another architecture.

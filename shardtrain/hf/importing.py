@@ -55,7 +55,9 @@ def to_checkpoint(
     with _opened(folder, legacy_bin, found.hub, found.block) as weights:
         # A transformers class determines its tensor names with its own code.
         if found.hub is None:
-            translation, passed_over = as_is.fit(models.build(module, found.config), found.config, weights)
+            translation, passed_over = as_is.fit(
+                models.build(module, found.config), found.config, weights
+            )
         else:
             translation = translation_of(module, found.config, str(folder))
             passed_over = found.passed_over
@@ -184,7 +186,9 @@ def fill_as_configured(tensors: Mapping[str, Tensor], folder: Path, config: Conf
     legacy_bin = options.initial_load_legacy_bin and not config.lora.enable
     resize = options.initial_load_resize_embeddings
     quantized = options.initial_load_in_hf_quantized
-    fill(tensors, folder, module, shape, quantized, resize, legacy_bin, config.model.overrides.keys())
+    fill(
+        tensors, folder, module, shape, quantized, resize, legacy_bin, config.model.overrides.keys()
+    )
 
 
 def sized_as(found: HubModel, config: Any) -> Any:
@@ -197,7 +201,9 @@ def sized_as(found: HubModel, config: Any) -> Any:
     return dataclasses.replace(config, vocab_size=found.config.vocab_size)
 
 
-def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights) -> None:
+def fill_rows(
+    tensors: Mapping[str, Tensor], translation: mapping.Translation, weights: HubWeights
+) -> None:
     """Fill our tensors in place. Rows that the file does not contain become the mean of its rows.
 
     ``resize_token_embeddings`` of transformers draws new rows around the same mean, with 1e-9
@@ -226,7 +232,11 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
         if own.stop > rows:
             total = torch.zeros(rest, dtype=torch.float64)
             for box in mapping.row_blocks((rows, *rest)):
-                total += mapping.read_part(name, box, translation, weights, torch.float32).double().sum(0)
+                total += (
+                    mapping.read_part(name, box, translation, weights, torch.float32)
+                    .double()
+                    .sum(0)
+                )
             local[max(0, rows - own.start) :].copy_((total / rows)[tuple(others)].to(tensor.dtype))
 
 

@@ -26,7 +26,8 @@ TOLERANCE = 1e-4
 """Maximum error relative to the largest logit, in float32. The two models use another order of operations."""
 _TOKENS = 64
 _TEXT = (
-    "The quick brown fox jumps over the lazy dog. In 1905, four papers changed physics; def f(x): return x + 1 is code."
+    "The quick brown fox jumps over the lazy dog. In 1905, four papers changed physics; "
+    "def f(x): return x + 1 is code."
 )
 
 
@@ -74,7 +75,9 @@ def largest_error(wanted: Export) -> tuple[float, float]:
                 tokens_BT,
             )
     else:
-        ours = own_model(wanted)(tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1))
+        ours = own_model(wanted)(
+            tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1)
+        )
         ours = ours[:, -1] if wanted.labels else ours
         hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
         with _named(wanted.output):

@@ -95,7 +95,9 @@ def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Trans
     return Translation(hub, shapes, config, sources)
 
 
-def check(translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()) -> list[str]:
+def check(
+    translation: Translation, weights: HubWeights, passed_over: Iterable[str] = ()
+) -> list[str]:
     """Require exactly the tensors of a model in a folder, and return the names of skipped tensors.
 
     A tied head is skipped if its copy in the file equals the embedding.
@@ -114,7 +116,9 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     ignored: list[str] = []
     for name in sorted(existing - expected.keys()):
         # Some files contain a tied head as a copy of the embedding, which must be equal.
-        is_skipped = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
+        is_skipped = hub.is_ignored(name) or any(
+            re.fullmatch(pattern, name) for pattern in passed_over
+        )
         if is_skipped or _repeats(name, translation, weights):
             ignored.append(name)
         else:
@@ -135,7 +139,9 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         "with another shape": wrong_shapes,
         "with an unsupported dtype": wrong_dtypes,
     }
-    problems = [f"{len(names)} {kind}: {_first(names)}" for kind, names in names_by_problem.items() if names]
+    problems = [
+        f"{len(names)} {kind}: {_first(names)}" for kind, names in names_by_problem.items() if names
+    ]
     if problems:
         raise CheckpointError(
             f"{weights.folder} does not fit the configured {hub.architecture}: {'; '.join(problems)}; "
@@ -150,7 +156,9 @@ def fill(tensors: Mapping[str, Tensor], translation: Translation, weights: HubWe
         _fill(local_tensor(tensor).detach(), name, local_slices(tensor), translation, weights)
 
 
-def read_whole(name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype) -> Tensor:
+def read_whole(
+    name: str, translation: Translation, weights: HubWeights, dtype: torch.dtype
+) -> Tensor:
     """Return one of our tensors, unsharded, on the CPU."""
     return read_part(
         name,
@@ -282,7 +290,9 @@ def _overlap(
 def _repeats(name: str, translation: Translation, weights: HubWeights) -> bool:
     """True if a Hugging Face tensor is a tied head that equals the embedding."""
     hub = translation.hub
-    if not translation.config.tied_embeddings or name != hub.source("head.weight", translation.config):
+    if not translation.config.tied_embeddings or name != hub.source(
+        "head.weight", translation.config
+    ):
         return False
     embed = hub.source("embed.weight", translation.config)
     if not isinstance(embed, str) or weights.shape(name) != weights.shape(embed):

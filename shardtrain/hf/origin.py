@@ -60,7 +60,9 @@ def of_run(
     return None
 
 
-def of_path(path: Path, module: ModuleType, shape: Any, max_chain: int = _MAX_CHAIN) -> FolderSource | None:
+def of_path(
+    path: Path, module: ModuleType, shape: Any, max_chain: int = _MAX_CHAIN
+) -> FolderSource | None:
     """Return the origin of a path, or None if it is unknown.
 
     A Hugging Face folder is its own origin. A checkpoint records its origin, or has the origin of its run's
@@ -73,7 +75,9 @@ def of_path(path: Path, module: ModuleType, shape: Any, max_chain: int = _MAX_CH
     if origin := source.of_checkpoint(path, manifest.read(path)):
         return origin
     above = list(Path(os.path.realpath(path)).parents)[:_LEVELS]
-    resolved = next((level / RESOLVED_CONFIG for level in above if (level / RESOLVED_CONFIG).is_file()), None)
+    resolved = next(
+        (level / RESOLVED_CONFIG for level in above if (level / RESOLVED_CONFIG).is_file()), None
+    )
     if resolved is None or not max_chain:
         return None
     try:

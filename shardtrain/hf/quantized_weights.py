@@ -138,7 +138,9 @@ class Mxfp4Weights(HubWeights):
         """
         super().__init__(folder, prefix)
         stored_names = set(super().names())
-        self._packed = {name.removesuffix(_BLOCKS) for name in stored_names if name.endswith(_BLOCKS)}
+        self._packed = {
+            name.removesuffix(_BLOCKS) for name in stored_names if name.endswith(_BLOCKS)
+        }
         # With both a quantized and a plain tensor, it would be unclear which one counts.
         for name in self._packed:
             if name + _SCALES not in stored_names or name in stored_names:
@@ -187,7 +189,9 @@ class Mxfp4Weights(HubWeights):
         # Read all groups of 32 inputs that overlap with the box.
         experts, inputs, outputs = box
         groups = slice(inputs.start // _SHARED, math.ceil(inputs.stop / _SHARED))
-        blocks_EOgb = super().read(name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2)))
+        blocks_EOgb = super().read(
+            name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2))
+        )
         scales_EOg = super().read(name + _SCALES, (experts, outputs, groups))
 
         # Unpack two 4-bit numbers per byte, low half first, and multiply them by

@@ -65,7 +65,9 @@ class HubSaves:
 
     def is_due(self, step: int, last: bool) -> bool:
         interval = self._options.hf_interval
-        return step > 0 and ((last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0))
+        return step > 0 and (
+            (last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0)
+        )
 
     def write_share(
         self,
@@ -82,7 +84,9 @@ class HubSaves:
         for name in list(writer.files)[rank::size]:
             written = writer.write_weights(draft, name, check_cancelled, wait)
             if damage := files.find_damage(draft, written):
-                raise StorageError(f"cannot write {draft}: {damage}; check the disk, then start again")
+                raise StorageError(
+                    f"cannot write {draft}: {damage}; check the disk, then start again"
+                )
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
         writer = self._writer(checkpoint)

@@ -33,7 +33,8 @@ TOKENIZERS = re.compile(
 )
 """Names of tokenizer files. Any one of them makes a tokenizer, except tokenizer_config.json."""
 _TRAVEL = re.compile(
-    TOKENIZERS.pattern + r"|special_tokens_map\.json|added_tokens\.json|(?!\.)[\w.-]*\.jinja|chat_template\.json"
+    TOKENIZERS.pattern
+    + r"|special_tokens_map\.json|added_tokens\.json|(?!\.)[\w.-]*\.jinja|chat_template\.json"
     r"|(additional_)?chat_templates/(?!\.)[\w.-]+\.jinja|(generation|preprocessor|processor|sentence_bert)_config\.json"
     r"|modules\.json|(LICENSE|NOTICE)[\w.-]*|USE_POLICY\.md"
 )
@@ -72,7 +73,9 @@ class FolderSource:
     @property
     def has_tokenizer(self) -> bool:
         """True if the files include a tokenizer."""
-        return any(TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files)
+        return any(
+            TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files
+        )
 
 
 def of_folder(folder: Path) -> FolderSource:

@@ -62,7 +62,9 @@ def without_wrappers(table: dict[str, T]) -> dict[str, T]:
     """
     for wrapper in WRAPPERS:
         if table and all(name.startswith(wrapper) for name in table):
-            return without_wrappers({name.removeprefix(wrapper): value for name, value in table.items()})
+            return without_wrappers(
+                {name.removeprefix(wrapper): value for name, value in table.items()}
+            )
     return table
 
 
@@ -88,10 +90,18 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
         raise CheckpointError(f"{path}: weight_map is not a table of names; download it again")
     for name, file in found.items():
         # A name with a path separator could point outside the model's folder.
-        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != Path(single).suffix:
-            raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file name like {single}")
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or Path(file).suffix != Path(single).suffix
+        ):
+            raise CheckpointError(
+                f"{path}: {name} is in {file!r}, which is not a file name like {single}"
+            )
         if not (folder / file).exists():
-            raise CheckpointError(f"{folder / file} does not exist, but {path} refers to it; download it")
+            raise CheckpointError(
+                f"{folder / file} does not exist, but {path} refers to it; download it"
+            )
     return found
 
 

@@ -49,7 +49,11 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantized:
         return "mxfp4"
     block = keys.get("weight_block_size")
     unknown = sorted(map(str, set(keys) - _FP8_KEYS))
-    is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 1 <= n <= 2**20 for n in block)
+    is_block = (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(n) is int and 1 <= n <= 2**20 for n in block)
+    )
     if keys.get("quant_method") != "fp8" or keys.get("fmt", "e4m3") != "e4m3" or not is_block:
         kind = str(keys.get("quant_method") or ("MLX" if "bits" in keys else "an unnamed method"))
         raise ConfigError(
@@ -70,7 +74,9 @@ def _check_counts(config: Mapping[str, Any], path: Path) -> None:
     for table in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in table.items():
             if _COUNTS.fullmatch(str(key)) and type(value) is int and value > MAX_PARTS:
-                raise CheckpointError(f"{path}: {key}={value} is above {MAX_PARTS}, which no model has")
+                raise CheckpointError(
+                    f"{path}: {key}={value} is above {MAX_PARTS}, which no model has"
+                )
 
 
 def in_transformers(model_type: Any) -> bool:
@@ -79,7 +85,10 @@ def in_transformers(model_type: Any) -> bool:
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     files = [Path(place, "models", "auto", name) for place in places for name in _TABLES]
     entry = re.compile(rf'\(\s*"{re.escape(str(model_type))}",\s*"\w+Config"')
-    return any(file.is_file() and entry.search(file.read_text(encoding="utf-8")) is not None for file in files)
+    return any(
+        file.is_file() and entry.search(file.read_text(encoding="utf-8")) is not None
+        for file in files
+    )
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -90,7 +99,11 @@ def read_json(path: Path) -> Mapping[str, Any]:
         fix = "give a folder with config.json and safetensors"
         # A relative name that does not exist may be the ID of a repository on the hub.
         name = path.parent.as_posix()
-        if path.name == CONFIG and not path.parent.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        if (
+            path.name == CONFIG
+            and not path.parent.exists()
+            and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+        ):
             fix += f"; to download it from the hub, use `shardtrain data download --repo_id {name} --all`"
         raise CheckpointError(f"{path} is missing; {fix}") from None
     except OSError as error:

@@ -30,10 +30,14 @@ ROTARY = ("*.rotary_emb.inv_freq",)
 def feed_forward(ours: str, theirs: str) -> dict[str, Source]:
     """Return the names of a gated feed-forward network, given our and the hub's module path."""
     projections = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    return {f"{ours}.{weight}.weight": f"{theirs}.{name}.weight" for weight, name in projections.items()}
+    return {
+        f"{ours}.{weight}.weight": f"{theirs}.{name}.weight" for weight, name in projections.items()
+    }
 
 
-def experts(theirs: str, w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj") -> dict[str, Source]:
+def experts(
+    theirs: str, w1: str = "gate_proj", w2: str = "down_proj", w3: str = "up_proj"
+) -> dict[str, Source]:
     """Return the names of router and experts of each layer, below the hub's module ``theirs``."""
     return {
         "layers.*.moe.router.gate.weight": f"{theirs}.gate.weight",

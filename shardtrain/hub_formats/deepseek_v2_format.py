@@ -25,11 +25,20 @@ def _read(f: Fields) -> dict[str, Any]:
     grouped = method == "group_limited_greedy"
     groups = {"num_groups": f.integer("n_group", 1), "top_groups": f.integer("topk_group", 1)}
     few = {"num_dense_layers": 0, "num_shared_experts": 0}
-    sizes = {ours: theirs for ours, theirs in deepseek_v3_format.FIELDS.items() if ours not in (*groups, "top_k")}
+    sizes = {
+        ours: theirs
+        for ours, theirs in deepseek_v3_format.FIELDS.items()
+        if ours not in (*groups, "top_k")
+    }
     return {
-        **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in sizes.items()},
+        **{
+            ours: f.integer(theirs, few.get(ours), few.get(ours, 1))
+            for ours, theirs in sizes.items()
+        },
         **(groups if grouped else dict.fromkeys(groups, 1)),
-        "top_k": f.integer("num_experts_per_tok", 6),  # as in all published models; transformers has no default
+        "top_k": f.integer(
+            "num_experts_per_tok", 6
+        ),  # as in all published models; transformers has no default
         "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "score_func": "softmax",
@@ -63,7 +72,11 @@ HUB = dataclasses.replace(
     deepseek_v3_format.HUB,
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
-    names={name: source for name, source in deepseek_v3_format.HUB.names.items() if not name.endswith("expert_bias")},
+    names={
+        name: source
+        for name, source in deepseek_v3_format.HUB.names.items()
+        if not name.endswith("expert_bias")
+    },
     read=_read,
     write=_write,
     defaults={

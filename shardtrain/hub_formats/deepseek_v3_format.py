@@ -59,7 +59,10 @@ def _read(f: Fields) -> dict[str, Any]:
         f.take(key, int, 0)  # redundant: other keys determine it
     few = {"num_dense_layers": 0, "num_shared_experts": 0}
     return {
-        **{ours: f.integer(theirs, few.get(ours), few.get(ours, 1)) for ours, theirs in FIELDS.items()},
+        **{
+            ours: f.integer(theirs, few.get(ours), few.get(ours, 1))
+            for ours, theirs in FIELDS.items()
+        },
         "q_lora_rank": f.integer("q_lora_rank", 0, 0),
         "norm_eps": f.number("rms_norm_eps", 1e-6),
         "score_func": "sigmoid",
@@ -83,7 +86,9 @@ def read_rope(f: Fields) -> dict[str, Any]:
     if rope["rope_type"] != "yarn":
         raise f.other(f"rope type {rope['rope_type']!r} is not known for a DeepSeek")
     if rope.get("mscale") is None or rope["mscale"] != rope.get("mscale_all_dim"):
-        raise f.other("mscale and mscale_all_dim of rope_scaling must be equal, which the native model requires")
+        raise f.other(
+            "mscale and mscale_all_dim of rope_scaling must be equal, which the native model requires"
+        )
     if rope.get("truncate") is False or "attention_factor" in rope:
         raise f.other("truncate and attention_factor of rope_scaling are not known for ours")
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
@@ -167,5 +172,9 @@ HUB = HubFormat(
         "first_k_dense_replace": 3,
     },
     unused=_unused,
-    renamed=lambda c: {} if c.q_lora_rank else {"layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_proj.weight"},
+    renamed=lambda c: (
+        {}
+        if c.q_lora_rank
+        else {"layers.*.attn.wq_b.weight": "model.layers.*.self_attn.q_proj.weight"}
+    ),
 )

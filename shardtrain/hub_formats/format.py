@@ -120,8 +120,14 @@ class MultimodalModel(NamedTuple):
         if config.get("model_type") != self.model_type or not isinstance(text, dict):
             return None
         # The dtype and the quantization of the weights are at the top level. The text model may repeat them.
-        shared = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
-        specific = {key: value for key, value in text.items() if value is not None or key not in shared}
+        shared = {
+            key: config[key]
+            for key in ("dtype", "torch_dtype", "quantization_config")
+            if key in config
+        }
+        specific = {
+            key: value for key, value in text.items() if value is not None or key not in shared
+        }
         return {
             **shared,
             **specific,
@@ -213,7 +219,9 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Te
     elif isinstance(source, ExpertTensors):
         matrix = _full(shape[1:])
         for expert in range(shape[0]):
-            yield TensorPiece(source.name.replace("#", str(expert)), matrix, (slice(expert, expert + 1), *matrix))
+            yield TensorPiece(
+                source.name.replace("#", str(expert)), matrix, (slice(expert, expert + 1), *matrix)
+            )
     elif isinstance(source, MergedExperts):
         yield from _merged_expert_pieces(source, shape)
     elif isinstance(source, Stacked):
@@ -320,7 +328,9 @@ None disables them, too.
 class Fields:
     """Typed access to the keys of a ``config.json``. ``notices`` reports the keys that were not read."""
 
-    def __init__(self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None
+    ) -> None:
         """``defaults`` are the values of missing keys. A null is not a missing key."""
         self._values = {**(defaults or {}), **values}
         self._where = where
@@ -343,7 +353,9 @@ class Fields:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(k.__name__ for k in kinds)
             subject = f"{key}={value!r}" if key in self._values else f"{key} is missing, and"
-            raise ConfigError(f"{self._where}: {subject} must be a {wanted}; use the model's own config.json")
+            raise ConfigError(
+                f"{self._where}: {subject} must be a {wanted}; use the model's own config.json"
+            )
         return value
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
@@ -372,7 +384,9 @@ class Fields:
         self._used.add(key)
         value = self._values.get(key)
         if value is not None and value not in allowed:
-            raise self.other(f"{key}={value!r} has no native implementation, which supports {allowed[0]!r}")
+            raise self.other(
+                f"{key}={value!r} has no native implementation, which supports {allowed[0]!r}"
+            )
 
     def must_be(self, key: str, allowed: Any) -> None:
         """Reject all other values: the class in ``transformers`` ignores this key and always computes ``allowed``.
@@ -396,7 +410,10 @@ class Fields:
         """
         layer_types = set(self.take("layer_types", list, []))
         self._used |= {"use_sliding_window", "sliding_window", "max_window_layers"}
-        has_window = bool(self._values.get("use_sliding_window")) and self._values.get("sliding_window") is not None
+        has_window = (
+            bool(self._values.get("use_sliding_window"))
+            and self._values.get("sliding_window") is not None
+        )
         if not layer_types:
             # Layers from max_window_layers on have the window, so there is none if the model has fewer layers.
             first_layer = self._values.get("max_window_layers")
@@ -406,7 +423,9 @@ class Fields:
         elif layer_types == {"full_attention"}:
             has_window = False
         if has_window or layer_types - {"full_attention"}:
-            raise self.other("use_sliding_window or layer_types give some layers a window, which is not supported")
+            raise self.other(
+                "use_sliding_window or layer_types give some layers a window, which is not supported"
+            )
 
     def other(self, what: str) -> OnlyInTransformers:
         """Return the error for a model without a native implementation, with ``transformers`` as the fix."""
@@ -436,7 +455,9 @@ class Fields:
         }
         tables = [self._values.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
         if not all(isinstance(table, dict) for table in tables):
-            raise ConfigError(f"{self._where}: rope_scaling must be a table; use the model's own config.json")
+            raise ConfigError(
+                f"{self._where}: rope_scaling must be a table; use the model's own config.json"
+            )
 
         # Base and rotary fraction may be in the table or, in older files, at the top level.
         rope = dict(tables[0] or tables[1])
@@ -450,10 +471,14 @@ class Fields:
         if rope["rope_type"] in ("llama3", "yarn"):
             length = self._values.get("original_max_position_embeddings")
             length = length or rope.get("original_max_position_embeddings")
-            rope["original_max_position_embeddings"] = length or self._values.get("max_position_embeddings")
+            rope["original_max_position_embeddings"] = length or self._values.get(
+                "max_position_embeddings"
+            )
 
         for key, value in rope.items():
-            if key not in ("rope_type", "truncate") and (not isinstance(value, int | float) or isinstance(value, bool)):
+            if key not in ("rope_type", "truncate") and (
+                not isinstance(value, int | float) or isinstance(value, bool)
+            ):
                 raise self.other(f"rope {key}={value!r} is not a number")
         if not share and rope["partial_rotary_factor"] != 1.0:
             raise self.other("partial_rotary_factor must be 1 for this architecture")
@@ -472,7 +497,9 @@ class Fields:
         """Return the parameters of unscaled RoPE. Raises OnlyInTransformers for scaled RoPE."""
         rope = self.rope(base, share)
         if rope["rope_type"] != "default":
-            raise self.other(f"rope type {rope['rope_type']!r} is not supported for this architecture")
+            raise self.other(
+                f"rope type {rope['rope_type']!r} is not supported for this architecture"
+            )
         return rope
 
     def notices(self, architecture: str) -> tuple[str, ...]:
@@ -490,7 +517,9 @@ class Fields:
             if self._values.get(key) not in (None, disabled):
                 not_applied.append(f"{key}={self._values[key]!r}")
         if not_applied:
-            lines.append(f"{self._where}: {', '.join(not_applied)} is not supported and not applied in training")
+            lines.append(
+                f"{self._where}: {', '.join(not_applied)} is not supported and not applied in training"
+            )
 
         unknown = sorted(set(self._values) - self._used - set(code_keys) - set(_NOT_APPLIED))
         if unknown:

@@ -34,7 +34,10 @@ _STACK = "model.layers.*.mlp.experts"
 
 
 def _kinds(layers: int, window: int) -> list[str]:
-    return ["full_attention" if index % 2 or not window else "sliding_attention" for index in range(layers)]
+    return [
+        "full_attention" if index % 2 or not window else "sliding_attention"
+        for index in range(layers)
+    ]
 
 
 def _read(f: Fields) -> dict[str, Any]:
@@ -81,7 +84,9 @@ def _read_rope(f: Fields) -> dict[str, Any]:
         raise f.other("mscale and attention_factor of rope_scaling are not known for ours")
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
     truncate = bool(rope.get("truncate", True))
-    yarn: dict[str, Any] = {ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items() if theirs != "truncate"}
+    yarn: dict[str, Any] = {
+        ours: f.rope_number(rope, theirs) for ours, theirs in _YARN.items() if theirs != "truncate"
+    }
     return {
         **base,
         **yarn,
@@ -92,7 +97,9 @@ def _read_rope(f: Fields) -> dict[str, Any]:
 
 def _write(c: Any) -> dict[str, Any]:
     if c.score_func != "softmax" or not c.route_norm or not c.router_bias:
-        raise ConfigError("GptOssForCausalLM requires score_func=softmax, route_norm=true and router_bias=true")
+        raise ConfigError(
+            "GptOssForCausalLM requires score_func=softmax, route_norm=true and router_bias=true"
+        )
     yarn = {"rope_type": "yarn", **{theirs: getattr(c, ours) for ours, theirs in _YARN.items()}}
     return {
         **write_decoder(c),
@@ -120,7 +127,10 @@ HUB = HubFormat(
     names={
         **DECODER,
         **ATTENTION,
-        **{ours.replace(".weight", ".bias"): str(name).replace(".weight", ".bias") for ours, name in ATTENTION.items()},
+        **{
+            ours.replace(".weight", ".bias"): str(name).replace(".weight", ".bias")
+            for ours, name in ATTENTION.items()
+        },
         "layers.*.attn.wo.bias": "model.layers.*.self_attn.o_proj.bias",
         "layers.*.attn.sinks.weight": "model.layers.*.self_attn.sinks",
         "layers.*.moe.router.gate.weight": "model.layers.*.mlp.router.weight",
@@ -128,9 +138,13 @@ HUB = HubFormat(
         "layers.*.moe.experts.w1": Stacked(f"{_STACK}.gate_up_proj", 0, 2, interleaved=True),
         "layers.*.moe.experts.w2": Stacked(f"{_STACK}.down_proj"),
         "layers.*.moe.experts.w3": Stacked(f"{_STACK}.gate_up_proj", 1, 2, interleaved=True),
-        "layers.*.moe.experts.w1_bias": Stacked(f"{_STACK}.gate_up_proj_bias", 0, 2, True, transposed=False),
+        "layers.*.moe.experts.w1_bias": Stacked(
+            f"{_STACK}.gate_up_proj_bias", 0, 2, True, transposed=False
+        ),
         "layers.*.moe.experts.w2_bias": f"{_STACK}.down_proj_bias",
-        "layers.*.moe.experts.w3_bias": Stacked(f"{_STACK}.gate_up_proj_bias", 1, 2, True, transposed=False),
+        "layers.*.moe.experts.w3_bias": Stacked(
+            f"{_STACK}.gate_up_proj_bias", 1, 2, True, transposed=False
+        ),
     },
     read=_read,
     write=_write,

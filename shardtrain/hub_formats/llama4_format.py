@@ -71,7 +71,9 @@ def _read(f: Fields) -> dict[str, Any]:
     if "chunked_attention" not in kinds:
         chunk = 0
     if kinds != _kinds(has_rope, chunk):
-        raise f.other("layer_types must be chunked_attention for exactly the layers with rotary positions")
+        raise f.other(
+            "layer_types must be chunked_attention for exactly the layers with rotary positions"
+        )
     f.take("for_llm_compressor", bool, False)
     return {
         **read_decoder(f),
@@ -181,5 +183,7 @@ HUB = HubFormat(
         "attention_chunk_size": 8192,
     },
     unused=_unused,
-    multimodal=MultimodalModel("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
+    multimodal=MultimodalModel(
+        "llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."
+    ),
 )

@@ -47,7 +47,9 @@ def read_rope(f: Fields) -> dict[str, Any]:
     rope = f.rope()
     kind = {"default": "none"}.get(rope["rope_type"], rope["rope_type"])
     if kind not in _NEEDED:
-        raise f.other(f"rope type {kind!r} is not known for a Llama, which has default, linear or llama3")
+        raise f.other(
+            f"rope type {kind!r} is not known for a Llama, which has default, linear or llama3"
+        )
     scaled: dict[str, Any] = {ours: f.rope_number(rope, _SCALED[ours]) for ours in _NEEDED[kind]}
     if "rope_original_seq_len" in scaled:
         scaled["rope_original_seq_len"] = int(scaled["rope_original_seq_len"])

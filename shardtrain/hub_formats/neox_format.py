@@ -25,9 +25,15 @@ _MODULES = {
 _NAMES: dict[str, Source] = {
     "embed.weight": "gpt_neox.embed_in.weight",
     "head.weight": "embed_out.weight",
-    **{f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in _MODULES.items() for leaf in ("weight", "bias")},
     **{
-        f"layers.*.attn.w{word}.{leaf}": Heads(f"gpt_neox.layers.*.attention.query_key_value.{leaf}", part, 3)
+        f"{ours}.{leaf}": f"{theirs}.{leaf}"
+        for ours, theirs in _MODULES.items()
+        for leaf in ("weight", "bias")
+    },
+    **{
+        f"layers.*.attn.w{word}.{leaf}": Heads(
+            f"gpt_neox.layers.*.attention.query_key_value.{leaf}", part, 3
+        )
         for part, word in enumerate("qkv")
         for leaf in ("weight", "bias")
     },

@@ -10,7 +10,8 @@ from shardtrain.hub_formats.llama_format import NAMES, read_llama, unused, write
 from shardtrain.utils.errors import ConfigError
 
 _BIASES: dict[str, Source] = {
-    f"layers.*.attn.w{ours}.bias": f"model.layers.*.self_attn.{ours}_proj.bias" for ours in ("q", "k", "v")
+    f"layers.*.attn.w{ours}.bias": f"model.layers.*.self_attn.{ours}_proj.bias"
+    for ours in ("q", "k", "v")
 }
 
 
@@ -21,7 +22,9 @@ def _read(f: Fields) -> dict[str, Any]:
 
 def _write(c: Any) -> dict[str, Any]:
     if not c.qkv_bias or c.sliding_window:
-        raise ConfigError("Qwen2ForCausalLM has biases and no window; use model.name llama3 or mistral")
+        raise ConfigError(
+            "Qwen2ForCausalLM has biases and no window; use model.name llama3 or mistral"
+        )
     return {**write_llama(c), "use_sliding_window": False}
 
 

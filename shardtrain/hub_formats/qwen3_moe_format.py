@@ -41,7 +41,9 @@ def read_experts(f: Fields, count: str, norm_topk_prob: bool) -> dict[str, Any]:
 def write_experts(c: Any, architecture: str) -> dict[str, Any]:
     """Return the fields of the experts. Raises ConfigError for scores that are not a softmax."""
     if c.score_func != "softmax":
-        raise ConfigError(f"score_func={c.score_func!r} cannot be written to the format of {architecture}")
+        raise ConfigError(
+            f"score_func={c.score_func!r} cannot be written to the format of {architecture}"
+        )
     return {
         "moe_intermediate_size": c.moe_ffn_dim,
         "intermediate_size": c.moe_ffn_dim,

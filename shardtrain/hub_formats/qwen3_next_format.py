@@ -36,7 +36,9 @@ def _interval(f: Fields, num_layers: int) -> int:
         return interval
     first = listed.index("full_attention") + 1 if "full_attention" in listed else num_layers + 1
     if listed != layer_types(num_layers, first):
-        raise f.other("layer_types must have full_attention in every n-th layer and linear_attention in the others")
+        raise f.other(
+            "layer_types must have full_attention in every n-th layer and linear_attention in the others"
+        )
     # If no layer has attention, all intervals above the number of layers are equivalent.
     return interval if layer_types(num_layers, interval) == listed else first
 

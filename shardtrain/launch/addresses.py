@@ -22,7 +22,9 @@ def toward(host: str, port: int = 1) -> str | None:
     Sends no packets: connecting a datagram socket only makes the kernel look up the route.
     """
     try:
-        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, place = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
@@ -80,7 +82,9 @@ def interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(
+                    probe.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode())
+                )
             except OSError:
                 # The interface has no address.
                 continue

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from shardtrain.launch.meeting import Meeting
 
 
-def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
+def train(
+    loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]
+) -> int:
     """Run this node's ranks of a training run and return the exit status.
 
     Args:
@@ -56,7 +58,9 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     # The number of nodes of an elastic run is not known at this point.
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
     # Set these before the checks import PyTorch, which reads them then.
-    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=False)
+    environment.set_process_defaults(
+        os.environ, choice.count, environment.usable_cores(), alone=False
+    )
     try:
         require(world_size, choice.count)
     except ShardtrainError as error:
@@ -86,7 +90,9 @@ def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
     print(f"telling the other nodes that this one cannot run, {limit}", file=sys.stderr, flush=True)
     reason = greeting.write_refusal(error)
     # If no node was chosen as the first, the one with the address of the rendezvous serves it.
-    if nodes.hosts_meeting is not False and greeting.serve_refusal(nodes.endpoint, reason, nodes.most - 1):
+    if nodes.hosts_meeting is not False and greeting.serve_refusal(
+        nodes.endpoint, reason, nodes.most - 1
+    ):
         return
     if nodes.least == nodes.most:
         sealed_reason = Seal(os.environ.get(SECRET, ""), nodes.run_id).close(reason.encode())
@@ -94,7 +100,11 @@ def _tell_others(nodes: Nodes, error: ShardtrainError) -> None:
 
 
 def run_verb(
-    verb: str, words: Sequence[str], config: Config, nproc: int | None, arguments: CommandLine | None = None
+    verb: str,
+    words: Sequence[str],
+    config: Config,
+    nproc: int | None,
+    arguments: CommandLine | None = None,
 ) -> int | None:
     """Run this node's ranks of a verb other than ``train`` and return the exit status.
 
@@ -107,7 +117,13 @@ def run_verb(
     return run(several, choice.count, [verb, *words], grace_seconds=0)
 
 
-def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, training: Loaded | None = None) -> int:
+def run(
+    nodes: Nodes,
+    ranks: int,
+    command: Sequence[str],
+    grace_seconds: int,
+    training: Loaded | None = None,
+) -> int:
     """Start ``ranks`` ranks of ``command`` on this node when enough nodes have joined. Return this
     node's exit status.
 
@@ -117,7 +133,9 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
     # set its own handlers already.
     if training is None:
         signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
-    heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [
+        number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     # Check the port before importing PyTorch, which takes seconds, so an occupied port is reported early.
     listener = None
     if nodes.hosts_meeting:
@@ -144,7 +162,9 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
     with temporary_folder() as records:
         rendezvous = None
         try:
-            rendezvous = greeting.within(nodes.join_seconds, lambda: meeting.open_meeting(nodes, listener))
+            rendezvous = greeting.within(
+                nodes.join_seconds, lambda: meeting.open_meeting(nodes, listener)
+            )
             agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, str(records), training)
             result = agent.run()
             codes = [one.exitcode for one in result.failures.values()]
@@ -220,7 +240,11 @@ def _agent(
     from shardtrain.launch.elastic_agent import NodeAgent, TrainingAgent
 
     # Each rank reports its own failure. PyTorch's loggers have separate levels.
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+    for name in [
+        name
+        for name in logging.root.manager.loggerDict
+        if name.startswith("torch.distributed.elastic")
+    ]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     program, *words = python_child.command("shardtrain", *command)
     spec = WorkerSpec(

@@ -80,7 +80,9 @@ class ChildWatch:
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
-    def begin(self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None) -> None:
+    def begin(
+        self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None
+    ) -> None:
         """Watch the given processes (rank -> process ID). If a request to stop arrived earlier,
         send it to them now.
 
@@ -170,7 +172,10 @@ class ChildWatch:
             return -result.si_status
         # Count polls instead of seconds, because Ctrl-Z stops this process, too.
         self._looks_stopped[rank] += 1
-        if not self._stopped_seconds or self._looks_stopped[rank] * POLL_SECONDS < self._stopped_seconds:
+        if (
+            not self._stopped_seconds
+            or self._looks_stopped[rank] * POLL_SECONDS < self._stopped_seconds
+        ):
             return None
         os.kill(pid, signal.SIGKILL)
         return -signal.SIGSTOP

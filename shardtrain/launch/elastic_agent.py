@@ -58,7 +58,9 @@ class TrainingAgent(NodeAgent):
     node that received no request to stop restarts its ranks with the remaining nodes.
     """
 
-    def __init__(self, training: Loaded, nodes: Nodes, is_elastic: bool, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, training: Loaded, nodes: Nodes, is_elastic: bool, *arguments: Any, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self.cause: Failure | None = None
         """Failure of a rank, on any node, that ended the last attempt."""
@@ -98,7 +100,10 @@ class TrainingAgent(NodeAgent):
         asked_at = time.monotonic()
 
         def handle(number: int, _frame: FrameType | None) -> None:
-            if number == death_sig == signal.SIGINT and time.monotonic() - asked_at > ONE_REQUEST_SECONDS:
+            if (
+                number == death_sig == signal.SIGINT
+                and time.monotonic() - asked_at > ONE_REQUEST_SECONDS
+            ):
                 self._watch.send(signal.SIGKILL)
 
         signals.handle_requests(handle)
@@ -110,12 +115,19 @@ class TrainingAgent(NodeAgent):
         if number == 0:
             with local.refusals_in_exit_json(self._training):
                 # Ranks that restart because a node joined or left have not written exit.json.
-                local.prepare(self._folder, self._is_first_attempt and not local.has_live_run(self._training))
+                local.prepare(
+                    self._folder, self._is_first_attempt and not local.has_live_run(self._training)
+                )
         self._is_first_attempt = False
         self._first_rank = worker_group.workers[0].global_rank
         try:
             self._reports = NodeReports(
-                self._store, self._nodes.run_id, number, count, self._first_rank, self._nodes.node_rank
+                self._store,
+                self._nodes.run_id,
+                number,
+                count,
+                self._first_rank,
+                self._nodes.node_rank,
             )
         except ConfigError as error:
             # The folder is prepared. Without an exit.json, the next start would assume that this run was killed.
@@ -128,7 +140,9 @@ class TrainingAgent(NodeAgent):
         self._watch.begin({})
         self._are_running = True
         pids = super()._start_workers(worker_group)
-        self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()}, self._reaped)
+        self._watch.begin(
+            {self._first_rank + local_rank: pid for local_rank, pid in pids.items()}, self._reaped
+        )
         self.cause = None
         return pids
 
@@ -157,21 +171,36 @@ class TrainingAgent(NodeAgent):
         elif code not in RESTARTABLE:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
-            print(f"restart {most - self._remaining_restarts + 1} of {most}", file=sys.stderr, flush=True)
+            print(
+                f"restart {most - self._remaining_restarts + 1} of {most}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _explain(self, signal_name: str = "") -> None:
         """Determine the failure that ended the attempt, print it in one line, and write ``exit.json``."""
-        failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
+        failures, all_done, last_step = local.failures_of(
+            self._watch.statuses, self._watch, self._record_of
+        )
         were_starting = False
         if signal_name and not failures:
             # A rank that saves leaves a record, so ranks with these statuses ended during their start.
-            were_starting = {*self._watch.statuses.values()} <= {PREEMPTED, -signal.Signals[signal_name]}
+            were_starting = {*self._watch.statuses.values()} <= {
+                PREEMPTED,
+                -signal.Signals[signal_name],
+            }
             if were_starting:
-                failures = [failure.stopped(self._first_rank, signal_name, run_end=run_ends.BEFORE_FIRST_STEP)]
+                failures = [
+                    failure.stopped(
+                        self._first_rank, signal_name, run_end=run_ends.BEFORE_FIRST_STEP
+                    )
+                ]
             elif not all_done:
                 failures = [local.stopped(self._training, self._first_rank, signal_name)]
         # Ranks of other nodes would wait for ranks that ended during their start, and not hear of the request.
-        cause = self._reports.explain(failures, all_done and not were_starting, self._folder, were_starting)
+        cause = self._reports.explain(
+            failures, all_done and not were_starting, self._folder, were_starting
+        )
         if cause is None:
             failure.write_exit(self._folder, None, 0, last_step)
         else:

@@ -68,7 +68,10 @@ def is_slurm_rank(environment: Mapping[str, str]) -> bool:
     """
     if environment.get("SHARDTRAIN_NNODES") or is_slurm_node(environment):
         return False
-    return "SLURM_PROCID" in environment and variables.number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1) > 1
+    return (
+        "SLURM_PROCID" in environment
+        and variables.number(environment, "SLURM_STEP_NUM_TASKS", "1", least=1) > 1
+    )
 
 
 def is_slurm_node(environment: Mapping[str, str]) -> bool:
@@ -105,7 +108,9 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
             "MASTER_ADDR": first_host(nodes) or LOCAL_ADDRESS,
             "MASTER_PORT": str(slurm_port(environment)),
         }
-        environment.update({name: value for name, value in names.items() if not environment.get(name)})
+        environment.update(
+            {name: value for name, value in names.items() if not environment.get(name)}
+        )
         for name, source in (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")):
             if environment[name] != names[name]:
                 raise ConfigError(
@@ -261,7 +266,11 @@ def usable_cores() -> int:
 
 
 def choose_processes(
-    config: Config, requested: int | None, environment: Mapping[str, str], accelerators: int, cores: int
+    config: Config,
+    requested: int | None,
+    environment: Mapping[str, str],
+    accelerators: int,
+    cores: int,
 ) -> ProcessCount:
     """Choose the number of ranks on this machine: as requested, one per accelerator, or two on a CPU.
 
@@ -283,14 +292,17 @@ def choose_processes(
         # The shard degree covers all accelerators that the other degrees leave free.
         count = max(accelerators // multiple, 1) * multiple
         return ProcessCount(
-            _fit_batch(config, count, multiple), f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
+            _fit_batch(config, count, multiple),
+            f"{accelerators} accelerator{'s' * (accelerators != 1)} found",
         )
     given = unseen_devices(environment)
     if given:
         return given
     # On a CPU, two ranks are enough to test a multi-rank run, and more would compete for the cores.
     count = -(-min(2, cores) // multiple) * multiple
-    return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
+    return ProcessCount(
+        _fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores"
+    )
 
 
 def choose_processes_here(config: Config, requested: int | None) -> ProcessCount:
@@ -446,7 +458,12 @@ def set_process_defaults(
         environment.setdefault(name, value)
     # A verb may have imported torch before it knew the number of ranks.
     threads = environment["OMP_NUM_THREADS"]
-    if environment is os.environ and "torch" in sys.modules and is_whole_number(threads) and int(threads):
+    if (
+        environment is os.environ
+        and "torch" in sys.modules
+        and is_whole_number(threads)
+        and int(threads)
+    ):
         sys.modules["torch"].set_num_threads(int(threads))
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     own = [name for _, name in socket.if_nameindex()]

@@ -47,7 +47,9 @@ def is_left_to_parent() -> bool:
     return PARENT in os.environ or AGENT in os.environ
 
 
-def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, is_cause: bool) -> None:
+def record(
+    report: Failure, log_path: Path, run_folder: Path, world_size: int, is_cause: bool
+) -> None:
     """Write the failure to ``TORCHELASTIC_ERROR_FILE``, if a launcher set it.
 
     If no shardtrain process watches this rank, the first rank with ``is_cause`` also reports it with ``tell``.

@@ -222,7 +222,10 @@ def lost_with_node(rank: int, host: str) -> Failure:
 
 
 def stopped(
-    rank: int | None, reason: str, newest: Place | None = None, run_end: run_ends.RunEnd = run_ends.AT_ONCE
+    rank: int | None,
+    reason: str,
+    newest: Place | None = None,
+    run_end: run_ends.RunEnd = run_ends.AT_ONCE,
 ) -> Failure:
     """Return the failure of a process that stopped on request without saving.
 
@@ -316,7 +319,9 @@ def append_trace(failure: Failure, log_path: Path) -> None:
     if not text.endswith("\n"):
         text += "\n"
     try:
-        descriptor = atomic_io.open_file(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True)
+        descriptor = atomic_io.open_file(
+            log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True
+        )
         with open(descriptor, "a", encoding="utf-8") as file:
             file.write(text)
     except OSError:
@@ -327,7 +332,9 @@ def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
     """Write a failure as JSON for the parent process, with the keys of torchelastic and of shardtrain."""
     stamp = int(failure.time_seconds)
     extra = {"py_callstack": failure.trace, "timestamp": str(stamp)}
-    record = {"message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}}
+    record = {
+        "message": {"message": f"{failure.kind}: {failure.message}", "errorCode": failure.exit_code}
+    }
     record["message"]["extraInfo"] = extra
     # If the disk is full, the parent only gets the exit status.
     with contextlib.suppress(OSError):
@@ -358,7 +365,9 @@ def from_fields(fields: dict[str, Any]) -> Failure:
     if not all(isinstance(problem, str) for problem in report.problems):
         raise TypeError("problems of a failure must be texts")
     if not 0 < report.exit_code < 256:
-        raise ValueError(f"the exit code of a failure must be from 1 to 255, not {report.exit_code}")
+        raise ValueError(
+            f"the exit code of a failure must be from 1 to 255, not {report.exit_code}"
+        )
     return report
 
 
@@ -377,7 +386,9 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int =
     except Exception as error:
         problem = redact(visible(f"{type(error).__name__}: {error}", lines=False))
         with contextlib.suppress(OSError, ValueError):
-            print(f"cannot write {run_folder / 'exit.json'}: {problem}", file=sys.stderr, flush=True)
+            print(
+                f"cannot write {run_folder / 'exit.json'}: {problem}", file=sys.stderr, flush=True
+            )
 
 
 def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int) -> None:
@@ -449,7 +460,11 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
             file.write(data)
         where = f"; it was written to {name}"
     # Even without the file, the scheduler gets the exit status.
-    print(f"cannot write {path}: {storage_errors.explain(error, path)}{where}", file=sys.stderr, flush=True)
+    print(
+        f"cannot write {path}: {storage_errors.explain(error, path)}{where}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def last_step(metrics: Path) -> int | None:

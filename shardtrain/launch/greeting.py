@@ -28,7 +28,12 @@ from shardtrain.utils.errors import (
     Problem,
     ShardtrainError,
 )
-from shardtrain.utils.listening import LISTEN_ADDRESS, listen_address, open_listener, rendezvous_listener
+from shardtrain.utils.listening import (
+    LISTEN_ADDRESS,
+    listen_address,
+    open_listener,
+    rendezvous_listener,
+)
 from shardtrain.utils.redact import visible
 
 LOOK_SECONDS = 0.1
@@ -81,7 +86,10 @@ def write_refusal(error: ShardtrainError) -> str:
 def read_refusal(text: str) -> ShardtrainError:
     """Return the error of another node that cannot run, from the text of ``write_refusal``."""
     code, _, message = text.partition(" ")
-    kinds = {str(kind.exit_code): kind for kind in (ConfigError, DataError, CheckpointError, OutOfMemoryError)}
+    kinds = {
+        str(kind.exit_code): kind
+        for kind in (ConfigError, DataError, CheckpointError, OutOfMemoryError)
+    }
     lines = tuple(visible(line) for line in message.splitlines())
     error = kinds.get(code, PeerError)("\n".join(lines))
     error.problems = lines
@@ -134,7 +142,10 @@ def serve_refusal(endpoint: str, reason: str, other_nodes: int) -> bool:
     end = time.monotonic() + REFUSAL_SECONDS
     listens = False
     # UnicodeError: a host name with an empty or a very long label
-    with contextlib.suppress(OSError, UnicodeError, ConfigError), rendezvous_listener(host, int(port)) as server:
+    with (
+        contextlib.suppress(OSError, UnicodeError, ConfigError),
+        rendezvous_listener(host, int(port)) as server,
+    ):
         listens = True
         while other_nodes and (remaining := end - time.monotonic()) > 0:
             server.settimeout(remaining)
@@ -196,7 +207,9 @@ def _check_listen_address() -> str:
     return f"; check {LISTEN_ADDRESS}={address}, too" if address else ""
 
 
-def _await(place: str, seconds: float, look: Callable[[], Result], problem: str, fix: str) -> Result:
+def _await(
+    place: str, seconds: float, look: Callable[[], Result], problem: str, fix: str
+) -> Result:
     """Call ``look`` until it raises no OSError, and return its result. ``place`` is the address for messages.
 
     Raises:
@@ -247,7 +260,9 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
             try:
                 arrived = server.accept()[0]
             except TimeoutError:
-                raise OSError(f"the address belongs to another machine ({connection.getpeername()[0]})") from None
+                raise OSError(
+                    f"the address belongs to another machine ({connection.getpeername()[0]})"
+                ) from None
             # A client that sends nothing must not block this node. The token was sent before this
             # connection is accepted.
             with arrived, contextlib.suppress(TimeoutError, ConnectionError):
@@ -277,4 +292,6 @@ def _greet(endpoint: str, greeting: bytes = GREETING) -> None:
     if reply != _ECHO:
         words = visible(reply.decode("latin-1"), lines=False)
         rule = f"is used by another program, which answers {words!r}"
-        raise ConfigError(Problem("rendezvous", endpoint, rule, "choose another port, or end that program"))
+        raise ConfigError(
+            Problem("rendezvous", endpoint, rule, "choose another port, or end that program")
+        )

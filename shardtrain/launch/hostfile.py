@@ -195,7 +195,10 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
         name, colon, numbers = part.partition(":")
         if name not in by_name:
             raise _wrong(
-                option, text, f"names {name!r}, which is not a host of the hostfile", f"use {', '.join(by_name)}"
+                option,
+                text,
+                f"names {name!r}, which is not a host of the hostfile",
+                f"use {', '.join(by_name)}",
             )
         if not colon:
             named[name] = None
@@ -206,7 +209,10 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
         slots = by_name[name].slots
         if slots is None or devices[-1] >= slots:
             raise _wrong(
-                option, text, f"names device {devices[-1]} of {name}, which has {slots or 'no'} slots", "count from 0"
+                option,
+                text,
+                f"names device {devices[-1]} of {name}, which has {slots or 'no'} slots",
+                "count from 0",
             )
         named[name] = devices
     return named

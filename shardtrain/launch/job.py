@@ -164,7 +164,9 @@ def to_job(
         mounts=tuple(map(to_mount, launch.mounts)),
         environment=MappingProxyType(environment),
         forwarded=tuple(launch.forward_env),
-        secrets=tuple(Secret(variable, *place.split("/", 1)) for variable, place in launch.secrets.items()),
+        secrets=tuple(
+            Secret(variable, *place.split("/", 1)) for variable, place in launch.secrets.items()
+        ),
         max_restarts=max_restarts,
         retries=retries,
         grace_seconds=loaded.config.checkpoint.grace_seconds + NOTICE_SECONDS,
@@ -265,7 +267,9 @@ def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None
             )
 
 
-def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str, platform: str) -> None:
+def require_nothing_lost(
+    wanted: Sequence[str], has: Sequence[str], option: str, platform: str
+) -> None:
     """Require that the platform can pass all requested variables through ``option`` or another option.
 
     Raises:

@@ -87,7 +87,9 @@ def _run(name: str, verb: str) -> int:
     if platform == "ssh":
         return _ssh(int(parts[0]), verb)
     if platform == "slurm":
-        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[verb](
+        return {"status": slurm_queue.status, "logs": slurm_queue.logs, "stop": slurm_queue.stop}[
+            verb
+        ](
             parts[0],
         )
     if platform == "kubernetes":
@@ -167,7 +169,9 @@ def _started(pid: int) -> str:
         return ""
     words = ["ps", "-o", "lstart=", "-p", str(pid)]
     names = {**os.environ, "TZ": "UTC", "LC_ALL": "C"}
-    return subprocess.run(words, capture_output=True, text=True, check=False, env=names).stdout.strip()
+    return subprocess.run(
+        words, capture_output=True, text=True, check=False, env=names
+    ).stdout.strip()
 
 
 def _ssh(pid: int, verb: str) -> int:

@@ -62,7 +62,11 @@ SHORT = {
 }
 
 Follow = Callable[[str], int]
-FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.logs, "stop": job_status.stop}
+FOLLOW: dict[str, Follow] = {
+    "status": job_status.status,
+    "logs": job_status.logs,
+    "stop": job_status.stop,
+}
 
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
@@ -132,7 +136,13 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         near = None
         if action:
             near = config.nearest(action, [*PLATFORMS, *FOLLOW])
-        other_names = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}
+        other_names = {
+            "cancel": "stop",
+            "kill": "stop",
+            "k8s": "kubernetes",
+            "log": "logs",
+            "ls": "status",
+        }
         near = other_names.get(action, near)
         fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or your own file"
         if near:
@@ -179,7 +189,14 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
     if loaded.config.launch.slurm.container == "none":
         unused_on_slurm = _OF_CONTAINERS
     unused: tuple[str, ...] = {
-        "local": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node", "python", "workdir", "secrets"),
+        "local": (
+            *_OF_CONTAINERS,
+            "cpus_per_node",
+            "memory_gib_per_node",
+            "python",
+            "workdir",
+            "secrets",
+        ),
         "ssh": (*_OF_CONTAINERS, "cpus_per_node", "memory_gib_per_node"),
         "slurm": unused_on_slurm,
         "runai": ("device_resource",),
@@ -213,7 +230,9 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
         )
     elif devices and ranks and ranks < devices:
         waste = f"the {ranks} ranks of a node use only {ranks} of its {devices} GPUs"
-        print(f"note: {waste}; remove launch.nproc_per_node to run one rank per GPU", file=sys.stderr)
+        print(
+            f"note: {waste}; remove launch.nproc_per_node to run one rank per GPU", file=sys.stderr
+        )
     if not devices and not on_cpu:
         many = "the run trains on the CPU"
         if ranks:
@@ -236,7 +255,11 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
     job = loaded.config.job
     checkpoint = loaded.config.checkpoint
     launch = loaded.config.launch
-    if platform not in ("kubernetes", "runai") or not checkpoint.enable or "://" in checkpoint.folder:
+    if (
+        platform not in ("kubernetes", "runai")
+        or not checkpoint.enable
+        or "://" in checkpoint.folder
+    ):
         return
     folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
     if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
@@ -269,7 +292,9 @@ def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
     if local:
         paths_text = f"paths of this machine: {', '.join(local)}"
         fix = f"the job opens them in {loaded.config.launch.workdir or IMAGE_WORKDIR} of its image"
-        print(f"note: {paths_text}; {fix}, so copy them there, or use launch.mounts", file=sys.stderr)
+        print(
+            f"note: {paths_text}; {fix}, so copy them there, or use launch.mounts", file=sys.stderr
+        )
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:

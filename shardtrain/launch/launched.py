@@ -17,7 +17,9 @@ _MOST_BYTES = 2**20
 
 
 def _file() -> Path:
-    root = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    root = os.environ.get("XDG_STATE_HOME") or os.path.join(
+        os.path.expanduser("~"), ".local", "state"
+    )
     return Path(root) / "shardtrain" / "launched.jsonl"
 
 
@@ -51,10 +53,14 @@ def table() -> list[str]:
     rows = [("LAUNCHED", "ID", "RUN")]
     for began, job_id, run in launches[::-1][:MOST_LISTED]:
         age_seconds = max(0, round(time.time() - began))
-        rows.append((f"{format_seconds(age_seconds)} ago", redact(visible(job_id)), redact(visible(run))))
+        rows.append(
+            (f"{format_seconds(age_seconds)} ago", redact(visible(job_id)), redact(visible(run)))
+        )
     age_width = max(len(age) for age, _, _ in rows)
     id_width = max(len(job_id) for _, job_id, _ in rows)
-    lines = [f"{age.ljust(age_width)}  {job_id.ljust(id_width)}  {run}" for age, job_id, run in rows]
+    lines = [
+        f"{age.ljust(age_width)}  {job_id.ljust(id_width)}  {run}" for age, job_id, run in rows
+    ]
     newest_id = rows[1][1]
     return [
         *lines,

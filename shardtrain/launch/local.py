@@ -29,7 +29,15 @@ from shardtrain.launch import environment, exit_report, failure, run_ends, signa
 from shardtrain.launch.child_watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
-from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors, temporary, variables
+from shardtrain.utils import (
+    atomic_io,
+    log,
+    private_network,
+    python_child,
+    storage_errors,
+    temporary,
+    variables,
+)
 from shardtrain.utils.errors import ConfigError, Preempted, ShardtrainError
 
 if TYPE_CHECKING:
@@ -68,7 +76,11 @@ def prepare(run_folder: Path, note_killed: bool) -> None:
     try:
         atomic_io.guard(run_folder)
         atomic_io.make_folder(run_folder / OUTPUTS)
-        if note_killed and (run_folder / failure.RESERVED).exists() and not (run_folder / "exit.json").exists():
+        if (
+            note_killed
+            and (run_folder / failure.RESERVED).exists()
+            and not (run_folder / "exit.json").exists()
+        ):
             print(failure.killed_before(run_folder), file=sys.stderr, flush=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
         atomic_io.sweep(run_folder)
@@ -198,9 +210,12 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
 
     parent = variables.number(os.environ, exit_report.PARENT, "0")
     if "TORCHELASTIC_RUN_ID" in os.environ and not exit_report.is_left_to_parent():
-        signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
+        # SIGUSR1, which Slurm sends, ends torchrun and not its processes
+        signals.die_with_parent(signal.SIGTERM)
     grace_seconds = loaded.config.checkpoint.grace_seconds
-    stop = signals.listen(grace_seconds, _saves(loaded), end_now, parent, signals.end_time_of(os.environ))
+    stop = signals.listen(
+        grace_seconds, _saves(loaded), end_now, parent, signals.end_time_of(os.environ)
+    )
     try:
         main(loaded)
     except BaseException as error:
@@ -221,7 +236,9 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         # Leave proof that the rank finished, because a library may have called os._exit(0). On a full disk
         # the file is created, but is empty.
         with contextlib.suppress(OSError):
-            _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
+            _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(
+                json.dumps(failure.own_end())
+            )
     elif rank == 0:
         failure.write_exit(run_folder, None, 0, failure.own_end()["step"])
     return 0
@@ -284,7 +301,9 @@ def launch(
     grace_seconds = NOTHING_TO_SAVE_SECONDS
     if _saves(loaded):
         grace_seconds = config.checkpoint.grace_seconds
-    watch = ChildWatch(grace_seconds, STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
+    watch = ChildWatch(
+        grace_seconds, STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process
+    )
     # All attempts belong to one job in the goodput account.
     job = ledger.new_job()
     folder = Path(loaded.config.job.dump_folder)
@@ -299,7 +318,9 @@ def launch(
                 write_exit_before_ranks(loaded, first)
             else:
                 check = None
-                code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
+                code, first = _attempt(
+                    loaded, num_processes, main, command, watch, restarts.used, job
+                )
                 if first and code != failure.PREEMPTED:
                     # Record the time of death for the goodput account, because a
                     # killed rank could not record it.
@@ -336,7 +357,13 @@ def launch_verb(
 
 
 def _attempt(
-    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: ChildWatch, restarts: int, job: str
+    loaded: Loaded,
+    count: int,
+    main: Main | None,
+    command: Sequence[str],
+    watch: ChildWatch,
+    restarts: int,
+    job: str,
 ) -> tuple[int, failure.Failure | None]:
     """Start the ranks and wait for them, with a new store, because keys of an earlier attempt are invalid."""
     run_folder = Path(loaded.config.job.dump_folder)
@@ -378,13 +405,22 @@ def _start(
     meeting = records / "meeting"
     meeting.mkdir(mode=0o700)
     ranks = range(count)
-    envs = {rank: environment.rank_environment(rank, count, meeting, run_id, restarts, job) for rank in ranks}
+    envs = {
+        rank: environment.rank_environment(rank, count, meeting, run_id, restarts, job)
+        for rank in ranks
+    }
     for rank in ranks:
         record = str(_record_path(records, rank))
-        envs[rank] |= {"TORCHELASTIC_ERROR_FILE": record, exit_report.PARENT: str(os.getpid()), **network}
+        envs[rank] |= {
+            "TORCHELASTIC_ERROR_FILE": record,
+            exit_report.PARENT: str(os.getpid()),
+            **network,
+        }
     # Forks run a function of this process, and new processes run the command.
     entrypoint: Any = _forked if main else command[0]
-    arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
+    arguments = {
+        rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks
+    }
     outputs = contextlib.ExitStack()
     specs = _logs_specs(loaded, count, outputs)
     if not main:
@@ -406,7 +442,9 @@ def _start(
     # copy shared pages.
     gc.freeze()
     try:
-        return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
+        return start_processes(
+            "shardtrain", entrypoint, arguments, envs, specs, start_method="fork"
+        )
     finally:
         outputs.close()
         gc.unfreeze()
@@ -462,7 +500,9 @@ def _warn_of_threads() -> None:
     """Warn of threads in a process that is about to fork, because their locks
     would never be released in the ranks.
     """
-    names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    names = [
+        thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
+    ]
     try:
         unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
     except OSError:
@@ -529,7 +569,9 @@ def become_rank() -> bool:
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
     local_ranks = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
-    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    environment.set_process_defaults(
+        os.environ, local_ranks, environment.usable_cores(), alone=False
+    )
     return bool(parent)
 
 
@@ -587,7 +629,11 @@ def failures_of(
         all_done = all_done and is_done
         if report is None and not is_done and rank not in watch.stopped_by_us:
             when = watch.ended_at[rank]
-            report = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
+            report = (
+                failure.killed(rank, -status, when)
+                if status < 0
+                else failure.ended(rank, status, when)
+            )
         if report is not None:
             failures.append(report)
         end = dataclasses.asdict(report) if report else _read_end(_done_path(record_of(rank)))
@@ -604,7 +650,9 @@ def _report(
 
     Return the exit status and the cause, or None.
     """
-    failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))
+    failures, all_done, last_step = failures_of(
+        statuses, watch, functools.partial(_record_path, records)
+    )
     if failures:
         first = failure.culprit(failures)
     elif not all_done:

@@ -94,7 +94,11 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
         num_read = store.add(f"{nodes.refusal_key}/read", 1)
         if listener is not None and num_read < nodes.most - 1:
             # The store ends with this process, and the other nodes may not have read the reason yet.
-            print("another node cannot run: waiting until all nodes know it", file=sys.stderr, flush=True)
+            print(
+                "another node cannot run: waiting until all nodes know it",
+                file=sys.stderr,
+                flush=True,
+            )
             _await_readers(store, nodes)
         raise read_refusal(reason)
 
@@ -121,7 +125,9 @@ def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:
     sealed = store.compare_set(key, "", seal.close(own_counts.encode()).decode())
     first_counts = seal.open(sealed).decode(errors="replace")
     if not re.fullmatch(r"\d{1,9}:\d{1,9}", first_counts):
-        raise RendezvousStateError("the number of nodes is signed with another secret, or was not written by a node")
+        raise RendezvousStateError(
+            "the number of nodes is signed with another secret, or was not written by a node"
+        )
     if first_counts != own_counts:
         option, _, value = nodes.reason.partition("=")
         least, _, most = first_counts.partition(":")
@@ -181,7 +187,10 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         # PyTorch compares heartbeats with this node's wall clock, so convert them to it, and restore the
         # original values afterwards.
         wall_clock = datetime.now(UTC)
-        own_times = {node: wall_clock - timedelta(seconds=now - changed) for (node, _), changed in changes.items()}
+        own_times = {
+            node: wall_clock - timedelta(seconds=now - changed)
+            for (node, _), changed in changes.items()
+        }
         self._state.last_heartbeats = own_times
         super()._sanitize()
         # Keep this node's own heartbeat converted, because its wall clock may have jumped since it
@@ -199,7 +208,9 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     number = _NO_NUMBER
     """The --node_rank of the next rendezvous that this process opens."""
 
-    def __init__(self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any) -> None:
+    def __init__(
+        self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any
+    ) -> None:
         node = _NumberedNode(node.addr, node.pid, node.local_id)
         # The class is frozen.
         vars(node)["number"] = self.number
@@ -292,4 +303,6 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         store.set(f"shardtrain/ended-{rank}", "")
         with self._heartbeat_lock:
             self._state_holder.sync()
-        return store.check([f"shardtrain/ended-{number}" for number in self.state.participants.values()])
+        return store.check(
+            [f"shardtrain/ended-{number}" for number in self.state.participants.values()]
+        )

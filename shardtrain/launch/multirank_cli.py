@@ -56,7 +56,9 @@ def start(verb: Verb) -> int:
     folder = temporary.make(verb.name)
     loaded = _launched(folder)
     accelerators = environment.count_accelerators(verb.device)
-    code = local.launch_verb(loaded, verb.nproc, lambda _: run(), [verb.name, *verb.words], accelerators)
+    code = local.launch_verb(
+        loaded, verb.nproc, lambda _: run(), [verb.name, *verb.words], accelerators
+    )
     _close(folder, code)
     return code
 
@@ -94,4 +96,6 @@ def _launched(folder: Path) -> Loaded:
     from shardtrain.config import Config, Loaded
 
     config = Config()
-    return Loaded(dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(folder))))
+    return Loaded(
+        dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(folder)))
+    )

@@ -65,7 +65,13 @@ class NodeReports:
     """
 
     def __init__(
-        self, store: Any, run_id: str, number: int, count: int, first_rank: int, node_rank: int | None = None
+        self,
+        store: Any,
+        run_id: str,
+        number: int,
+        count: int,
+        first_rank: int,
+        node_rank: int | None = None,
     ) -> None:
         self._store = store
         self._seal = Seal(os.environ.get(SECRET, ""), run_id)
@@ -87,7 +93,11 @@ class NodeReports:
                 with contextlib.suppress(DistError, TimeoutError):
                     within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await(_MET, len(self._nodes)))
                 rule = f"is set on {len(same)} nodes ({', '.join(same)})"
-                raise ConfigError(Problem("--node_rank", given_rank, rule, "use a different rank on each node, from 0"))
+                raise ConfigError(
+                    Problem(
+                        "--node_rank", given_rank, rule, "use a different rank on each node, from 0"
+                    )
+                )
 
     def others_have_failed(self) -> bool:
         """True if a rank of another node has failed, or if the store was lost together with its node."""
@@ -103,7 +113,11 @@ class NodeReports:
             return True
 
     def explain(
-        self, failures: Sequence[Failure], all_done: bool, run_folder: Path, ends_others: bool = False
+        self,
+        failures: Sequence[Failure],
+        all_done: bool,
+        run_folder: Path,
+        ends_others: bool = False,
     ) -> Failure | None:
         """Report the failures of this node's ranks. Return the failure that ended the attempt, or None.
 
@@ -116,7 +130,10 @@ class NodeReports:
         """
         report = [asdict(one) for one in failures]
         with contextlib.suppress(OSError):
-            atomic_io.write(run_folder / "logs" / f"node-{self._number}.json", json.dumps(report, indent=2) + "\n")
+            atomic_io.write(
+                run_folder / "logs" / f"node-{self._number}.json",
+                json.dumps(report, indent=2) + "\n",
+            )
         reports = {self._number: list(failures)}
         # If all ranks stopped on request, they ended after the same step, and none of them has failed.
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
@@ -137,7 +154,9 @@ class NodeReports:
         """Publish this node's report. If a node has failed, add the reports of the other nodes to ``reports``."""
         # The time at which the nodes met, by the current wall clock of this node. Reports have the seconds since then.
         met_at = time.time() - (time.monotonic() - self._met_at)
-        own = [replace(one, time_seconds=one.time_seconds - met_at) for one in reports[self._number]]
+        own = [
+            replace(one, time_seconds=one.time_seconds - met_at) for one in reports[self._number]
+        ]
         self._write("end", [asdict(one) for one in own])
         # A request to stop may interrupt the first report, and a second one follows. Count this node once.
         failed_nodes = self._store.add(_FAILED, int(is_failure))
@@ -154,7 +173,9 @@ class NodeReports:
             # A corrupted or unsigned report counts as missing.
             with contextlib.suppress(RendezvousError, ValueError, TypeError, KeyError):
                 failures = [failure.from_fields(fields) for fields in self._read("end", number)]
-                reports[number] = [replace(one, time_seconds=one.time_seconds + met_at) for one in failures]
+                reports[number] = [
+                    replace(one, time_seconds=one.time_seconds + met_at) for one in failures
+                ]
         # The node that serves the store stays until all that have reported have read the reports.
         self._store.add(_READ, 1)
         self._await(_READ, len(reports))
@@ -174,7 +195,9 @@ class NodeReports:
             # The store reports its own timeout as DistStoreError.
             rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
             fix = "check the node and its network"
-            raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}") from None
+            raise PeerError(
+                f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}"
+            ) from None
         return nodes
 
     def _await(self, counter: str, count: int) -> None:
@@ -184,7 +207,9 @@ class NodeReports:
             time.sleep(POLL_SECONDS)
 
     def _write(self, kind: str, value: object) -> None:
-        self._store.set(f"{_KEY}/{kind}/{self._number}", self._seal.close(json.dumps(value).encode()).decode())
+        self._store.set(
+            f"{_KEY}/{kind}/{self._number}", self._seal.close(json.dumps(value).encode()).decode()
+        )
 
     def _read(self, kind: str, number: int) -> Any:
         """Return the value that node ``number`` wrote.

@@ -156,8 +156,11 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         endpoint=endpoint,
         node_rank=rank,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
-        local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
-        max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0) or 0,
+        local_address=names.get("SHARDTRAIN_LOCAL_ADDR")
+        or names.get("PET_LOCAL_ADDR")
+        or _by_suffix(names),
+        max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0)
+        or 0,
         join_seconds=_number("", None, ("RDZV_TIMEOUT",), names, least=1) or JOIN_SECONDS,
         reason=f"{name}={text}",
         rendezvous=_settings(names.get("PET_RDZV_CONF", "")),
@@ -266,7 +269,12 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
     """
     tasks = names.get("SLURM_STEP_NUM_TASKS", "")
     hosts = names.get("SLURM_STEP_NUM_NODES", "")
-    if name == "SHARDTRAIN_NNODES" and is_whole_number(tasks) and is_whole_number(hosts) and int(tasks) > int(hosts):
+    if (
+        name == "SHARDTRAIN_NNODES"
+        and is_whole_number(tasks)
+        and is_whole_number(hosts)
+        and int(tasks) > int(hosts)
+    ):
         raise ConfigError(
             Problem(
                 name,
@@ -292,7 +300,9 @@ def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: 
     for address, port in (("PET_MASTER_ADDR", "PET_MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT")):
         if names.get(address):
             return f"{names[address]}:{names.get(port) or RENDEZVOUS_PORT}"
-    first = environment.first_host(names.get("SLURM_STEP_NODELIST") or names.get("SLURM_JOB_NODELIST", ""))
+    first = environment.first_host(
+        names.get("SLURM_STEP_NODELIST") or names.get("SLURM_JOB_NODELIST", "")
+    )
     if first and environment.is_slurm_node(names):
         return f"{first}:{environment.slurm_port(names)}"
     if names.get("SKYPILOT_NODE_IPS"):
@@ -365,17 +375,26 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
             file=sys.stderr,
             flush=True,
         )
-    return replace(nodes, counts=counts, first_decides=loaded.config.training.global_batch_size == -1)
+    return replace(
+        nodes, counts=counts, first_decides=loaded.config.training.global_batch_size == -1
+    )
 
 
 def choose_processes_here(config: Config, requested: int | None, nodes: Nodes) -> ProcessCount:
     """Choose the number of ranks of this node from its environment; see ``choose_processes``."""
     accelerators = environment.count_accelerators(config.training.device)
-    return choose_processes(config, requested, os.environ, nodes, accelerators, environment.usable_cores())
+    return choose_processes(
+        config, requested, os.environ, nodes, accelerators, environment.usable_cores()
+    )
 
 
 def choose_processes(
-    config: Config, requested: int | None, names: Mapping[str, str], nodes: Nodes, accelerators: int, cores: int
+    config: Config,
+    requested: int | None,
+    names: Mapping[str, str],
+    nodes: Nodes,
+    accelerators: int,
+    cores: int,
 ) -> ProcessCount:
     """Choose this node's number of ranks: as requested, one per accelerator, its share of the mesh,
     or two on a CPU.
@@ -387,7 +406,9 @@ def choose_processes(
     if asked:
         return asked
     if accelerators:
-        return ProcessCount(accelerators, f"{accelerators} accelerator{'s' * (accelerators != 1)} found")
+        return ProcessCount(
+            accelerators, f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
+        )
     whole = environment.mesh_size(config)
     if whole and whole % nodes.most == 0:
         return ProcessCount(whole // nodes.most, "its share of the parallelism degrees")

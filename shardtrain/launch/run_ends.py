@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 from shardtrain.utils.errors import NotSaved, Preempted
 
-REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGALRM", "SIGXCPU", "SIGPWR")
+REQUESTS = (
+    "SIGTERM",
+    "SIGINT",
+    "SIGHUP",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGQUIT",
+    "SIGALRM",
+    "SIGXCPU",
+    "SIGPWR",
+)
 """Signals that request a save and the end of the run. A second SIGINT ends it immediately.
 
 Batch systems send SIGXCPU before a limit of CPU time, and containers SIGPWR when they are stopped."""
@@ -33,7 +43,8 @@ UNREAD = RunEnd(
     writes_exit_json=False,
 )
 BEFORE_FIRST_STEP = RunEnd(
-    Preempted.exit_code, "stopped by {reason} before the first step; the same command continues from there"
+    Preempted.exit_code,
+    "stopped by {reason} before the first step; the same command continues from there",
 )
 SAVED = RunEnd(
     Preempted.exit_code,

@@ -19,7 +19,12 @@ class Seal:
         if not self._key:
             return state
         # Put the signature first, so a node without the secret fails to unpickle the state.
-        return SIGNATURE_PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
+        return (
+            SIGNATURE_PREFIX
+            + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode()
+            + b"\n"
+            + state
+        )
 
     def open(self, sealed: bytes) -> bytes:
         """Verify a signed state and return it without its signature.
@@ -32,5 +37,7 @@ class Seal:
 
         state = sealed.partition(b"\n")[2] if self._key else sealed
         if not hmac.compare_digest(sealed, self.close(state)):
-            raise RendezvousStateError("data of another process is not signed with the secret of this node")
+            raise RendezvousStateError(
+                "data of another process is not signed with the secret of this node"
+            )
         return state

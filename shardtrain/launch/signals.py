@@ -39,7 +39,11 @@ def current() -> StopRequest:
 
 
 def listen(
-    grace_seconds: float, can_save: bool, hurry: Callable[[str], None], parent: int = 0, end_time: float | None = None
+    grace_seconds: float,
+    can_save: bool,
+    hurry: Callable[[str], None],
+    parent: int = 0,
+    end_time: float | None = None,
 ) -> StopRequest:
     """Start to receive requests to stop. Call this once per process, in its main thread.
 
@@ -76,7 +80,9 @@ def listen(
     return stop
 
 
-def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> dict[int, Any]:
+def handle_requests(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
+) -> dict[int, Any]:
     """Set the handler of all requests to stop, and return the replaced handlers.
     Call this in the main thread.
 
@@ -89,7 +95,10 @@ def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.
 
 
 def _watch(
-    stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], notify_launcher: Callable[[], None]
+    stop: StopRequest,
+    numbers: socket.socket,
+    hurry: Callable[[str], None],
+    notify_launcher: Callable[[], None],
 ) -> None:
     """Thread function: record signals from the bytes in ``numbers``, wake the main thread,
     and enforce the deadline.
@@ -112,7 +121,10 @@ def _watch(
             if number == signal.SIGINT:
                 # Ctrl-C reaches this process directly and through the launcher, which counts as one request.
                 # A later SIGINT is a second request.
-                if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
+                if (
+                    interrupted_at > -math.inf
+                    and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS
+                ):
                     end("a second SIGINT")
                 if interrupted_at == -math.inf:
                     interrupted_at = time.monotonic()

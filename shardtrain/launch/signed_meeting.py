@@ -38,7 +38,9 @@ class SignedBackend(RendezvousBackend):
             return (self._seal.open(found[0]), found[1])
         return None
 
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
         """Sign and write the state. Return the state that is stored afterwards, its token,
         and True if it was set.
 

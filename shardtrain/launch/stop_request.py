@@ -113,7 +113,9 @@ class StopRequest:
         until all ranks know of the request.
         """
         save = self.saves.quantile()
-        work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.quantile() or 0.0)
+        work = 2 * (self.assumed_save_seconds if save is None else save) + (
+            self.steps.quantile() or 0.0
+        )
         return LOOK_SECONDS + work
 
     def asked(self) -> bool:
@@ -167,7 +169,9 @@ class StopRequest:
             self._raised = True
             raise KeyboardInterrupt(f"{self.reason} (no checkpoints in this run)")
         if self._reading:
-            self._reading = False  # once: a second signal must not raise while the first one is on its way out
+            self._reading = (
+                False  # once: a second signal must not raise while the first one is on its way out
+            )
             raise Interrupted
 
     def close(self) -> None:

@@ -19,7 +19,12 @@ from shardtrain.utils.errors import CheckpointError, require_new
 
 
 def export(
-    checkpoint: Path, output: Path, module: ModuleType, shape: Any, base: str, dtype: str = "float32"
+    checkpoint: Path,
+    output: Path,
+    module: ModuleType,
+    shape: Any,
+    base: str,
+    dtype: str = "float32",
 ) -> list[str]:
     """Write the folder, read it back, and return the names of its files.
 

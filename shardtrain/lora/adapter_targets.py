@@ -28,7 +28,11 @@ _STYLES = ("colwise", "rowwise", "head", "replicate")
 
 
 def find(
-    model: nn.Module, module: ModuleType, shape: Any, wanted: Sequence[str], saved: Sequence[str] = ()
+    model: nn.Module,
+    module: ModuleType,
+    shape: Any,
+    wanted: Sequence[str],
+    saved: Sequence[str] = (),
 ) -> list[str]:
     """Return the paths of the modules to adapt, in model order.
 
@@ -54,7 +58,9 @@ def find(
             if model.get_submodule(path) is head:
                 style_by_path[path] = "head"
     linears = [path for path, style in style_by_path.items() if style in _STYLES]
-    embeddings = [path for path, submodule in model.named_modules() if isinstance(submodule, nn.Embedding)]
+    embeddings = [
+        path for path, submodule in model.named_modules() if isinstance(submodule, nn.Embedding)
+    ]
     theirs = their_names([*linears, *embeddings], module, shape)
     if not wanted and transformers_model is not None:
         wanted = [ALL]
@@ -112,7 +118,9 @@ def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
     Raises:
         ConfigError: there are none.
     """
-    owners = [core.rpartition(".")[0] for core in (layout.context, layout.recurrence) if "." in core]
+    owners = [
+        core.rpartition(".")[0] for core in (layout.context, layout.recurrence) if "." in core
+    ]
     found = []
     for path in linears:
         if any(matches(path.rpartition(".")[0], owner) for owner in owners):

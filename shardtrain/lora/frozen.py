@@ -76,7 +76,9 @@ class FrozenWeights:
         model = models.build(module, shape, num_labels)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        self.transposed = {f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)}
+        self.transposed = {
+            f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)
+        }
         self.stacks = stacks.find(model)
         self._kind = kind
         self._rounded = set()
@@ -112,7 +114,9 @@ class FrozenWeights:
             for name, size in self.shapes.items():
                 expected[WEIGHTS_PREFIX + name] = torch.empty(size, device="meta")
             tensor_files.check_names(expected, self._stored, path)
-            stored_weights = [name for name in self._stored.tensors if name.startswith(WEIGHTS_PREFIX)]
+            stored_weights = [
+                name for name in self._stored.tensors if name.startswith(WEIGHTS_PREFIX)
+            ]
             self.dtype = "float32"
             if stored_weights:
                 self.dtype = self._stored.tensors[stored_weights[0]].dtype
@@ -175,7 +179,9 @@ class FrozenWeights:
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """Return an unsharded tensor in the dtype of the file. A quantized weight is returned as float32."""
-        tensor = torch.zeros(self.shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device)
+        tensor = torch.zeros(
+            self.shapes[name], dtype=getattr(torch, self.dtypes[name]), device=device
+        )
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor

@@ -27,7 +27,10 @@ def is_transposed(module: nn.Module) -> bool:
     """
     if isinstance(module, FrozenLinear):
         return module.transposed
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return (
+        type(module).__name__ == "Conv1D"
+        and type(module).__module__ == "transformers.pytorch_utils"
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -35,7 +38,9 @@ def is_linear(module: nn.Module) -> bool:
 
     Subclasses of nn.Linear cannot, because they may compute something else.
     """
-    return type(module) is nn.Linear or (is_transposed(module) and not isinstance(module, FrozenLinear))
+    return type(module) is nn.Linear or (
+        is_transposed(module) and not isinstance(module, FrozenLinear)
+    )
 
 
 class FrozenLinear(nn.Linear):
@@ -128,7 +133,12 @@ class LoraLinear(FrozenLinear):
         return F.linear(F.linear(x, a_RI), b_OR) * self.scale
 
     def _lengthened(
-        self, x: Tensor, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor, group: dist.ProcessGroup | None = None
+        self,
+        x: Tensor,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        magnitude_O: Tensor,
+        group: dist.ProcessGroup | None = None,
     ) -> Tensor:
         """Return DoRA's output without the bias.
 
@@ -137,7 +147,9 @@ class LoraLinear(FrozenLinear):
         # Backward treats the norm of a row as a constant. With sharded inputs, sum the squares over
         # the ranks of the group.
         with torch.no_grad():
-            squares_O = merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
+            squares_O = (
+                merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
+            )
             if group is not None:
                 dist.all_reduce(squares_O, group=group)
             length_O = squares_O.sqrt()
@@ -146,10 +158,16 @@ class LoraLinear(FrozenLinear):
         if self.dropout and self.training:
             dropped = F.dropout(x, self.dropout)
             added = self.product(dropped) * (factor_O - 1)
-            return self.product(x) + added + F.linear(F.linear(dropped, a_RI), b_OR) * (factor_O * self.scale)
+            return (
+                self.product(x)
+                + added
+                + F.linear(F.linear(dropped, a_RI), b_OR) * (factor_O * self.scale)
+            )
         return (self.product(x) + F.linear(F.linear(x, a_RI), b_OR) * self.scale) * factor_O
 
-    def _split(self, x: Tensor, a_RI: DTensor, b_OR: DTensor, magnitude_O: DTensor | None) -> Tensor:
+    def _split(
+        self, x: Tensor, a_RI: DTensor, b_OR: DTensor, magnitude_O: DTensor | None
+    ) -> Tensor:
         """Return this rank's part of the output, placed like the output of the frozen module.
 
         If the outputs are sharded, the input and A are replicated, B is sharded by rows, and the output is

@@ -132,7 +132,10 @@ def merge(
             stack, part = stacked[name]
             a_ERI = factor(f"{stack.path}_lora_a")
             b_EOR = factor(f"{stack.path}_lora_b")
-            sizes = ((stack.experts, spec.rank, stack.inputs), (stack.experts, stack.outputs, spec.rank))
+            sizes = (
+                (stack.experts, spec.rank, stack.inputs),
+                (stack.experts, stack.outputs, spec.rank),
+            )
             if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
                 raise CheckpointError(
                     f"the adapter of {stack.path} does not have the shapes {sizes[0]} and {sizes[1]}",

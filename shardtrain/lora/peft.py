@@ -36,7 +36,11 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _LISTS = {"modules": "modules", "parameters": "target_parameters", "saved": "modules_to_save"}
-_FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+_FACTORS = {
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
+    "lora_magnitude": "lora_magnitude_vector",
+}
 _BASE = ".base_layer.weight"
 """Suffix of a frozen weight that PEFT saves with an adapter of an embedding or an output layer."""
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
@@ -145,7 +149,9 @@ class Names:
         return tensor
 
 
-def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False) -> Names:
+def names_of(
+    spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False
+) -> Names:
     """Return the PEFT name of every adapter tensor. With ``num_labels``, the model has a classification head.
 
     One module of the Hugging Face format may be several of our modules, such as q, k and v of GPT-NeoX. Its
@@ -207,7 +213,9 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
 
     # Each stack of experts has two factors. If one module owns two adapted stacks, PEFT nests their wrappers.
     all_stacks = stacks.find(model)
-    _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the merged model")
+    _check_experts(
+        spec.parameters, hub, "merge the adapters (shardtrain merge) and export the merged model"
+    )
     for path in spec.parameters:
         stack = all_stacks[path]
         source = None
@@ -251,7 +259,11 @@ def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str)
 
 
 def _saved_names(
-    module: ModuleType, shape: Any, model: torch.nn.Module, classifies: bool, spec: Spec | None = None
+    module: ModuleType,
+    shape: Any,
+    model: torch.nn.Module,
+    classifies: bool,
+    spec: Spec | None = None,
 ) -> dict[str, str]:
     """Map the tensors of fully trained modules to their PEFT names without the prefix.
 
@@ -319,7 +331,9 @@ class PeftFolder:
         # A base weight next to its own lora_A is a copy.
         copies = {name for name in shapes if f"{name.removesuffix(_BASE)}.lora_A.weight" in shapes}
         adapter_shapes = {name: size for name, size in shapes.items() if name not in copies}
-        self.spec, self.names = self._recognise(adapter_shapes, partial_spec, module, shape, num_labels)
+        self.spec, self.names = self._recognise(
+            adapter_shapes, partial_spec, module, shape, num_labels
+        )
         self.copies = {}
         for path, peft_name in self.names.modules.items():
             key = f"{PREFIX}{peft_name}{_BASE}"
@@ -327,7 +341,12 @@ class PeftFolder:
                 self.copies[f"{path}.weight"] = key
 
     def _recognise(
-        self, shapes: Mapping[str, tuple[int, ...]], partial_spec: Spec, module: Any, shape: Any, num_labels: int
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        partial_spec: Spec,
+        module: Any,
+        shape: Any,
+        num_labels: int,
     ) -> tuple[Spec, Names]:
         """Find the adapted modules from the tensor names in the file. Raise an error for an unknown tensor."""
         _check_experts(
@@ -363,7 +382,9 @@ class PeftFolder:
         all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
         present = {name for name, word in all_names.items() if PREFIX + word in shapes}
         for group in tied_names(model):
-            theirs_of_group = {name: PREFIX + all_names[name] for name in group if name in all_names}
+            theirs_of_group = {
+                name: PREFIX + all_names[name] for name in group if name in all_names
+            }
             self._check_tied(theirs_of_group, present)
         saved = [name.rpartition(".")[0] for name in all_names if name in present]
         spec = replace(
@@ -425,7 +446,9 @@ class PeftFolder:
                 ours = local_tensor(weight).detach()
                 theirs = copy[tuple(local_slices(weight))].to(ours.device)
                 # Either tensor may have been rounded to the dtype of the other.
-                same = torch.equal(theirs.to(ours.dtype), ours) or torch.equal(ours.to(theirs.dtype), theirs)
+                same = torch.equal(theirs.to(ours.dtype), ours) or torch.equal(
+                    ours.to(theirs.dtype), theirs
+                )
             if not same:
                 raise CheckpointError(
                     f"{self.folder / WEIGHTS}: {self.copies[name]} differs from the weights of the "
@@ -450,7 +473,9 @@ class PeftFolder:
             local_tensor(tensors[name]).detach().copy_(part)
 
 
-def load(config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tensor], folder: Path) -> None:
+def load(
+    config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tensor], folder: Path
+) -> None:
     """Fill a run's adapters from a folder. Collective: an error on one rank is raised on all ranks.
 
     Args:
@@ -561,7 +586,9 @@ def _number(
 ) -> Any:
     value = fields.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not good(value):
-        raise ConfigError(f"{path}: {key}={value!r} is not a valid number; use the file that PEFT wrote")
+        raise ConfigError(
+            f"{path}: {key}={value!r} is not a valid number; use the file that PEFT wrote"
+        )
     return value
 
 

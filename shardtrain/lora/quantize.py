@@ -165,7 +165,9 @@ def count(module: nn.Module, config: Config) -> int:
     dtype = getattr(torch, config.training.dtype)
     total = 0
     for linear in held(module):
-        packed = DryRunWeight((linear.out_features, linear.in_features), config.lora.base_dtype, dtype)
+        packed = DryRunWeight(
+            (linear.out_features, linear.in_features), config.lora.base_dtype, dtype
+        )
         linear.low_bits = packed
         total += packed.bytes
     return total

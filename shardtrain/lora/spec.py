@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 CAUSAL = "CAUSAL_LM"
 CLASSIFIES = "SEQ_CLS"
-TASK_TYPES = {"causal": CAUSAL, "classification": CLASSIFIES, "sequence_to_sequence": "SEQ_2_SEQ_LM"}
+TASK_TYPES = {
+    "causal": CAUSAL,
+    "classification": CLASSIFIES,
+    "sequence_to_sequence": "SEQ_2_SEQ_LM",
+}
 """PEFT's task type for each kind of transformers model."""
 _MAX_MODULES = 100_000
 _SCORES = ("score", "classifier")
@@ -104,8 +108,15 @@ def read_facts(facts: Mapping[str, Any], where: object) -> Spec | None:
     if found is None:
         return None
     # The checkpoint may be damaged or come from elsewhere, so check types and limits first.
-    kinds: dict[str, Any] = {"rank": int, "alpha": (int, float), "rank_stabilized": bool, "modules": list}
-    has_types = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    kinds: dict[str, Any] = {
+        "rank": int,
+        "alpha": (int, float),
+        "rank_stabilized": bool,
+        "modules": list,
+    }
+    has_types = isinstance(found, dict) and all(
+        isinstance(found.get(key), kind) for key, kind in kinds.items()
+    )
     lists = []
     if has_types:
         lists = [found.get(key, []) for key in ("modules", "parameters", "saved")]
@@ -185,7 +196,9 @@ def adapt(
     if not new_head:
         kind = TASK_TYPES.get(getattr(model, "kind", "causal"))
     scale = (options.rank, options.alpha, options.rank_stabilized)
-    spec = Spec(*scale, tuple(modules), options.dropout, options.use_dora, paths, tuple(saved), kind)
+    spec = Spec(
+        *scale, tuple(modules), options.dropout, options.use_dora, paths, tuple(saved), kind
+    )
 
     # A rank above the smaller side of a weight adds parameters without adding expressiveness.
     smaller_sizes = {}

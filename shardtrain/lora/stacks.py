@@ -141,10 +141,14 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
     def forward(*inputs: Any, **keywords: Any) -> Any:
         # During forward, an instance attribute hides the parameter with the same name. With tensor parallelism,
         # plain tensors of this rank already hide the parameters.
-        weight, a_ERI, b_EOR = (getattr(owner, key) for key in (name, f"{name}_lora_a", f"{name}_lora_b"))
+        weight, a_ERI, b_EOR = (
+            getattr(owner, key) for key in (name, f"{name}_lora_a", f"{name}_lora_b")
+        )
         assert not isinstance(weight, DTensor)
         was_hidden = name in owner.__dict__
-        owner.__dict__[name] = torch.baddbmm(weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale)
+        owner.__dict__[name] = torch.baddbmm(
+            weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale
+        )
         try:
             return whole_forward(*inputs, **keywords)
         finally:
@@ -162,7 +166,9 @@ def _factors(a_ERI: Tensor, b_EOR: Tensor, transposed: bool) -> tuple[Tensor, Te
 
 
 @torch.no_grad()
-def merged(weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int, scale: float) -> Tensor:
+def merged(
+    weight: Tensor, stack: Stack, a_ERI: Tensor, b_EOR: Tensor, part: int, scale: float
+) -> Tensor:
     """Return one weight of a stack with its adapter added, in float32. ``part`` is its index in the stack."""
     rows = slice(None)
     if len(stack.weights) > 1:

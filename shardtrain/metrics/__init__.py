@@ -79,7 +79,9 @@ class Metrics:
         self._reduce = reduce
         self._clock = clock
         self._run_folder = Path(run_folder)
-        self._peak_flops = self._options.peak_flops or peak_flops(facts.device_name, facts.compute_dtype)
+        self._peak_flops = self._options.peak_flops or peak_flops(
+            facts.device_name, facts.compute_dtype
+        )
         self._first: Record | None = None
         self._last: Record | None = None
         self._losses: list[tuple[int, float]] = []
@@ -88,7 +90,9 @@ class Metrics:
         self._sinks = list(open_sinks(config, self._run_folder, facts))
 
         # Use one guard per sink, so a failing sink causes one warning and does not affect the others.
-        self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
+        self._guards = [
+            BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks
+        ]
         self._line = BestEffort("the live line")
         self._own = BestEffort("the record of a step")
         self._progress: ProgressLine | None = None
@@ -104,7 +108,9 @@ class Metrics:
         self._waits: Waiting | None = None
         if facts.is_writer and asked_seconds():
             compiles = bool(config.compile.enable)
-            self._waits = Waiting(facts.total_steps, facts.start_step, phase, self._progress, compiles=compiles)
+            self._waits = Waiting(
+                facts.total_steps, facts.start_step, phase, self._progress, compiles=compiles
+            )
             self._waiting.callback(self._waits.close)
             self._waiting.enter_context(repeat(self._waits.tell))
 
@@ -170,7 +176,9 @@ class Metrics:
             # would block the others.
             means = self._window.read(self._reduce)
             norm = float(grad_norm)
-            record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
+            record = self._own.call(
+                lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None
+            )
             if record is not None:
                 if record.has_targets:
                     self._first = self._first or record
@@ -260,6 +268,8 @@ class Metrics:
             guard.call(lambda sink=sink: action(sink), None)  # type: ignore[misc]
 
     def _log_summary(self) -> None:
-        steps = summary.Steps(self._step, self._computed_tokens, self._clock() - self._start_seconds)
+        steps = summary.Steps(
+            self._step, self._computed_tokens, self._clock() - self._start_seconds
+        )
         notes = [getattr(sink, "summary", "") for sink in self._sinks]
         summary.log_summary(self._facts, steps, self._first, self._last, self._losses, notes)

@@ -27,7 +27,9 @@ def flops_per_token(
     return 6 * num_params_without_embedding + 12 * num_layers * num_heads * head_dim * seq_len
 
 
-def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[int, Callable[[int], int]]:
+def count_model(
+    model: nn.Module, layout: Layout, model_config: Any
+) -> tuple[int, Callable[[int], int]]:
     """Return the number of parameters of an unsharded model, and a function from sequence length to FLOPs per token.
 
     The input embedding is a lookup without FLOPs, unless it is also the output head. Of the experts, only
@@ -39,7 +41,12 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
     # Count the parameters with which a token is multiplied: all except the lookup and the experts that the
     # token does not use.
     head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
-    looked_up = [p for name in layout.first for p in model.get_submodule(name).parameters() if id(p) not in head]
+    looked_up = [
+        p
+        for name in layout.first
+        for p in model.get_submodule(name).parameters()
+        if id(p) not in head
+    ]
     total = sum(p.numel() for p in model.parameters())
     used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
 
@@ -53,15 +60,25 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
 
     # Determine how many tokens a token attends to in each layer. Without named attention cores this is
     # unlimited.
-    recurrences = [m for path, m in model.named_modules() if layout.recurrence and matches(path, layout.recurrence)]
+    recurrences = [
+        m
+        for path, m in model.named_modules()
+        if layout.recurrence and matches(path, layout.recurrence)
+    ]
     in_recurrences = sum(int(getattr(core, "flops_per_token", 0)) for core in recurrences)
     num_layers = max(0, int(getattr(model_config, "num_layers", 0)) - len(recurrences))
     num_heads = int(getattr(model_config, "num_heads", 0))
     head_dim = int(getattr(model_config, "head_dim", 0))
-    cores = [core for path, core in model.named_modules() if layout.context and matches(path, layout.context)]
+    cores = [
+        core
+        for path, core in model.named_modules()
+        if layout.context and matches(path, layout.context)
+    ]
     reaches = [math.inf] * num_layers
     if len(cores) == num_layers:
-        limits = [[getattr(core, name, 0) or math.inf for name in ("window", "chunk")] for core in cores]
+        limits = [
+            [getattr(core, name, 0) or math.inf for name in ("window", "chunk")] for core in cores
+        ]
         reaches = list(map(min, limits))
 
     def per_token(seq_len: int) -> int:
@@ -71,14 +88,18 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[in
     return total, per_token
 
 
-def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any, trained: bool = False) -> int:
+def _idle_in_experts(
+    model: nn.Module, layout: Layout, model_config: Any, trained: bool = False
+) -> int:
     """Return the number of expert parameters that a token does not use.
 
     With ``trained``, count only trained ones.
     """
     if not layout.expert:
         return 0
-    owners = [name for name, _ in model.named_modules() if matches(name, f"{layout.expert}.experts")]
+    owners = [
+        name for name, _ in model.named_modules() if matches(name, f"{layout.expert}.experts")
+    ]
     parameters = [p for name in owners for p in model.get_submodule(name).parameters()]
     in_experts = sum(p.numel() for p in parameters if p.requires_grad or not trained)
     return in_experts - in_experts * model_config.top_k // model_config.num_experts

@@ -25,7 +25,9 @@ def open_sinks(config: Config, run_folder: Path, facts: RunFacts) -> Iterator[Si
     if facts.is_writer:
         files = JsonlFiles(run_folder, facts.start_step)
         yield files
-        request = dataclasses.replace(request, records=files.records.history, validations=files.validations.history)
+        request = dataclasses.replace(
+            request, records=files.records.history, validations=files.validations.history
+        )
     for module in _optional_sinks(config):
         sink = module.open_sink(request)
         if sink is not None:

@@ -82,7 +82,9 @@ def read_peak(device_type: str) -> MemoryPeak:
 
     device = accelerator.module(device_type)
     stats = device.memory_stats()
-    capacity_bytes = accelerator.total_memory_bytes(torch.device(device_type, device.current_device()))
+    capacity_bytes = accelerator.total_memory_bytes(
+        torch.device(device_type, device.current_device())
+    )
     # A process without any allocation has no statistics.
     peak = DeviceMemory(
         max_active_gib=gib(stats.get("active_bytes.all.peak", 0)),

@@ -138,7 +138,9 @@ def profiler(
 class _Trace:
     """PyTorch's profiler, which writes a trace every ``profile_freq`` steps."""
 
-    def __init__(self, config: Config, run_folder: Path, rank: int, device_type: str, start_step: int) -> None:
+    def __init__(
+        self, config: Config, run_folder: Path, rank: int, device_type: str, start_step: int
+    ) -> None:
         import torch
         from torch.profiler import ProfilerActivity
 
@@ -153,7 +155,9 @@ class _Trace:
         self._rank = rank
         self._in_step = False
         # Each trace should contain only its own steps, so the warning about dropped events does not apply.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        warnings.filterwarnings(
+            "ignore", message=".*Profiler clears events at the end of each cycle"
+        )
         self._profile = torch.profiler.profile(
             activities=activities,
             schedule=torch.profiler.schedule(
@@ -218,12 +222,18 @@ class _MemorySnapshot:
 
     def dump(self, suffix: str = "") -> None:
         """Write the history so far. If that fails, log a warning."""
-        path = self._folder / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_memory_snapshot.pickle"
+        path = (
+            self._folder
+            / f"iteration_{self._step}{suffix}"
+            / f"rank{self._rank}_memory_snapshot.pickle"
+        )
         try:
             with atomic_io.for_library(path) as temporary:
                 self._memory._dump_snapshot(temporary)
         except (OSError, RuntimeError) as error:
-            logger.warning(f"cannot write the memory snapshot {path}: {storage_errors.explain(error, path)}")
+            logger.warning(
+                f"cannot write the memory snapshot {path}: {storage_errors.explain(error, path)}"
+            )
             return
         logger.info(f"memory snapshot written to {path}")
 

@@ -108,7 +108,9 @@ class Record:
             "tps": self.tps,
             "tokens_per_second": self.tokens_per_second,
             "targets_per_second": self.targets_per_second,
-            "target_share": self.targets_per_second / self.tokens_per_second if self.tokens_per_second else None,
+            "target_share": self.targets_per_second / self.tokens_per_second
+            if self.tokens_per_second
+            else None,
             "tflops": self.tflops,
             "mfu": self.mfu,
             "memory_gib": self.memory.peak_gib,
@@ -117,7 +119,9 @@ class Record:
         }
         clash = fields.keys() & self.extra.keys()
         if clash:
-            raise ValueError(f"extra metrics must not have names of standard metrics: {sorted(clash)}")
+            raise ValueError(
+                f"extra metrics must not have names of standard metrics: {sorted(clash)}"
+            )
         fields.update(self.extra)
         numbers: dict[str, Any] = {key: finite_or_none(value) for key, value in fields.items()}
         return {**numbers, "order_hash": f"{self.order_hash:016x}"}
@@ -154,7 +158,9 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
             if value is not None:
                 tags["mfu(%)"] = 100 * value
         elif key == "memory_gib":
-            tags["memory/max_reserved(GiB)" if device_type != "cpu" else "memory/max_rss(GiB)"] = value
+            tags["memory/max_reserved(GiB)" if device_type != "cpu" else "memory/max_rss(GiB)"] = (
+                value
+            )
         else:
             tags[_TAGS.get(key, key)] = math.nan if value is None else value
     step_seconds = fields.get("step_seconds")

@@ -30,7 +30,9 @@ def log_header(facts: RunFacts, peak_flops: float | None) -> None:
         f"on {facts.world_size} x {facts.device_name or facts.device_type}, {steps}"
     )
     if peak_flops:
-        logger.info(f"MFU against a dense peak of {peak_flops / 1e12:,.1f} TFLOP/s in {facts.compute_dtype}")
+        logger.info(
+            f"MFU against a dense peak of {peak_flops / 1e12:,.1f} TFLOP/s in {facts.compute_dtype}"
+        )
     else:
         logger.info(
             f"the {facts.compute_dtype} peak of {facts.device_name or facts.device_type} is unknown, so MFU is "
@@ -74,7 +76,9 @@ def log_summary(
         f"{format_count(done.tokens)} tokens, {speed}"
     )
     if len(losses) > 2:
-        curve = sparkline([step for step, _ in losses], [loss for _, loss in losses], 60, bars_for(sys.stderr))
+        curve = sparkline(
+            [step for step, _ in losses], [loss for _, loss in losses], 60, bars_for(sys.stderr)
+        )
         logger.info(f"loss {curve}")
     for note in filter(None, notes):
         logger.info(note)

@@ -77,7 +77,9 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     if unknown:
         rule = "is not a field of the model's Config"
         fix = f"use {sorted(types)}"
-        raise ConfigError([Problem(f"model.overrides.{name}", overrides[name], rule, fix) for name in unknown])
+        raise ConfigError(
+            [Problem(f"model.overrides.{name}", overrides[name], rule, fix) for name in unknown]
+        )
 
     values = dict(module.FLAVORS[flavor])
     if "norm_type" in types:
@@ -138,7 +140,9 @@ def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Modu
         initializers = module.initial(model_config)
         for name in names:
             if not any(layouts.matches(name, pattern) for pattern in initializers):
-                broken.append(f"initial() has no rule for parameter {name}{_pattern_hint(name, initializers)}")
+                broken.append(
+                    f"initial() has no rule for parameter {name}{_pattern_hint(name, initializers)}"
+                )
     if broken:
         # Name a user's file by its path
         is_user_file = own_file.is_from(module, own_file.MODEL)
@@ -217,7 +221,9 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
     layers = dict(model.named_modules()).get(layout.layers)
     broken = []
     if layers is not None and not isinstance(layers, nn.ModuleDict):
-        broken.append(f"{layout.layers} must be an nn.ModuleDict with string keys, not {type(layers).__name__}")
+        broken.append(
+            f"{layout.layers} must be an nn.ModuleDict with string keys, not {type(layers).__name__}"
+        )
     for name in (*layout.first, layout.layers, *layout.last):
         if "." in name:
             broken.append(f"{name} must be a direct child of the model")

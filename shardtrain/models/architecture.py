@@ -91,7 +91,9 @@ def read(folder: str) -> Any:
         try:
             config = mapping[model_type].from_dict(_without(content, CODE))
         except Exception as error:  # a config class may raise any exception for a wrong value
-            raise ConfigError(f"{path}: transformers refuses it ({_reason(warnings, error)})") from None
+            raise ConfigError(
+                f"{path}: transformers refuses it ({_reason(warnings, error)})"
+            ) from None
     _warnings[folder] = warnings
 
     # Training would fill a key-value cache that nothing reads
@@ -125,16 +127,22 @@ def architecture_of(folder: str, wanted: str = "") -> str:
     names = ", ".join(candidates) or "no architecture"
     choices = ", ".join(sorted(known)) or f"none: transformers has none for {config.model_type}"
     rule = f"names {names}, which cannot be trained here"
-    raise ConfigError(Problem(option, value, rule, f"set model.overrides.architecture to one of {choices}"))
+    raise ConfigError(
+        Problem(option, value, rule, f"set model.overrides.architecture to one of {choices}")
+    )
 
 
 def kind_of(folder: str, architecture: str) -> str:
     """Return the kind of an architecture, one of KINDS."""
     model_type = read(folder).model_type
-    return next(kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type)))
+    return next(
+        kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type))
+    )
 
 
-def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> MetaModel:
+def build(
+    folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0
+) -> MetaModel:
     """Build the model on the meta device with its buffers computed on the CPU.
 
     Args:
@@ -173,7 +181,9 @@ def build(folder: str, architecture: str, attention: str, num_labels: int = 0, v
     warnings = [*_warnings.get(folder, []), *build_warnings]
     if warnings and folder not in _warned_folders:
         _warned_folders.add(folder)
-        logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}")
+        logger.warning(
+            f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MAX_WARNING_CHARS]}"
+        )
     draws = {}
     for name, parameter in module.named_parameters():
         draw = recorder.draw(parameter)
@@ -451,7 +461,9 @@ class _InitRecorder(TorchDispatchMode):
             if draw is not None:
                 self._draws[place] = draw
 
-    def _record(self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]) -> None:
+    def _record(
+        self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]
+    ) -> None:
         # These operations leave the values unchanged
         if name in ("detach_", "requires_grad_") or (name == "add_" and numbers == [0.0]):
             return
@@ -460,7 +472,9 @@ class _InitRecorder(TorchDispatchMode):
         self._store(tensor, _draw_after(name, previous, numbers, named))
 
 
-def _draw_after(name: str, before: Draw | None, numbers: list[float], named: Mapping[str, Any]) -> Draw | None:
+def _draw_after(
+    name: str, before: Draw | None, numbers: list[float], named: Mapping[str, Any]
+) -> Draw | None:
     """Return the distribution of a tensor after an in-place operation, or None if it is not known.
 
     Args:

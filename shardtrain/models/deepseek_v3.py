@@ -142,14 +142,18 @@ class LatentAttention(nn.Module):
         self.kv_norm = build_norm("rmsnorm", c.kv_lora_rank, _LATENT_NORM_EPS)
         # Passes on the rotary key that all heads share, so that LAYOUT can name it for tensor parallelism
         self.shared_key = nn.Identity()
-        self.wkv_b = nn.Linear(c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False)
+        self.wkv_b = nn.Linear(
+            c.kv_lora_rank, c.num_heads * (self.nope_dim + self.v_dim), bias=False
+        )
         self.core = AttentionCore()
         self.wo = nn.Linear(c.num_heads * self.v_dim, c.dim, bias=False)
         # The core only divides by sqrt(H). YaRN's scale of queries and keys is applied to the
         # queries, squared
         self.q_scale = yarn_scale(c.rope_factor, c.mscale) ** 2
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         # Queries from their latent. The last R features of each head are rotated
         q_latent_BTQ = self.q_norm(self.wq_a(x_BTD))
@@ -196,7 +200,9 @@ class DeepseekV3Block(nn.Module):
             shared_dim = c.num_shared_experts * c.moe_ffn_dim
             self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D). Either ``ffn`` or ``moe`` is the identity."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         hidden_BTD = self.ffn(self.ffn_norm(x_BTD))

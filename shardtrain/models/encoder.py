@@ -96,7 +96,9 @@ LAYOUT = Layout(
 class FullAttentionCore(AttentionCore):
     """Compute softmax(q k / sqrt(H)) v over all tokens of the same document, including later ones."""
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Attend with queries (B, T, N, H) to keys and values (B, T, K, H), N a multiple of K.
         Return (B, T, N, H).
         """
@@ -108,7 +110,9 @@ class FullAttentionCore(AttentionCore):
         if documents_BT is not None:
             is_same_BTT = documents_BT[:, :, None] == documents_BT[:, None]
             mask_B1TT = is_same_BTT[:, None]
-        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, enable_gqa=is_grouped)
+        out_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BKTH, v_BKTH, attn_mask=mask_B1TT, enable_gqa=is_grouped
+        )
         return out_BNTH.transpose(1, 2)
 
 
@@ -128,7 +132,9 @@ class EncoderBlock(nn.Module):
         self.ffn = FeedForward(c.dim, c.ffn_dim)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         x_BTD = self.input_dropout(x_BTD)
         x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), angles, documents_BT))
@@ -141,7 +147,9 @@ class Model(Decoder):
     def __init__(self, c: Config) -> None:
         layers = (EncoderBlock(c, is_first=i == 0) for i in range(c.num_layers))
         norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        super().__init__(c.vocab_size, c.dim, RotaryAngles(c.head_dim, c.rope_theta), layers, norm, tied=False)
+        super().__init__(
+            c.vocab_size, c.dim, RotaryAngles(c.head_dim, c.rope_theta), layers, norm, tied=False
+        )
 
 
 def initial(c: Config) -> dict[str, Draw]:

@@ -112,7 +112,9 @@ class GptOssAttention(nn.Module):
         self.core = SinkAttentionCore(window)
         self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -135,7 +137,9 @@ class GptOssBlock(nn.Module):
         gate = ClampedGate(c.swiglu_alpha, c.swiglu_limit)
         self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), expert_bias=True, gate=gate)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         return x_BTD + self.moe(self.ffn_norm(x_BTD), documents_BT)

@@ -83,7 +83,9 @@ class RotaryAngles(nn.Module):
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
         """Return the radians per position of each pair of features, float32, shape (H/2,)."""
-        exponents_h = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        exponents_h = (
+            torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
+        )
         frequencies_h = 1.0 / (self.theta**exponents_h)
         if self.scaling == "linear":
             return frequencies_h / self.factor
@@ -102,7 +104,9 @@ class RotaryAngles(nn.Module):
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines for integer positions (B, T), float32, each of shape (B, T, 1, H/2)."""
-        angles_BT1h = positions_BT.float()[..., None, None] * self.inverse_frequencies(positions_BT.device)
+        angles_BT1h = positions_BT.float()[..., None, None] * self.inverse_frequencies(
+            positions_BT.device
+        )
         return angles_BT1h.cos(), angles_BT1h.sin()
 
 
@@ -166,7 +170,9 @@ class AttentionCore(nn.Module):
         self.softcap = softcap
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Attend with queries (B, T, N, H) to keys and values (B, T, K, H). Return (B, T, N, H).
 
         N is a multiple of K. With ``documents_BT`` a token attends only within its own document.
@@ -187,13 +193,17 @@ class AttentionCore(nn.Module):
         # No fused kernel supports soft caps or ALiBi, so these scores are computed in blocks of queries
         if self.softcap or self.alibi_slopes:
             scores = attention_scores.scores_of(self)
-            return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
+            return attention_scores.attention(
+                q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N
+            )
         # Documents, a window shorter than the sequence, and sinks need masked kernels. Plain causal
         # attention also uses them if a measurement on this CPU showed that the blocked kernel is faster
         has_window = 0 < self.window < q_BTNH.size(1)
         needs_mask = documents_BT is not None or has_window or sinks_N is not None
         if needs_mask or chosen_kernels.attends_in_blocks(q_BTNH):
-            return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
+            return document_mask.attention(
+                q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N
+            )
         # Plain causal attention: PyTorch chooses the kernel
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         is_grouped = q_BNTH.size(1) != k_BKTH.size(1)
@@ -257,7 +267,9 @@ class Attention(nn.Module):
         self.core = AttentionCore(window)
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         # The weights determine the number of heads, because a tensor-parallel rank has only some of
         # the heads
@@ -275,12 +287,16 @@ class NormedAttention(Attention):
     Qwen3).
     """
 
-    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, norm_eps: float) -> None:
+    def __init__(
+        self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, norm_eps: float
+    ) -> None:
         super().__init__(dim, num_heads, num_kv_heads, head_dim)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -330,7 +346,9 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Return logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
 
         ``documents_BT`` numbers the documents of each row in ascending order; tokens attend within

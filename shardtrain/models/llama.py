@@ -76,11 +76,15 @@ class LlamaBlock(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.attn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
-        self.attn = Attention(c.dim, c.num_heads, c.num_kv_heads, c.head_dim, c.qkv_bias, c.sliding_window)
+        self.attn = Attention(
+            c.dim, c.num_heads, c.num_kv_heads, c.head_dim, c.qkv_bias, c.sliding_window
+        )
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.ffn = FeedForward(c.dim, c.ffn_dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))

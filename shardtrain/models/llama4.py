@@ -151,7 +151,9 @@ class Llama4Attention(nn.Module):
         self.core = AttentionCore(chunk=chunk)
         self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         cos_BT1h, sin_BT1h, temperature_BT11 = angles
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -194,7 +196,9 @@ class Llama4Block(nn.Module):
             shared_dim = c.num_shared_experts * c.moe_ffn_dim
             self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), shared_dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, ...], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D). Either ``ffn`` or ``moe`` is the identity."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         hidden_BTD = self.ffn(self.ffn_norm(x_BTD))

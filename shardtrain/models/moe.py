@@ -61,14 +61,18 @@ class Routing:
         if self.score_func not in ("softmax", "sigmoid"):
             raise ValueError(f"score_func={self.score_func!r} is unknown; use softmax or sigmoid")
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top_k={self.top_k} is not between 1 and the {self.num_experts} experts")
+            raise ValueError(
+                f"top_k={self.top_k} is not between 1 and the {self.num_experts} experts"
+            )
         if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
                 f"num_groups={self.num_groups} must divide the {self.num_experts} experts, and top_groups="
                 f"{self.top_groups} must be between 1 and num_groups"
             )
         if self.top_groups * (self.num_experts // self.num_groups) < self.top_k:
-            raise ValueError(f"top_k={self.top_k} exceeds the number of experts in top_groups={self.top_groups} groups")
+            raise ValueError(
+                f"top_k={self.top_k} exceeds the number of experts in top_groups={self.top_groups} groups"
+            )
 
 
 def routing_of(config: Any) -> Routing:
@@ -160,8 +164,12 @@ class Router(nn.Module):
             scores_BTGe = scores_BTE.unflatten(-1, (r.num_groups, -1))
             best_BTG = scores_BTGe.topk(r.group_top_k, dim=-1).values.sum(-1)
             selected_BTg = best_BTG.topk(r.top_groups, dim=-1).indices
-            is_excluded_BTG = torch.ones_like(best_BTG, dtype=torch.bool).scatter_(-1, selected_BTg, False)
-            scores_BTE = scores_BTGe.masked_fill(is_excluded_BTG.unsqueeze(-1), -torch.inf).flatten(-2)
+            is_excluded_BTG = torch.ones_like(best_BTG, dtype=torch.bool).scatter_(
+                -1, selected_BTg, False
+            )
+            scores_BTE = scores_BTGe.masked_fill(is_excluded_BTG.unsqueeze(-1), -torch.inf).flatten(
+                -2
+            )
         return scores_BTE.topk(r.top_k, dim=-1).indices
 
     def _round_robin(self, scores_BTE: Tensor) -> Tensor:
@@ -236,7 +244,9 @@ class Balance(nn.Module):
         loss = self._loss(logits_BTE, scores_BTE, count_BE, is_text_BT1)
         weight = self.loss_weight
         if weight is None and loss is not None:
-            raise RuntimeError("a balance loss requires a weight; set loss_weight to 1 / number of target tokens")
+            raise RuntimeError(
+                "a balance loss requires a weight; set loss_weight to 1 / number of target tokens"
+            )
         record = partial(self._record, count_BE.sum(0))
         return _Attach.apply(weights_BTK, loss, weight, record)  # type: ignore[no-any-return]
 
@@ -332,7 +342,9 @@ class Experts(nn.Module):
     w2_bias: Tensor | None
     w3_bias: Tensor | None
 
-    def __init__(self, num_experts: int, dim: int, ffn_dim: int, bias: bool = False, gate: Gating = silu_gate) -> None:
+    def __init__(
+        self, num_experts: int, dim: int, ffn_dim: int, bias: bool = False, gate: Gating = silu_gate
+    ) -> None:
         super().__init__()
         self.gate = gate
         self.product: Product = product
@@ -510,7 +522,11 @@ class MoE(nn.Module):
         """Return, for tokens (S, D), the weighted sums of their experts' outputs (S, D)."""
         r = self.routing
         # One CPU kernel does everything below, if it supports these experts
-        if self.dispatch.is_local and not r.score_before_experts and self.experts.takes_tokens(x_SD, r.top_k):
+        if (
+            self.dispatch.is_local
+            and not r.score_before_experts
+            and self.experts.takes_tokens(x_SD, r.top_k)
+        ):
             choice = Choice(expert_R.view_as(weights_SK), weights_SK)
             return self.experts(x_SD, None, choice)  # type: ignore[no-any-return]
 
@@ -524,7 +540,9 @@ class MoE(nn.Module):
             rows_RD = rows_RD * permute(weights_SK.view(-1, 1), order_R, inverse_R)
 
         # Run the experts, and restore the order of tokens
-        count_E = expert_R.new_zeros(r.num_experts).scatter_add_(0, expert_R, torch.ones_like(expert_R))
+        count_E = expert_R.new_zeros(r.num_experts).scatter_add_(
+            0, expert_R, torch.ones_like(expert_R)
+        )
         out_RD = permute(self.dispatch(self.experts, rows_RD, count_E), inverse_R, order_R)
         out_SKD = out_RD.unflatten(0, (-1, r.top_k))
         if r.score_before_experts:

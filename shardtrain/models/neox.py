@@ -84,7 +84,9 @@ class NeoxAttention(nn.Module):
         self.core = AttentionCore()
         self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTNH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -126,7 +128,9 @@ class NeoxBlock(nn.Module):
         self.ffn_norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.ffn = NeoxFeedForward(c)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         attended_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         ffn_input_BTD = x_BTD if self.parallel else attended_BTD

@@ -71,7 +71,9 @@ class Qwen3Block(nn.Module):
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.ffn = FeedForward(c.dim, c.ffn_dim)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))

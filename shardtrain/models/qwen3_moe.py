@@ -54,7 +54,9 @@ class Qwen3MoeBlock(nn.Module):
         self.ffn_norm = build_norm(c.norm_type, c.dim, c.norm_eps)
         self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c))
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), angles, documents_BT)
         return x_BTD + self.moe(self.ffn_norm(x_BTD), documents_BT)

@@ -115,7 +115,9 @@ class ZeroCenteredNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.weight.shape, 1.0 + self.weight.to(dtype), self.eps).type_as(x)
+        return F.rms_norm(
+            x.to(dtype), self.weight.shape, 1.0 + self.weight.to(dtype), self.eps
+        ).type_as(x)
 
 
 class GatedNorm(nn.Module):
@@ -148,7 +150,9 @@ class GatedAttention(nn.Module):
         self.core = AttentionCore()
         self.wo = nn.Linear(c.num_heads * c.head_dim, c.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH, gate_BTNH = self.wq(x_BTD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
@@ -219,7 +223,9 @@ class GatedDeltaCore(nn.Module):
         mixed_BTC, decay_BTN, beta_BTN = inputs
         dtype = torch.promote_types(mixed_BTC.dtype, torch.float32)
         filters_Cw = weights[0].flatten(1).to(dtype)
-        mixed_BTC = gated_delta_net.convolve(mixed_BTC.to(dtype), filters_Cw, before.to(dtype), starts_BT)
+        mixed_BTC = gated_delta_net.convolve(
+            mixed_BTC.to(dtype), filters_Cw, before.to(dtype), starts_BT
+        )
         num_values = decay_BTN.size(-1) * self.value_dim
         num_key_heads = (mixed_BTC.size(-1) - num_values) // (2 * self.key_dim)
         mixed_BTKX = F.silu(mixed_BTC).unflatten(-1, (num_key_heads, -1))
@@ -250,11 +256,15 @@ class GatedDeltaNet(nn.Module):
         self.filters = HeadNumbers(num_mixed, 1, c.linear_conv_width)
         self.a_log = HeadNumbers(c.linear_value_heads)
         self.dt_bias = HeadNumbers(c.linear_value_heads)
-        self.core = GatedDeltaCore(c.linear_key_head_dim, c.linear_value_head_dim, c.linear_value_heads)
+        self.core = GatedDeltaCore(
+            c.linear_key_head_dim, c.linear_value_head_dim, c.linear_value_heads
+        )
         self.norm = GatedNorm(c.linear_value_head_dim, c.norm_eps)
         self.wo = nn.Linear(num_values, c.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, _: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, _: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D). Positions have no effect."""
         strength_BTN, step_BTN = self._by_value_head(self.wba(x_BTD))
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
@@ -287,7 +297,9 @@ class Qwen3NextBlock(nn.Module):
         self.ffn_norm = ZeroCenteredNorm(c.dim, c.norm_eps)
         self.moe = MoE(c.dim, c.moe_ffn_dim, routing_of(c), c.shared_ffn_dim, shared_gate=True)
 
-    def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None
+    ) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         mixer = self.attn if self.attn is not None else self.delta
         assert mixer is not None
@@ -326,7 +338,8 @@ class Model(Decoder):
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
         norm = ZeroCenteredNorm(c.dim, c.norm_eps)
         layers = [
-            Qwen3NextBlock(c, has_attention=(i + 1) % c.full_attention_interval == 0) for i in range(c.num_layers)
+            Qwen3NextBlock(c, has_attention=(i + 1) % c.full_attention_interval == 0)
+            for i in range(c.num_layers)
         ]
         super().__init__(c.vocab_size, c.dim, rope, layers, norm, c.tied_embeddings)
 

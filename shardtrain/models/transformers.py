@@ -135,7 +135,9 @@ class Model(nn.Module):
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        built = architectures.build(c.path, c.class_name, c.attention, c.num_labels, c.vocab_size or 0)
+        built = architectures.build(
+            c.path, c.class_name, c.attention, c.num_labels, c.vocab_size or 0
+        )
         self.hf = built.module
         self.config_name = c.class_name
         self.kind = architectures.kind_of(c.path, c.class_name)
@@ -155,7 +157,9 @@ class Model(nn.Module):
         self._tied = set(itertools.chain.from_iterable(tied_names(self.hf)))
         if not self.blocks:
             rule = f"names {c.class_name}, in which no repeated blocks are found"
-            raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
+            raise ConfigError(
+                Problem("model.overrides.path", c.path, rule, "write a model file for it")
+            )
         for path in _sharing_blocks(self.hf, self.blocks):
             # The root shards these. FSDP would make separate parameters of them, as each unit shards its own
             del self.blocks[path]
@@ -190,7 +194,9 @@ class Model(nn.Module):
             assert positions_BT is not None
             inputs["position_ids"] = positions_BT
         if lengths_B is not None:
-            is_text_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
+            is_text_BT = (
+                torch.arange(tokens_BT.size(1), device=tokens_BT.device) < lengths_B[:, None]
+            )
             inputs = {
                 "input_ids": tokens_BT.masked_fill(~is_text_BT, pad),
                 "attention_mask": is_text_BT.long(),
@@ -236,7 +242,11 @@ class Model(nn.Module):
     @property
     def experts(self) -> dict[str, nn.Module]:
         """Path -> stacked experts that the experts interface of ``transformers`` runs."""
-        return {path: module for path, module in self.named_modules() if experts_interface.is_experts(module)}
+        return {
+            path: module
+            for path, module in self.named_modules()
+            if experts_interface.is_experts(module)
+        }
 
     @staticmethod
     def compute_experts(experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
@@ -296,7 +306,9 @@ def _sharing_blocks(hf: nn.Module, blocks: Iterable[str]) -> set[str]:
     """Return the paths of blocks that have a parameter of another block, as in Zamba 2."""
     sharing: set[str] = set()
     for names in tied_names(hf):
-        owners = {block for block in blocks for name in names if f"{PREFIX}{name}".startswith(f"{block}.")}
+        owners = {
+            block for block in blocks for name in names if f"{PREFIX}{name}".startswith(f"{block}.")
+        }
         if len(owners) > 1:
             sharing |= owners
     return sharing
@@ -325,5 +337,7 @@ def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
                 taken.append((module, name))
             else:
                 rule = f"names {c.class_name}, whose buffer {path}.{name} does not start at zero"
-                raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
+                raise ConfigError(
+                    Problem("model.overrides.path", c.path, rule, "write a model file for it")
+                )
     return taken

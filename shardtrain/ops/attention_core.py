@@ -62,7 +62,9 @@ class CoreCall:
         return len(self.shapes) == 3 and all(len(shape) == 4 for shape in self.shapes)
 
 
-NOT_FINITE = Broken("returns NaN or infinity for finite inputs", "correct it; a token attends at least to itself")
+NOT_FINITE = Broken(
+    "returns NaN or infinity for finite inputs", "correct it; a token attends at least to itself"
+)
 
 
 def trace(model: nn.Module, layout: Layout) -> dict[str, CoreCall]:
@@ -136,23 +138,35 @@ def broken_when_split(core: nn.Module, call: CoreCall | None, seq_len: int) -> B
     window = int(getattr(core, "window", 0) or 0)
     scoring = attention_scores.scores_of(core)
     if scoring.slopes and len(scoring.slopes) != heads:
-        return Broken(f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads", "set one per query head")
+        return Broken(
+            f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads",
+            "set one per query head",
+        )
     core = copy.deepcopy(core)
 
     # Compare the core with attention computed from its attributes, in float32 on random tensors.
-    def difference(tokens: int, heads: int, key_heads: int, documents_BT: Tensor | None) -> Broken | None:
+    def difference(
+        tokens: int, heads: int, key_heads: int, documents_BT: Tensor | None
+    ) -> Broken | None:
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
         chunk = int(getattr(core, "chunk", 0) or 0)
         chunks_BT = documents.chunked(documents_BT, chunk, (rows, tokens), q.device)
-        expected = attention_scores.attention(q, k, v, chunks_BT, window, scoring, _sinks(core, heads))
+        expected = attention_scores.attention(
+            q, k, v, chunks_BT, window, scoring, _sinks(core, heads)
+        )
         output = run(core, q, k, v, documents_BT, heads_first)
         if isinstance(output, Broken):
             return output
         if tuple(output.shape) != tuple(expected.shape):
-            names = {(rows, heads, tokens, width): "(B, N, T, H)", (rows, tokens, heads * width): "(B, T, N H)"}
+            names = {
+                (rows, heads, tokens, width): "(B, N, T, H)",
+                (rows, tokens, heads * width): "(B, T, N H)",
+            }
             shape = names.get(tuple(output.shape), str(tuple(output.shape)))
-            return Broken(f"returns {shape} for queries (B, T, N, H)", "return the shape of the queries")
+            return Broken(
+                f"returns {shape} for queries (B, T, N, H)", "return the shape of the queries"
+            )
         if not output.isfinite().all():
             return NOT_FINITE
         error = _error(output, expected)
@@ -210,7 +224,9 @@ def broken_when_heads_are_dealt(core: nn.Module, call: CoreCall | None) -> Broke
         half_sinks = None if sinks_N is None else sinks_N.chunk(2)[half]
         output = run(core, half_q, half_k, half_v, None, heads_first, half_sinks)
         if isinstance(output, Broken):
-            rule = "fails with half of its heads" + output.rule.removeprefix("fails on small tensors")
+            rule = "fails with half of its heads" + output.rule.removeprefix(
+                "fails on small tensors"
+            )
             return Broken(rule, fix)
         expected = full_output.chunk(2, dim=2)[half]
         # ``not <=`` is also true for NaN.
@@ -231,7 +247,10 @@ def broken_number_of_heads(core: nn.Module, call: CoreCall | None, ranks: int) -
     key_heads = _sizes(core, call, heads_first)[1]
     if key_heads % ranks == 0:
         return None
-    return Broken(f"has {key_heads} key-value heads, which {ranks} ranks cannot divide", "use a divisor of them")
+    return Broken(
+        f"has {key_heads} key-value heads, which {ranks} ranks cannot divide",
+        "use a divisor of them",
+    )
 
 
 def run(
@@ -276,17 +295,23 @@ def _broken_call(core: nn.Module, call: CoreCall | None) -> Broken | None:
         return None
     if call.num_extra or call.has_mask:
         rule = "receives other arguments than queries, keys, values and documents_BT, such as a mask or a bias"
-        return Broken(rule, "use the attributes window and alibi_slopes; no other bias is supported")
+        return Broken(
+            rule, "use the attributes window and alibi_slopes; no other bias is supported"
+        )
     if not call.has_heads:
         rule = f"receives shapes {call.shapes} instead of three tensors (B, T, heads, H)"
         return Broken(rule, "unflatten the heads before the call")
     if _looks_heads_first(call) and not getattr(core, "heads_first", False):
         rule = "receives (B, N, T, H), with heads before tokens"
-        return Broken(rule, "set the attribute heads_first = True of the core, or transpose within it")
+        return Broken(
+            rule, "set the attribute heads_first = True of the core, or transpose within it"
+        )
     widths = [shape[-1] for shape in call.shapes]
     if len(set(widths)) > 1:
         rule = f"receives heads of different widths {widths}"
-        return Broken(rule, "pad values with zeros to the width of queries, and truncate the output")
+        return Broken(
+            rule, "pad values with zeros to the width of queries, and truncate the output"
+        )
     return None
 
 
@@ -294,7 +319,9 @@ def _looks_heads_first(call: CoreCall) -> bool:
     return all(shape[2] == _TOKENS and shape[1] != _TOKENS for shape in call.shapes)
 
 
-def _sizes(core: nn.Module, call: CoreCall | None, heads_first: bool | None = None) -> tuple[int, int, int]:
+def _sizes(
+    core: nn.Module, call: CoreCall | None, heads_first: bool | None = None
+) -> tuple[int, int, int]:
     """Return the numbers of query heads and key-value heads, and the width of a head.
 
     If the model was not traced, they are test sizes.
@@ -308,9 +335,14 @@ def _sizes(core: nn.Module, call: CoreCall | None, heads_first: bool | None = No
     return call.shapes[0][dim], call.shapes[1][dim], call.shapes[0][-1]
 
 
-def _random(rows: int, tokens: int, heads: int, key_heads: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _random(
+    rows: int, tokens: int, heads: int, key_heads: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(rows, tokens, count, width, generator=generator) for count in (heads, key_heads, key_heads))
+    q, k, v = (
+        torch.randn(rows, tokens, count, width, generator=generator)
+        for count in (heads, key_heads, key_heads)
+    )
     # Use large scores, to detect a soft cap.
     return 4.0 * q, k, v
 
@@ -335,40 +367,60 @@ def _diagnose(
     Return None if no experiment finds one.
     """
 
-    def output_of(k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT) -> Tensor:
+    def output_of(
+        k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT
+    ) -> Tensor:
         return run(core, q, k, v, documents_BT, heads_first)  # type: ignore[no-any-return]
 
     # Random numbers: two calls differ.
     first = output_of()
     if _error(output_of(), first) > 0:
-        return Broken("returns different values in each call, as with dropout", "remove dropout from the core")
+        return Broken(
+            "returns different values in each call, as with dropout", "remove dropout from the core"
+        )
 
     # A fixed dtype: rounding the inputs to it first does not change the output.
     for dtype in (torch.bfloat16, torch.float16):
         rounded = [x.to(dtype).float() for x in (q, k, v)]
-        if _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first) == 0:
+        if (
+            _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first)
+            == 0
+        ):
             rule = f"computes in {str(dtype).removeprefix('torch.')} regardless of the dtype of its inputs"
-            return Broken(rule, "remove the cast: training.mixed_precision_param is the compute dtype of a model")
+            return Broken(
+                rule,
+                "remove the cast: training.mixed_precision_param is the compute dtype of a model",
+            )
 
     # No causal mask: another value of the last token changes earlier outputs.
     last_token = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
     if not float(output_of(v=v + last_token)[:, :-1].sub(first[:, :-1]).abs().max()) <= CLOSE:
-        return Broken("lets tokens attend to later tokens", "use a causal mask; other cores cannot be split")
+        return Broken(
+            "lets tokens attend to later tokens", "use a causal mask; other cores cannot be split"
+        )
 
     # Weights that do not sum to one: if all values are one, the output is not one.
     if not float(output_of(v=torch.ones_like(v)).sub(1.0).abs().max()) <= CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
-        return Broken(rule, "remove it from the core; sinks can be its fifth argument (has_sinks = True)")
+        return Broken(
+            rule, "remove it from the core; sinks can be its fifth argument (has_sinks = True)"
+        )
 
     # Documents without effect: without documents, the core computes the function of its attributes.
     if documents_BT is not None:
-        plain = attention_scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
+        plain = attention_scores.attention(
+            q, k, v, None, int(getattr(core, "window", 0) or 0), scoring
+        )
         if _error(output_of(documents_BT=None), plain) <= CLOSE:
-            return Broken("lets tokens attend to other documents", "use documents_BT, or remove that argument")
+            return Broken(
+                "lets tokens attend to other documents", "use documents_BT, or remove that argument"
+            )
     return _fit(core, output_of, q, k, scoring)
 
 
-def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attention_scores.Scores) -> Broken | None:
+def _fit(
+    core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attention_scores.Scores
+) -> Broken | None:
     """Measure scale, slope, chunk, window and soft cap of a core, and compare them with its attributes.
 
     Token 1 attends to two tokens, with log(p_0 / p_1) = scale q (k_0 - k_1) - slope. A value of one
@@ -405,7 +457,10 @@ def _fit(core: nn.Module, output_of: Any, q: Tensor, k: Tensor, scoring: attenti
     if float((slope_N - slopes_N).abs().max()) > max(1e-3, 3.0 * residual):
         state = "has other values" if scoring.slopes else "is not set"
         rule = f"adds a bias that depends on the distance like ALiBi, but its attribute alibi_slopes {state}"
-        return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias is supported")
+        return Broken(
+            rule,
+            "set alibi_slopes to a tuple of one number per query head; no other bias is supported",
+        )
 
     # Skip the tests of chunk and window with slopes. They require equal weights.
     if not scoring.slopes:
@@ -453,4 +508,6 @@ def _broken_range(core: nn.Module, output_of: Any, k: Tensor) -> Broken | None:
     sees_all = num_seen >= tokens
     seen = "all tokens before it" if sees_all else f"{num_seen} tokens"
     rule = f"lets a token attend to {seen}, but its attribute window is {window}"
-    return Broken(rule, f"set the attribute window of the core, here to {0 if sees_all else num_seen}")
+    return Broken(
+        rule, f"set the attribute window of the core, here to {0 if sees_all else num_seen}"
+    )

@@ -142,19 +142,28 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
     copied.passes_positions = True
     watch = token_mixing.watch(copied, _FUNCTION, _FIX)
     if watch is None:
-        raise Untraceable(Broken("has weights of so many sizes that no test length is unique", _FIX))
+        raise Untraceable(
+            Broken("has weights of so many sizes that no test length is unique", _FIX)
+        )
     paths = {module: path for path, module in copied.named_modules()}
     calls: dict[str, AttentionCall] = {}
 
     def record(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **arguments: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
         path = paths[module]
         with watch.allowing():
             call = _call_of(module, path, query, key, value, attention_mask, arguments)
             if calls.setdefault(path, call) != call:
                 raise Untraceable(Broken(f"calls {path} several times with different masks", _FIX))
-            return query.new_empty(*query.shape[:1], query.size(2), query.size(1), value.size(-1)), None
+            return query.new_empty(
+                *query.shape[:1], query.size(2), query.size(1), value.size(-1)
+            ), None
 
     ALL_ATTENTION_FUNCTIONS.register(_TRACED, record)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(
@@ -169,7 +178,8 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
     find_documents = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *_, **__: None  # it reads positions, which have no values
+    # it reads positions, which have no values
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     row_1T = torch.zeros(1, watch.length, dtype=torch.int64, device="meta")
     failure = None
     try:
@@ -177,7 +187,9 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
             copied(row_1T, row_1T)
     except Untraceable:
         raise
-    except Exception as error:  # the code of a network may raise any exception on tensors without values
+    except (
+        Exception
+    ) as error:  # the code of a network may raise any exception on tensors without values
         failure = error
     finally:
         masking_utils.find_packed_sequence_indices = find_documents
@@ -187,7 +199,9 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
         raise Untraceable(watch.found)
     if failure is not None:
         text = (str(failure).splitlines() or [""])[0]
-        raise Untraceable(Broken(f"fails on the meta device: {type(failure).__name__}: {text}", _FIX))
+        raise Untraceable(
+            Broken(f"fails on the meta device: {type(failure).__name__}: {text}", _FIX)
+        )
     if not calls:
         raise Untraceable(Broken("never calls the attention function of transformers", _FIX))
     return calls
@@ -229,7 +243,9 @@ class _Mask:
         drawn = torch.randint(seq_len, (_MAX_QUERIES - 2,), generator=generator)
         query_Q1 = torch.cat((torch.tensor([0, seq_len - 1]), drawn))[:, None]
         first = torch.zeros((), dtype=torch.int64)
-        seen_QT = torch.as_tensor(self.function(first, first, query_Q1, key_T)).expand(_MAX_QUERIES, seq_len)
+        seen_QT = torch.as_tensor(self.function(first, first, query_Q1, key_T)).expand(
+            _MAX_QUERIES, seq_len
+        )
         causal_QT = key_T <= query_Q1
         if torch.equal(seen_QT, causal_QT):
             return 0, 0
@@ -250,7 +266,9 @@ def _changes_its_mask(path: str) -> Broken:
 class _MetaIsZero(TorchFunctionMode):
     """Replace tensors on the meta device by zeros: the padding on the left, which a row of text does not have."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def with_values(tensor: Tensor) -> Tensor:
             return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
@@ -269,11 +287,17 @@ def _call_of(
 ) -> AttentionCall:
     """Return the facts of a call. Raise Untraceable if our cores do not compute it."""
     for name, argument in arguments.items():
-        if name not in _HANDLED | _WITHOUT_EFFECT and argument is not None and argument is not False:
+        if (
+            name not in _HANDLED | _WITHOUT_EFFECT
+            and argument is not None
+            and argument is not False
+        ):
             raise Untraceable(Broken(f"passes {name} to the attention function in {path}", _FIX))
     for name in ("scaling", "softcap"):
         if isinstance(arguments.get(name), Tensor):
-            raise Untraceable(Broken(f"passes a tensor as {name} to the attention function in {path}", _FIX))
+            raise Untraceable(
+                Broken(f"passes a tensor as {name} to the attention function in {path}", _FIX)
+            )
     if query.size(2) != key.size(2):
         raise Untraceable(Broken(f"attends to other tokens than those of the row in {path}", _FIX))
 
@@ -282,9 +306,15 @@ def _call_of(
         limits = mask.limits
     elif mask is None:
         is_causal = arguments.get("is_causal")
-        limits = (0, 0) if (getattr(module, "is_causal", True) if is_causal is None else is_causal) else None
+        limits = (
+            (0, 0)
+            if (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+            else None
+        )
     if limits is None:
-        raise Untraceable(Broken(f"has a mask in {path} that is not causal, a window or chunks", _FIX))
+        raise Untraceable(
+            Broken(f"has a mask in {path} that is not causal, a window or chunks", _FIX)
+        )
     sinks_N = arguments.get("s_aux")
     if sinks_N is not None and tuple(sinks_N.shape) != (query.size(1),):
         raise Untraceable(Broken(f"has sinks of shape {tuple(sinks_N.shape)} in {path}", _FIX))

@@ -40,7 +40,9 @@ def register_attention(
         keeps_output: True if ``backward`` takes the output. Gradients of sinks need it too.
     """
     operation = torch.library.custom_op(f"shardtrain::{name}", forward, mutates_args=())
-    backward_operation = torch.library.custom_op(f"shardtrain::{name}_backward", backward, mutates_args=())
+    backward_operation = torch.library.custom_op(
+        f"shardtrain::{name}_backward", backward, mutates_args=()
+    )
     operation.register_fake(lambda q_BTNH, *_: empty_results(q_BTNH))
 
     def empty_gradients(gradient_BTNH: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -56,7 +58,9 @@ def register_attention(
         # No gradient reaches the log-sum-exp. Do not allocate zeros for it.
         ctx.set_materialize_grads(False)
 
-    def differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(
+        ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         sinks = saved[len(saved) - ctx.num_sinks :]
         saved = saved[: len(saved) - ctx.num_sinks]
@@ -67,7 +71,9 @@ def register_attention(
                 sinks_gradients.append(None)
                 continue
             out_BTNH, log_sum_BNT = saved[3:5]
-            sinks_gradients.append(attention_scores.sinks_gradient(gradient_BTNH, out_BTNH, log_sum_BNT, sinks_N))
+            sinks_gradients.append(
+                attention_scores.sinks_gradient(gradient_BTNH, out_BTNH, log_sum_BNT, sinks_N)
+            )
         return (*gradients, None, *sinks_gradients, None, None)
 
     operation.register_autograd(differentiate, setup_context=save)
@@ -78,4 +84,6 @@ def empty_results(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
     """Return an empty output (B, T, N, H) and log-sum-exp (B, N, T) for these queries."""
     B, T, N, _ = q_BTNH.shape
     out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
-    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
+    return out_BTNH, q_BTNH.new_empty(
+        (B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32)
+    )

@@ -48,7 +48,9 @@ def scores_of(core: Any) -> Scores:
     slopes = getattr(core, "alibi_slopes", None)
     softcap = getattr(core, "softcap", None) or 0.0
     return Scores(
-        None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ())
+        None if scale is None else float(scale),
+        float(softcap),
+        tuple(float(slope) for slope in slopes or ()),
     )
 
 
@@ -65,7 +67,9 @@ def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tens
     return (out_BlNH * share_BlN1).to(out_BlNH.dtype), both_BNl
 
 
-def sinks_gradient(gradient_BlNH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> Tensor:
+def sinks_gradient(
+    gradient_BlNH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor
+) -> Tensor:
     """Return the gradient (N,) of the sinks.
 
     Args:
@@ -99,7 +103,11 @@ def attention(
     seen_1TT = torch.ones(1, tokens, tokens, dtype=torch.bool, device=q_BTNH.device).tril()
     if window:
         seen_1TT = seen_1TT.triu(1 - window)
-    seen_BTT = seen_1TT if documents_BT is None else seen_1TT & (documents_BT[:, :, None] == documents_BT[:, None])
+    seen_BTT = (
+        seen_1TT
+        if documents_BT is None
+        else seen_1TT & (documents_BT[:, :, None] == documents_BT[:, None])
+    )
     return masked_attention(q_BTNH, k_BTKH, v_BTKH, seen_BTT[:, None], scores, sinks_N)
 
 
@@ -128,7 +136,9 @@ def masked_attention(
     return (weight_BNls @ v).transpose(1, 2).to(q_BlNH.dtype)
 
 
-def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(
+    q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band, scores: Scores
+) -> tuple[Tensor, Tensor]:
     """Attend to a part of the keys. Return the output (B, l, N, H) and the float32 log-sum-exp (B, N, l).
 
     Each query must see at least one key.
@@ -161,7 +171,9 @@ def attend_backward(
     dv = weight_BNls.transpose(-2, -1) @ gradient
     # The derivative of a softmax is ds = p (dp - sum of p dp).
     # The sum over all keys equals the sum of gradient times output.
-    d_score = weight_BNls * (gradient @ v.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True))
+    d_score = weight_BNls * (
+        gradient @ v.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
+    )
     if slope_of_cap is not None:
         d_score = d_score * slope_of_cap
     d_score = d_score * _scale(q, scores)
@@ -191,13 +203,21 @@ def _score(
     keys = k_BNsH.size(2)
     if scores.slopes:
         if len(scores.slopes) != q_BNlH.size(1):
-            raise ValueError(f"alibi_slopes has {len(scores.slopes)} numbers for {q_BNlH.size(1)} heads")
+            raise ValueError(
+                f"alibi_slopes has {len(scores.slopes)} numbers for {q_BNlH.size(1)} heads"
+            )
         place_l1 = torch.arange(offset, offset + queries, device=q_BNlH.device)[:, None]
         distance_ls = (place_l1 - torch.arange(keys, device=q_BNlH.device)).to(score_BNls.dtype)
-        slope_N11 = torch.tensor(scores.slopes, device=q_BNlH.device, dtype=score_BNls.dtype)[:, None, None]
+        slope_N11 = torch.tensor(scores.slopes, device=q_BNlH.device, dtype=score_BNls.dtype)[
+            :, None, None
+        ]
         score_BNls = score_BNls - slope_N11 * distance_ls
     if band is not None:
-        seen_ls = torch.ones(queries, keys, dtype=torch.bool, device=q_BNlH.device).tril_(band.last).triu_(band.first)
+        seen_ls = (
+            torch.ones(queries, keys, dtype=torch.bool, device=q_BNlH.device)
+            .tril_(band.last)
+            .triu_(band.first)
+        )
         score_BNls = score_BNls.masked_fill(~seen_ls, -torch.inf)
     return score_BNls, slope_of_cap
 

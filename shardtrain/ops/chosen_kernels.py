@@ -66,10 +66,16 @@ class Kernels:
             "blocked_attention_float32_wide": "attention in float32 with wide heads by blocks",
             "rms_norm": "RMSNorm by rows",
         }
-        taken = [f"{words} ({getattr(self, name):.1f} x as fast)" for name, words in phrases.items() if self.uses(name)]
+        taken = [
+            f"{words} ({getattr(self, name):.1f} x as fast)"
+            for name, words in phrases.items()
+            if self.uses(name)
+        ]
         failed = [words for name, words in phrases.items() if getattr(self, name) == FAILED]
         sentence = (
-            f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's (none of shardtrain's is faster)"
+            f"CPU kernels: {', '.join(taken)}"
+            if taken
+            else "CPU kernels: PyTorch's (none of shardtrain's is faster)"
         )
         if failed:
             sentence += f"; failed when measured, so PyTorch's own: {', '.join(failed)}"
@@ -98,5 +104,7 @@ def attends_in_blocks(q_BTNH: Tensor) -> bool:
         return False
     if q_BTNH.dtype == torch.float32:
         is_narrow = q_BTNH.size(-1) <= NARROW_HEAD
-        return _chosen.uses("blocked_attention_float32" if is_narrow else "blocked_attention_float32_wide")
+        return _chosen.uses(
+            "blocked_attention_float32" if is_narrow else "blocked_attention_float32_wide"
+        )
     return q_BTNH.dtype == torch.bfloat16 and _chosen.uses("blocked_attention")

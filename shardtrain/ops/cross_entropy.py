@@ -96,11 +96,15 @@ def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Te
     loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
     # The gradient is softmax - one_hot(target). It overwrites the log-probabilities, which are not needed
     # again.
-    gradient_nV = log_probabilities_nV.exp_().scatter_add_(1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32))
+    gradient_nV = log_probabilities_nV.exp_().scatter_add_(
+        1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32)
+    )
     return loss, gradient_nV.mul_(kept_n1 * weight)
 
 
-def chunk_loss_without_scatter(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_loss_without_scatter(
+    logits_nV: Tensor, targets_n: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute one chunk like ``chunk_loss``, in a form that compiles to a single kernel."""
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
@@ -114,7 +118,12 @@ def chunk_loss_without_scatter(logits_nV: Tensor, targets_n: Tensor, weight: Ten
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction, chunks: list[slice]
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        weight: Tensor,
+        chunk: ChunkFunction,
+        chunks: list[slice],
     ) -> Tensor:
         # A float32 sum over the thousands of chunks of a million tokens would lose the last digits.
         loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)

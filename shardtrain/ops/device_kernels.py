@@ -56,7 +56,11 @@ def has_bfloat16_units(device: torch.device) -> bool:
 
 def has_matmul_into_float32(device: torch.device) -> bool:
     """True if a device can add an unrounded product of bfloat16 or float16 matrices to a float32 matrix."""
-    return device.type == "cuda" and not torch.version.hip and "dtype_out" in torch.ops.aten.addmm.overloads()
+    return (
+        device.type == "cuda"
+        and not torch.version.hip
+        and "dtype_out" in torch.ops.aten.addmm.overloads()
+    )
 
 
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:

@@ -107,7 +107,9 @@ def _chunk(
     here_n = kept_n & (local_n >= 0) & (local_n < log_nV.size(-1))
     index_n1 = local_n.clamp(0, log_nV.size(-1) - 1).unsqueeze(1)
     losses_n = -vocabulary.sum(log_nV.gather(1, index_n1).squeeze(1) * here_n)
-    gradient_nV = log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1)).mul_(1 - mix.ratio)
+    gradient_nV = (
+        log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1)).mul_(1 - mix.ratio)
+    )
 
     # Compute D over the common columns. At temperature 1, reuse the student's log-probabilities from above.
     both = min(logits_nV.size(-1), teacher_nV.size(-1))
@@ -119,11 +121,15 @@ def _chunk(
     # D is multiplied by T^2 and depends on logits / T, so its gradient with respect to a logit has the
     # factor T.
     gradient_nV[:, :both].add_(slope_nV, alpha=mix.ratio * temperature)
-    sums_2 = torch.stack([(part_n * kept_n).sum(dtype=torch.float64) for part_n in (losses_n, divergences_n)])
+    sums_2 = torch.stack(
+        [(part_n * kept_n).sum(dtype=torch.float64) for part_n in (losses_n, divergences_n)]
+    )
     return sums_2, gradient_nV.mul_(kept_n.unsqueeze(1))
 
 
-def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def _divergence(
+    log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
     """Return D (n,) of the teacher's p and the student's q, and its gradient with respect to the logits of q."""
     p_nV = log_p_nV.exp()
     q_nV = log_q_nV.exp()
@@ -176,7 +182,9 @@ class _DistillationSum(torch.autograd.Function):
         gradient_NV = torch.empty_like(logits_NV)
         for start in range(0, logits_NV.size(0), rows):
             part = slice(start, start + rows)
-            chunk_2, gradient_nV = _chunk(logits_NV[part], teacher_NV[part], targets_N[part], mix, vocabulary)
+            chunk_2, gradient_nV = _chunk(
+                logits_NV[part], teacher_NV[part], targets_N[part], mix, vocabulary
+            )
             sums_2 += chunk_2
             gradient_NV[part] = gradient_nV.mul_(weight)
         ctx.save_for_backward(gradient_NV)
@@ -185,7 +193,17 @@ class _DistillationSum(torch.autograd.Function):
         return (loss * weight).float(), sums_2
 
     @staticmethod
-    def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(
+        ctx: Any, *gradient_outputs: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None, None]:
         (gradient_NV,) = ctx.saved_tensors
         # In place: the trainer calls backward once, with an output gradient of exactly one.
-        return gradient_NV.mul_(gradient_outputs[0].to(gradient_NV.dtype)), None, None, None, None, None, None
+        return (
+            gradient_NV.mul_(gradient_outputs[0].to(gradient_NV.dtype)),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

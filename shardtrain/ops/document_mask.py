@@ -63,7 +63,9 @@ def attention(
     if not is_accelerator(q_BTNH.device) or flash_attention.has_flash(q_BTNH):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
     if sinks_N is not None:
-        return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
+        return attention_scores.attention(
+            q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N
+        )
     return masked_attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
 
 
@@ -88,17 +90,25 @@ def masked_attention(
     for start in range(0, tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, tokens)
         low = max(0, start - window + 1) if window else 0
-        mask_Bls = torch.ones(1, stop - start, stop - low, dtype=torch.bool, device=q_BTNH.device).tril(start - low)
+        mask_Bls = torch.ones(
+            1, stop - start, stop - low, dtype=torch.bool, device=q_BTNH.device
+        ).tril(start - low)
         if window:
             mask_Bls = mask_Bls.triu(start - low - window + 1)
         if documents_BT is not None:
-            mask_Bls = mask_Bls & (documents_BT[:, start:stop, None] == documents_BT[:, None, low:stop])
+            mask_Bls = mask_Bls & (
+                documents_BT[:, start:stop, None] == documents_BT[:, None, low:stop]
+            )
         parts = (q_BNTH[:, :, start:stop], k_BNTH[:, :, low:stop], v_BNTH[:, :, low:stop])
-        outputs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None], scale=scale))
+        outputs.append(
+            F.scaled_dot_product_attention(*parts, attn_mask=mask_Bls[:, None], scale=scale)
+        )
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def chunked(documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+def chunked(
+    documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], device: torch.device
+) -> Tensor | None:
     """Split documents into chunks of ``chunk`` tokens, for attention within chunks (Llama 4). 0 splits nothing.
 
     Each document is split from its first token on. Without ``documents_BT``, rows of ``shape`` (B, T) are split. Return
@@ -171,8 +181,14 @@ def on_host(documents_BT: Tensor) -> Tensor:
         return documents_BT
     if documents_BT not in _host_copies:
         base_BT = documents_BT._base
-        if base_BT is not None and base_BT in _host_copies and _are_consecutive_rows(documents_BT, base_BT):
-            first = (documents_BT.storage_offset() - base_BT.storage_offset()) // max(1, base_BT.stride(0))
+        if (
+            base_BT is not None
+            and base_BT in _host_copies
+            and _are_consecutive_rows(documents_BT, base_BT)
+        ):
+            first = (documents_BT.storage_offset() - base_BT.storage_offset()) // max(
+                1, base_BT.stride(0)
+            )
             _host_copies[documents_BT] = _host_copies[base_BT][first : first + documents_BT.size(0)]
         else:
             _host_copies[documents_BT] = documents_BT.cpu()
@@ -214,7 +230,9 @@ _ragged_copies = WeakTensorKeyDictionary()
 """Results of ``_ragged_rows`` by documents."""
 
 
-def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
+def _pieces(
+    q_BTNH: Tensor, documents_BT: Tensor | None, window: int
+) -> Iterator[tuple[slice, slice, slice, Any]]:
     """Yield the calls of the CPU's flash kernel: rows, queries, keys, and arguments for the mask."""
     tokens = slice(0, q_BTNH.size(1))
     at_once = queries_at_once(window, q_BTNH.device)
@@ -227,7 +245,12 @@ def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterato
             yield row, document, document, {"causal": True}
             continue
         for queries, keys, band in blocks(length, length, 0, window, at_once):
-            yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
+            yield (
+                row,
+                shifted(queries, document.start),
+                shifted(keys, document.start),
+                {"causal": False, "band": band},
+            )
 
 
 def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, int]:
@@ -242,7 +265,9 @@ def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, i
             _ragged_copies[documents_BT] = to_device(starts, documents_BT.device), longest
         return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
     rows, tokens = q_BTNH.shape[:2]
-    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device), tokens
+    return torch.arange(
+        0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device
+    ), tokens
 
 
 def _forward(
@@ -258,7 +283,9 @@ def _forward(
         # Concatenate the rows, and compute all documents in one call.
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
-        out_SNH, lse_NS = flash_attention.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
+        out_SNH, lse_NS = flash_attention.attend_ragged(
+            q_SNH, k_SKH, v_SKH, starts, longest, window, scale
+        )
         out_BTNH = out_SNH.view_as(q_BTNH)
         lse_BNT = lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
     else:
@@ -268,7 +295,9 @@ def _forward(
             q = q_BTNH[row, queries]
             k = k_BTKH[row, keys]
             v = v_BTKH[row, keys]
-            out_BlNH, lse_BNl = flash_attention.attend(q, k, v, **mask_arguments, scores=Scores(scale))
+            out_BlNH, lse_BNl = flash_attention.attend(
+                q, k, v, **mask_arguments, scores=Scores(scale)
+            )
             out_BTNH[row, queries] = out_BlNH
             lse_BNT[row, :, queries] = lse_BNl
     if sinks_N is None:
@@ -293,7 +322,9 @@ def _backward(
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
         lse_NS = lse_BNT.transpose(0, 1).flatten(1)
-        grads = flash_attention.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window, scale)
+        grads = flash_attention.attend_ragged_backward(
+            gradient, q, k, v, out, lse_NS, starts, longest, window, scale
+        )
         dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv
 
@@ -305,7 +336,9 @@ def _backward(
         k = k_BTKH[row, keys]
         v = v_BTKH[row, keys]
         lse = lse_BNT[row, :, queries]
-        part = flash_attention.attend_backward(gradient, q, k, v, out, lse, **mask_arguments, scores=Scores(scale))
+        part = flash_attention.attend_backward(
+            gradient, q, k, v, out, lse, **mask_arguments, scores=Scores(scale)
+        )
         dq[row, queries] = part[0]
         dk[row, keys] += part[1]
         dv[row, keys] += part[2]

@@ -43,14 +43,30 @@ def attend(
             rule = "has no flash attention kernel on CUDA, which split sequences require"
             fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
             raise ConfigError(
-                Problem("training.mixed_precision_param", str(q_BlNH.dtype).removeprefix("torch."), rule, fix)
+                Problem(
+                    "training.mixed_precision_param",
+                    str(q_BlNH.dtype).removeprefix("torch."),
+                    rule,
+                    fix,
+                )
             )
         q, k, v = _end_to_end(q_BlNH, k_BsKH, v_BsKH)
         rows = _Rows(q_BlNH, k_BsKH, band)
         out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *rows.starts, *rows.lengths, 0.0, causal and band is None, False, scale=scores.scale, **rows.window
+            q,
+            k,
+            v,
+            *rows.starts,
+            *rows.lengths,
+            0.0,
+            causal and band is None,
+            False,
+            scale=scores.scale,
+            **rows.window,
         )
-        return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(0, 1).contiguous()
+        return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(
+            0, 1
+        ).contiguous()
 
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -76,7 +92,9 @@ def attend_backward(
     """
     if not scores.has_kernel:
         assert band is not None
-        return attention_scores.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
+        return attention_scores.attend_backward(
+            gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores
+        )
     if accelerator.is_accelerator(q_BlNH.device):
         gradient, q, k, v, out = _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH)
         rows = _Rows(q_BlNH, k_BsKH, band)
@@ -115,7 +133,12 @@ def has_flash(x_BTNH: Tensor) -> bool:
     """True if the accelerator has a flash kernel for this dtype and head width."""
     is_short = x_BTNH.dtype in (torch.float16, torch.bfloat16)
     width = x_BTNH.size(-1)
-    return is_short and width % 8 == 0 and width <= 256 and device_kernels.has_flash_attention(x_BTNH.device)
+    return (
+        is_short
+        and width % 8 == 0
+        and width <= 256
+        and device_kernels.has_flash_attention(x_BTNH.device)
+    )
 
 
 def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
@@ -131,7 +154,8 @@ class _Rows:
     def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band | None) -> None:
         self.lengths = q_BlNH.size(1), k_BsKH.size(1)
         self.starts = [
-            torch.arange(0, (q_BlNH.size(0) + 1) * n, n, dtype=torch.int32, device=q_BlNH.device) for n in self.lengths
+            torch.arange(0, (q_BlNH.size(0) + 1) * n, n, dtype=torch.int32, device=q_BlNH.device)
+            for n in self.lengths
         ]
         self.window: dict[str, int] = {}
         if band is None:
@@ -216,7 +240,9 @@ def repeat_heads(q_BTNH: Tensor, *keys_values: Tensor) -> list[Tensor]:
 
 
 def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BlNH, *repeat_heads(q_BlNH, k_BsKH, v_BsKH)))
+    q, k, v = (
+        x.transpose(1, 2).contiguous() for x in (q_BlNH, *repeat_heads(q_BlNH, k_BsKH, v_BsKH))
+    )
     return q, k, v
 
 

@@ -87,7 +87,9 @@ def two_to_the(power: Tensor) -> Tensor:
     return ((power + 127) << 23).view(torch.float32)
 
 
-def to_float8(x: Tensor, dim: int | None, name: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def to_float8(
+    x: Tensor, dim: int | None, name: str, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return a tensor in float8, and the float32 powers of two that restore its magnitude.
 
     Elements along ``dim`` share a scale; with None all elements do. ``amax`` is their largest
@@ -114,7 +116,9 @@ def rounded(x: Tensor, dim: int | None, name: str, amax: Tensor | None = None) -
     return bits.to(x.dtype) * inverse.to(x.dtype)
 
 
-def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate: bool, fast: bool = False) -> Tensor:
+def product(
+    a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate: bool, fast: bool = False
+) -> Tensor:
     """Return the product (M, N) of two matrices in float8.
 
     ``fast`` allows a device to accumulate with fewer bits, which is usual in forward passes.
@@ -134,7 +138,9 @@ def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate:
     missing = -a8_MK.size(1) % FLOAT8_MULTIPLE
     if missing:
         # Padding is not implemented for float8. Pad the bytes: the byte 0 is the value 0.
-        a8_MK, b8_NK = (F.pad(x8.view(torch.uint8), (0, missing)).view(x8.dtype) for x8 in (a8_MK, b8_NK))
+        a8_MK, b8_NK = (
+            F.pad(x8.view(torch.uint8), (0, missing)).view(x8.dtype) for x8 in (a8_MK, b8_NK)
+        )
     b8_KN = b8_NK.t()
 
     options: dict[str, Any] = {"out_dtype": a_MK.dtype, "use_fast_accum": fast}
@@ -251,7 +257,12 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor, multiply: Multiply, emulate: bool
+        ctx: Any,
+        x_RI: Tensor,
+        count_E: Tensor,
+        weight_EOI: Tensor,
+        multiply: Multiply,
+        emulate: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_RI, count_E, weight_EOI)
         ctx.multiply = multiply
@@ -261,14 +272,18 @@ class _Grouped(torch.autograd.Function):
         return _grouped_mm(x_RI, count_E, weight_EOI)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         (gradient_RO,) = gradients
         x_RI, count_E, weight_EOI = ctx.saved_tensors
         dx_RI = dweight_EOI = None
         if ctx.needs_input_grad[0]:
             weight_EIO = weight_EOI.transpose(1, 2)
             if ctx.emulate:
-                dx_RI = ctx.multiply(rounded(gradient_RO, -1, E4M3), count_E, rounded(weight_EIO, -1, E4M3))
+                dx_RI = ctx.multiply(
+                    rounded(gradient_RO, -1, E4M3), count_E, rounded(weight_EIO, -1, E4M3)
+                )
             else:
                 dx_RI = _grouped_mm(gradient_RO, count_E, weight_EIO)
         if ctx.needs_input_grad[2]:
@@ -276,7 +291,9 @@ class _Grouped(torch.autograd.Function):
         return dx_RI, None, dweight_EOI, None, None
 
 
-def grouped_product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor, multiply: Multiply, emulate: bool) -> Tensor:
+def grouped_product(
+    x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor, multiply: Multiply, emulate: bool
+) -> Tensor:
     """Multiply each row (R, I), sorted by expert, by the weight of its expert in float8. Return (R, O).
 
     Emulation calls ``multiply``, the same product in the dtype of its operands.

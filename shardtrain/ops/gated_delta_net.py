@@ -44,7 +44,9 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
-def convolve(x_BTC: Tensor, filters_Cw: Tensor, before_BwC: Tensor, starts_BT: Tensor | None) -> Tensor:
+def convolve(
+    x_BTC: Tensor, filters_Cw: Tensor, before_BwC: Tensor, starts_BT: Tensor | None
+) -> Tensor:
     """Return the causal convolution of each channel, (B, T, C). Tokens of other documents count as zero.
 
     Args:
@@ -143,15 +145,21 @@ class DeltaChunk:
         to_end_nBKGc = between_nBKGcc[..., -1, :]
         is_seen = torch.ones(c, c, dtype=torch.bool, device=q_BTKH.device).tril()
         if starts_BT is not None:
-            count_nB11c = _blocks(starts_BT[:, :, None, None, None], c).squeeze(-1).long().cumsum(-1)
+            count_nB11c = (
+                _blocks(starts_BT[:, :, None, None, None], c).squeeze(-1).long().cumsum(-1)
+            )
             is_seen = is_seen & (count_nB11c.unsqueeze(-1) == count_nB11c.unsqueeze(-2))
             from_start_nBKGc = from_start_nBKGc * (count_nB11c == 0)
             to_end_nBKGc = to_end_nBKGc * (count_nB11c == count_nB11c[..., -1:])
         between_nBKGcc = between_nBKGcc.masked_fill(~is_seen, 0.0)
 
         system_nBKGcc = beta_nBKGc1 * (k_nBK1cH @ k_nBK1cH.mT) * between_nBKGcc
-        right_side = torch.cat((v_nBKGcV, k_nBK1cH * from_start_nBKGc.unsqueeze(-1)), dim=-1) * beta_nBKGc1
-        solved = torch.linalg.solve_triangular(system_nBKGcc, right_side, upper=False, unitriangular=True)
+        right_side = (
+            torch.cat((v_nBKGcV, k_nBK1cH * from_start_nBKGc.unsqueeze(-1)), dim=-1) * beta_nBKGc1
+        )
+        solved = torch.linalg.solve_triangular(
+            system_nBKGcc, right_side, upper=False, unitriangular=True
+        )
         self._new_nBKGcV, self._read_nBKGcH = solved.split((V, H), dim=-1)
         self._scores_nBKGcc = (q_nBK1cH @ k_nBK1cH.mT) * between_nBKGcc
         self._keys_nBKGHc = (k_nBK1cH * to_end_nBKGc.unsqueeze(-1)).mT
@@ -173,7 +181,9 @@ class DeltaChunk:
             state = torch.baddbmm(state * keeps_P11, keys_PHc, change_PcV)
         before = torch.stack(states).unflatten(1, (B, K, G))
         change = torch.stack(changes).unflatten(1, (B, K, G))
-        out_nBKGcV = self._from_start_nBKGc1 * (self._q_nBK1cH @ before) + self._scores_nBKGcc @ change
+        out_nBKGcV = (
+            self._from_start_nBKGc1 * (self._q_nBK1cH @ before) + self._scores_nBKGcc @ change
+        )
         # blocks follow each other: (n, B, K, G, c, V) -> (B, n c, K G, V)
         out_BTNV = out_nBKGcV.permute(1, 0, 4, 2, 3, 5).reshape(B, -1, K * G, V)
         return out_BTNV[:, :T], state.unflatten(0, (B, K * G))

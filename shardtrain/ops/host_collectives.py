@@ -44,7 +44,9 @@ None leaves out that direction.
 
 
 def all_reduce(
-    tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None
+    tensor: Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Reduce a tensor over the ranks of a group, or all, in place (a collective). All get the same bits.
 
@@ -73,7 +75,9 @@ def all_gather(tensor: Tensor) -> Tensor:
     if _is_ring(tensor, size):
         dist.all_gather(list(gathered), tensor)
         return gathered
-    gather_by_doubling(gathered, tensor, dist.get_rank(), size, partial(_exchange, None, _GATHER_TAG))
+    gather_by_doubling(
+        gathered, tensor, dist.get_rank(), size, partial(_exchange, None, _GATHER_TAG)
+    )
     return gathered
 
 
@@ -91,7 +95,11 @@ def hops(size: int) -> int:
 
 
 def reduce_by_doubling(
-    tensor: Tensor, operation: Callable[[Tensor, Tensor], Tensor], rank: int, size: int, exchange: Exchange
+    tensor: Tensor,
+    operation: Callable[[Tensor, Tensor], Tensor],
+    rank: int,
+    size: int,
+    exchange: Exchange,
 ) -> None:
     """Reduce in place: in round k, ranks whose numbers differ in bit k exchange what they have reduced so far.
 
@@ -115,14 +123,21 @@ def reduce_by_doubling(
         exchange(tensor, rank + core, None, None)
 
 
-def gather_by_doubling(gathered: Tensor, tensor: Tensor, rank: int, size: int, exchange: Exchange) -> None:
+def gather_by_doubling(
+    gathered: Tensor, tensor: Tensor, rank: int, size: int, exchange: Exchange
+) -> None:
     """Fill ``gathered`` with the tensors of all ranks: each round doubles the number of tensors that a rank has."""
     # Row i holds the tensor of rank (rank + i) % size until the end.
     gathered[0] = tensor
     count = 1
     while count < size:
         new = min(count, size - count)
-        exchange(gathered[:new], (rank - count) % size, gathered[count : count + new], (rank + count) % size)
+        exchange(
+            gathered[:new],
+            (rank - count) % size,
+            gathered[count : count + new],
+            (rank + count) % size,
+        )
         count += new
     gathered.copy_(gathered.roll(rank, dims=0))
 

@@ -32,7 +32,9 @@ A CPU transforms each block while it is in the cache.
 """
 
 
-def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int) -> dict[str, Draw]:
+def plan(
+    names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int
+) -> dict[str, Draw]:
     """Return the initial distribution of each parameter of the unsharded model. The first matching rule wins.
 
     The factor of the depth is included in ``std``.
@@ -42,7 +44,9 @@ def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_la
     """
     draws = {}
     for name in names:
-        rule = next((draw for pattern, draw in rules.items() if layouts.matches(name, pattern)), None)
+        rule = next(
+            (draw for pattern, draw in rules.items() if layouts.matches(name, pattern)), None
+        )
         if rule is None:
             raise KeyError(name)
         # Each layer adds two branches to the residual stream, hence the factor 2. With this scale
@@ -102,7 +106,9 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         # Copy this rank's rows, and its part of the other dimensions.
         low = max(first, start)
         high = min(stop, start + size)
-        local[low - first : high - first].copy_(values[(slice(low - start, high - start), *slices[1:])])
+        local[low - first : high - first].copy_(
+            values[(slice(low - start, high - start), *slices[1:])]
+        )
 
 
 def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:

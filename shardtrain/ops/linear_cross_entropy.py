@@ -41,7 +41,11 @@ def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> i
 
 
 def linear_cross_entropy_sum(
-    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, weight: Tensor, chunk: ChunkFunction | None = None
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    weight: Tensor,
+    chunk: ChunkFunction | None = None,
 ) -> Tensor:
     """Return ``cross_entropy_sum(hidden @ weight_VD.T, targets, weight)``, a float32 scalar.
 
@@ -50,7 +54,9 @@ def linear_cross_entropy_sum(
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
-    return _LinearCrossEntropySum.apply(hidden_ND, weight_VD, targets_N, weight, chunk or chunk_loss)  # type: ignore[no-any-return]
+    return _LinearCrossEntropySum.apply(
+        hidden_ND, weight_VD, targets_N, weight, chunk or chunk_loss
+    )  # type: ignore[no-any-return]
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
@@ -61,7 +67,12 @@ def rows_of_chunk(tokens: int, vocabulary: int) -> int:
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        weight: Tensor,
+        chunk: ChunkFunction,
     ) -> Tensor:
         loss = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -76,14 +87,18 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         rows = rows_of_chunk(len(hidden_ND), len(weight_VD))
         for start in range(0, len(hidden_ND), rows):
             hidden_nD = hidden_ND[start : start + rows]
-            chunk_sum, gradient_nV = chunk(hidden_nD @ weight_VD.t(), targets_N[start : start + rows], weight)
+            chunk_sum, gradient_nV = chunk(
+                hidden_nD @ weight_VD.t(), targets_N[start : start + rows], weight
+            )
             loss += chunk_sum
             gradient_nV = gradient_nV.to(hidden_nD.dtype)
             if dhidden_ND is not None:
                 dhidden_ND[start : start + rows] = gradient_nV @ weight_VD
             if dweight_VD is not None and adds_in_one_kernel:
                 # This kernel multiplies and adds, so it reads and writes the sum only once.
-                torch.ops.aten.addmm.dtype_out(dweight_VD, gradient_nV.t(), hidden_nD, dweight_VD.dtype, out=dweight_VD)
+                torch.ops.aten.addmm.dtype_out(
+                    dweight_VD, gradient_nV.t(), hidden_nD, dweight_VD.dtype, out=dweight_VD
+                )
             elif dweight_VD is not None:
                 dweight_VD += gradient_nV.t() @ hidden_nD
             # Free the gradient before the next chunk. Otherwise two chunks would be in memory.
@@ -94,7 +109,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # In place: the trainer calls backward once, with an output gradient of exactly one.
         dhidden_ND, dweight_VD = ctx.saved_tensors
         for gradient in (dhidden_ND, dweight_VD):

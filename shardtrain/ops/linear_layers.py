@@ -12,5 +12,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 def computes_linear(module: nn.Module) -> bool:
     """True if a module multiplies like ``nn.Linear``, including classes that FSDP derives."""
-    is_unchanged = type(module).forward is nn.Linear.forward or getattr(type(module), "is_plain_linear", False)
+    is_unchanged = type(module).forward is nn.Linear.forward or getattr(
+        type(module), "is_plain_linear", False
+    )
     return is_unchanged and "forward" not in module.__dict__

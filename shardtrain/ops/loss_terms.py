@@ -50,7 +50,9 @@ class LossTerms:
         """Return the factor of the softmax in the gradient of each token, (n,)."""
         return 1 + 2 * self.z_loss_weight * lse_n
 
-    def chunk_loss(self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk_loss(
+        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Compute one chunk of tokens: a ``ChunkFunction`` that compiles to a single kernel."""
         logits_nV = logits_nV.float()
         kept_n = targets_n != IGNORE
@@ -62,7 +64,9 @@ class LossTerms:
 
         softmax_nV = (logits_nV - lse_n.unsqueeze(1)).exp()
         is_target_nV = torch.arange(logits_nV.size(1), device=logits_nV.device) == index_n1
-        labels_nV = (1 - self.label_smoothing) * is_target_nV + self.label_smoothing / logits_nV.size(1)
+        labels_nV = (
+            1 - self.label_smoothing
+        ) * is_target_nV + self.label_smoothing / logits_nV.size(1)
         gradient_nV = self.softmax_factor(lse_n).unsqueeze(1) * softmax_nV - labels_nV
         return loss, gradient_nV * (kept_n * weight).unsqueeze(1)
 

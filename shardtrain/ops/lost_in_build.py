@@ -33,7 +33,12 @@ _NOT_ZERO = (
 """Functions that create a tensor with values other than zero."""
 _TORCH = Path(torch.__file__).parent
 _INIT_FILE = str(_TORCH / "nn" / "init.py")
-_PLUMBING = (_INIT_FILE, str(_TORCH / "overrides.py"), str(_TORCH / "utils" / "_device.py"), __file__)
+_PLUMBING = (
+    _INIT_FILE,
+    str(_TORCH / "overrides.py"),
+    str(_TORCH / "utils" / "_device.py"),
+    __file__,
+)
 """Files of the stack frames between the code that sets a value and ``Values``, which observes the call."""
 _STATE_DICT_HOOKS = (
     "_state_dict_hooks",
@@ -55,9 +60,16 @@ class Values(TorchFunctionMode):
         self._set_by: dict[int, tuple[str, bool, Any]] = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        tensors = [*args[:1], *(value for name, value in (kwargs or {}).items() if name == "tensor")]
+        tensors = [
+            *args[:1],
+            *(value for name, value in (kwargs or {}).items() if name == "tensor"),
+        ]
         name = getattr(func, "__name__", "")
         if tensors and isinstance(tensors[0], Tensor) and tensors[0].is_meta:
             self._note_write(func, name, tensors[0])
@@ -80,7 +92,11 @@ class Values(TorchFunctionMode):
         frame = sys._getframe(1)
         # On the meta device, orthogonal_ and trunc_normal_ return after reading is_meta.
         caller = frame.f_back
-        if _attribute_of(func) == "is_meta" and caller is not None and caller.f_code.co_filename == _INIT_FILE:
+        if (
+            _attribute_of(func) == "is_meta"
+            and caller is not None
+            and caller.f_code.co_filename == _INIT_FILE
+        ):
             self._note(caller.f_code.co_name.removeprefix("_no_grad_"), tensor, frame)
         in_place = name.endswith("_") and not name.endswith("__") and name not in _SETS_NO_VALUE
         if in_place or name == "__setitem__":
@@ -138,7 +154,12 @@ def lost(model: nn.Module, layout: Layout, values: Values) -> list[str]:
     for name, parameter in model.named_parameters():
         function, is_own = values.set_by(parameter)
         # A parameter built from torch.ones or a similar function is a placeholder that initial() replaces.
-        if function and is_own and function not in _NOT_ZERO and not any(name in pair for pair in sharing):
+        if (
+            function
+            and is_own
+            and function not in _NOT_ZERO
+            and not any(name in pair for pair in sharing)
+        ):
             sentences.append(
                 f"__init__ sets values of parameter {name} (with {function}), but initial() overwrites them; "
                 "remove that, and define the initial values in initial()"
@@ -196,7 +217,10 @@ def _sharing(model: nn.Module) -> list[tuple[str, str]]:
     pairs = []
     for name, parameter in model.named_parameters():
         first = int(parameter.storage_offset())
-        last = first + sum(int(size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+        last = first + sum(
+            int(size - 1) * step
+            for size, step in zip(parameter.shape, parameter.stride(), strict=True)
+        )
         others = seen.setdefault(_storage(parameter), [])
         pairs += [(other, name) for other, start, end in others if first <= end and start <= last]
         others.append((name, first, last))

@@ -65,7 +65,9 @@ def to_mx(x_MK: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     x_MSB = x_MK.reshape(x_MK.size(0), x_MK.size(1) // MX_BLOCK, MX_BLOCK)
     scale_MS = scales(x_MSB.abs().amax(-1), rule)
     # The biased exponent of 2^-k is 254 minus that of 2^k. No scale exceeds 2^120, so 2^-k is not subnormal.
-    inverse_MS = torch.where(scale_MS == _NAN, math.nan, ((2 * _BIAS - scale_MS) << 23).view(torch.float32))
+    inverse_MS = torch.where(
+        scale_MS == _NAN, math.nan, ((2 * _BIAS - scale_MS) << 23).view(torch.float32)
+    )
     scaled_MSB = x_MSB * inverse_MS.to(x_MSB.dtype)[..., None]
     # Clamp, because some versions of PyTorch and some devices do not saturate.
     bits_MSB = scaled_MSB.clamp(-_LARGEST, _LARGEST).to(_E4M3)
@@ -94,7 +96,11 @@ def swizzled(scale_MS: Tensor) -> Tensor:
     """
     rows, blocks = scale_MS.shape
     tiled = F.pad(scale_MS, (0, -blocks % 4, 0, -rows % 128))
-    return tiled.reshape(tiled.size(0) // 128, 4, 32, tiled.size(1) // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+    return (
+        tiled.reshape(tiled.size(0) // 128, 4, 32, tiled.size(1) // 4, 4)
+        .permute(0, 3, 2, 1, 4)
+        .flatten()
+    )
 
 
 def product(a_MK: Tensor, b_NK: Tensor, rule: str, emulate: bool) -> Tensor:
@@ -104,9 +110,13 @@ def product(a_MK: Tensor, b_NK: Tensor, rule: str, emulate: bool) -> Tensor:
         return rounded(a_MK, rule) @ rounded(b_NK, rule).t()
     a8_MK, a_scale_MS = to_mx(a_MK, rule)
     b8_NK, b_scale_NS = to_mx(b_NK, rule)
-    a_scale, b_scale = (swizzled(scale).view(torch.float8_e8m0fnu) for scale in (a_scale_MS, b_scale_NS))
+    a_scale, b_scale = (
+        swizzled(scale).view(torch.float8_e8m0fnu) for scale in (a_scale_MS, b_scale_NS)
+    )
     # Devices require (M, K) in row-major and (K, N) in column-major order.
-    return torch._scaled_mm(a8_MK.contiguous(), b8_NK.contiguous().t(), a_scale, b_scale, out_dtype=a_MK.dtype)
+    return torch._scaled_mm(
+        a8_MK.contiguous(), b8_NK.contiguous().t(), a_scale, b_scale, out_dtype=a_MK.dtype
+    )
 
 
 class _Linear(torch.autograd.Function):

@@ -48,7 +48,9 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, x_SD: Tensor, order_R: Tensor, inverse_R: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(inverse_R)
         ctx.copies = copies
-        return x_SD.index_select(0, order_R if copies == 1 else order_R.div(copies, rounding_mode="floor"))
+        return x_SD.index_select(
+            0, order_R if copies == 1 else order_R.div(copies, rounding_mode="floor")
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -83,12 +85,18 @@ class Groups:
         self.count_E = count_E + padding_E
         padding_before_E = padding_E.cumsum(0) - padding_E
         rows_R = torch.arange(num_rows)
-        self._position_R = rows_R + torch.repeat_interleave(padding_before_E, count_E, output_size=num_rows)
+        self._position_R = rows_R + torch.repeat_interleave(
+            padding_before_E, count_E, output_size=num_rows
+        )
 
         # Compute the inverse. Padding contains copies of row 0.
         num_padded = num_rows + int(padding_E.sum())
-        self._row_P = torch.zeros(num_padded, dtype=torch.int64).index_copy_(0, self._position_R, rows_R)
-        is_padding_P = torch.ones(num_padded, dtype=torch.bool).index_fill_(0, self._position_R, False)
+        self._row_P = torch.zeros(num_padded, dtype=torch.int64).index_copy_(
+            0, self._position_R, rows_R
+        )
+        is_padding_P = torch.ones(num_padded, dtype=torch.bool).index_fill_(
+            0, self._position_R, False
+        )
         self._padding = is_padding_P.nonzero().flatten()
 
     def spread(self, x_RD: Tensor) -> Tensor:
@@ -114,7 +122,9 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_PD: Tensor, row_P: Tensor, position_R: Tensor, padding: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_PD: Tensor, row_P: Tensor, position_R: Tensor, padding: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(row_P, padding)
         return x_PD.index_select(0, position_R)
 

@@ -92,7 +92,9 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
     upto_BV = shares_BV.cumsum(-1)
     total_B1 = upto_BV[:, -1:]
     _require_finite(total_B1)
-    drawn_B1 = torch.tensor(uniforms, dtype=torch.float64, device=total_B1.device)[:, None] * total_B1
+    drawn_B1 = (
+        torch.tensor(uniforms, dtype=torch.float64, device=total_B1.device)[:, None] * total_B1
+    )
     place_B1 = torch.searchsorted(upto_BV, drawn_B1, right=True)
     # By rounding, a number close to 1 may fall behind the last token with a positive probability.
     place_B1 = torch.minimum(place_B1, (upto_BV < total_B1).sum(-1, keepdim=True))

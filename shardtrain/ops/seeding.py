@@ -22,7 +22,9 @@ def seed_of(seed: int, *parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequence_rank: int = 0) -> None:
+def seed_step(
+    seed: int, step: int, pipeline_rank: int, batch_rank: int, sequence_rank: int = 0
+) -> None:
     """Seed Python, NumPy and PyTorch for one step.
 
     Ranks with different activations get different random numbers, so their dropout masks are independent.
@@ -32,7 +34,9 @@ def seed_step(seed: int, step: int, pipeline_rank: int, batch_rank: int, sequenc
 
     The first part of a sequence gets the random numbers of a mesh that does not split it.
     """
-    place = (pipeline_rank, batch_rank, sequence_rank) if sequence_rank else (pipeline_rank, batch_rank)
+    place = (
+        (pipeline_rank, batch_rank, sequence_rank) if sequence_rank else (pipeline_rank, batch_rank)
+    )
     value = seed_of(seed, step, *place)
     random.seed(value)
     np.random.seed(value)

@@ -49,7 +49,9 @@ def _ranges(documents_Bl: Tensor) -> list[dict[int, slice]]:
     for documents_l in documents_Bl:
         numbers, lengths = torch.unique_consecutive(documents_l, return_counts=True)
         if bool((numbers[1:] <= numbers[:-1]).any()):
-            raise ValueError("documents_BT must ascend along each row, with consecutive tokens for each document")
+            raise ValueError(
+                "documents_BT must ascend along each row, with consecutive tokens for each document"
+            )
         stops = lengths.cumsum(0)
         starts = stops - lengths
         ranges = zip(numbers.tolist(), starts.tolist(), stops.tolist(), strict=True)

@@ -47,7 +47,9 @@ def queries_at_once(window: int, device: torch.device) -> int:
     return max(QUERIES_AT_ONCE, window // 16) if device.type == "cpu" else sys.maxsize
 
 
-def blocks(num_queries: int, num_keys: int, offset: int, window: int, at_once: int) -> Iterator[WindowBlock]:
+def blocks(
+    num_queries: int, num_keys: int, offset: int, window: int, at_once: int
+) -> Iterator[WindowBlock]:
     """Yield blocks of queries with their visible keys. ``offset`` is the distance from key 0 to query 0.
 
     >>> [(block.queries, block.keys) for block in blocks(130, 130, 0, 3, at_once=128)]

@@ -69,7 +69,11 @@ class SplitCrossEntropySum(torch.autograd.Function):
         exponentials_Nv = None
         if gradient_Nv is not None and logits_Nv.dtype == torch.float32:
             exponentials_Nv = gradient_Nv
-        elif needs_gradient and logits_Nv.device.type == "cpu" and logits_Nv.numel() <= MOST_KEPT_NUMEL:
+        elif (
+            needs_gradient
+            and logits_Nv.device.type == "cpu"
+            and logits_Nv.numel() <= MOST_KEPT_NUMEL
+        ):
             exponentials_Nv = torch.empty_like(logits_Nv, dtype=torch.float32)
 
         # Compute each token's largest logit, sum of exponentials relative to it, and target logit. If all
@@ -85,7 +89,9 @@ class SplitCrossEntropySum(torch.autograd.Function):
             own_4N[0, part] = largest_n1.squeeze(1)
             above = None if exponentials_Nv is None else exponentials_Nv[part]
             own_4N[1, part] = torch.sub(logits_nv, largest_n1, out=above).exp_().sum(dim=-1)
-            own_4N[2, part] = torch.where(here_N[part], logits_nv.gather(1, index_N1[part]).squeeze(1), 0.0)
+            own_4N[2, part] = torch.where(
+                here_N[part], logits_nv.gather(1, index_N1[part]).squeeze(1), 0.0
+            )
             if terms.label_smoothing:
                 own_4N[3, part] = logits_nv.sum(dim=-1)
 
@@ -122,14 +128,25 @@ class SplitCrossEntropySum(torch.autograd.Function):
                 gradient_nv.mul_(scale_N1[part])
                 gradient_nv.scatter_add_(1, index_N1[part], target_share_N1[part])
                 if smoothing:
-                    gradient_nv.sub_((kept_N[part] * weight * (smoothing / vocabulary.size)).unsqueeze(1))
+                    gradient_nv.sub_(
+                        (kept_N[part] * weight * (smoothing / vocabulary.size)).unsqueeze(1)
+                    )
                 if exponentials_Nv is not gradient_Nv:
                     gradient_Nv[part] = gradient_nv
             ctx.save_for_backward(gradient_Nv)
         return (loss * weight).float()
 
     @staticmethod
-    def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, *gradient_outputs: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
         (gradient_Nv,) = ctx.saved_tensors
         # In place: the trainer calls backward once, with an output gradient of exactly one.
-        return gradient_Nv.mul_(gradient_outputs[0].to(gradient_Nv.dtype)), None, None, None, None, None
+        return (
+            gradient_Nv.mul_(gradient_outputs[0].to(gradient_Nv.dtype)),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -21,7 +21,18 @@ from shardtrain.ops.attention_core import Broken
 from shardtrain.ops.user_state import trial
 
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37)
-_ALONG = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "softmax", "log_softmax", "flip", "roll", "sort")
+_ALONG = (
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "cummax",
+    "cummin",
+    "softmax",
+    "log_softmax",
+    "flip",
+    "roll",
+    "sort",
+)
 """Functions that mix elements along a dimension. It is their second argument or ``dim``; for roll, the third or
 ``dims``."""
 _ALWAYS = ("conv1d", "scaled_dot_product_attention")
@@ -43,7 +54,8 @@ def outside_of_cores(model: nn.Module, layout: Layout) -> Broken | None:
         if type(module) in kinds and path not in cores:
             name = type(module).__name__
             return Broken(
-                f"has {path} of the same class {name} as its cores, which LAYOUT.context does not match", "add it"
+                f"has {path} of the same class {name} as its cores, which LAYOUT.context does not match",
+                "add it",
             )
     cores |= {path for path in modules if layout.recurrence and matches(path, layout.recurrence)}
     return _first_mix(model, layout, cores, "the attention core", "move it to the core")
@@ -55,10 +67,18 @@ def outside_of_gathered(model: nn.Module, layout: Layout) -> Broken | None:
     Only in these modules a tensor-parallel rank has all tokens.
     """
     gathered = {path for path, _ in model.named_modules() if style_of(layout, path) == "gather"}
-    return _first_mix(model, layout, gathered, 'modules with the style "gather"', "move it to one of these modules")
+    return _first_mix(
+        model,
+        layout,
+        gathered,
+        'modules with the style "gather"',
+        "move it to one of these modules",
+    )
 
 
-def _first_mix(model: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str) -> Broken | None:
+def _first_mix(
+    model: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str
+) -> Broken | None:
     """Run a copy of the model and return the first mix of tokens outside of the ``allowed`` modules.
 
     ``where`` and ``fix`` are parts of the message. None if no mix occurs, or if it cannot be detected.
@@ -118,7 +138,9 @@ class Watch(TorchFunctionMode):
         stack: Paths of the running modules, innermost last.
     """
 
-    def __init__(self, length: int, allowed: set[str], where: str, fix: str, finds_unused_counts: bool = True) -> None:
+    def __init__(
+        self, length: int, allowed: set[str], where: str, fix: str, finds_unused_counts: bool = True
+    ) -> None:
         super().__init__()
         self._allowed = allowed
         self._where = where
@@ -148,7 +170,9 @@ class Watch(TorchFunctionMode):
         finally:
             self.stack.pop()
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if self.found is None and self._allowed.isdisjoint(self.stack):
             self._check(getattr(function, "__name__", ""), args, kwargs or {}, result)
@@ -157,7 +181,9 @@ class Watch(TorchFunctionMode):
     def _check(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         inputs = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        place = f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
+        place = (
+            f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
+        )
 
         # A new tensor with the length of the sequence counts tokens. With tensor parallelism, the model's
         # own forward has all tokens and may count them.
@@ -167,7 +193,11 @@ class Watch(TorchFunctionMode):
             is_counted = self._uses_counts(name, inputs, outputs)
         if is_counted:
             rule = f"counts its tokens with {name} {place}, but a rank only has a part of them"
-            fix = "use the positions that forward receives" if self._finds_unused_counts else self._fix
+            fix = (
+                "use the positions that forward receives"
+                if self._finds_unused_counts
+                else self._fix
+            )
             self.found = Broken(rule, fix)
 
         token_inputs = [x for x in inputs if x.is_floating_point() and self.length in x.shape]
@@ -189,7 +219,9 @@ class Watch(TorchFunctionMode):
             self._counted |= {id(x): x for x in outputs if self.length in x.shape}
         return False
 
-    def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], outputs: list[Tensor]) -> bool:
+    def _mixes(
+        self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> bool:
         """True if a function of ``x`` mixes its tokens, judged by its name and the shapes of its outputs."""
         if name in _ALWAYS:
             return True

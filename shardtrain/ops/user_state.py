@@ -84,7 +84,9 @@ class UserState:
 
     def _visit(self, label: str, value: Any) -> None:
         """Record a value, and all user state that can be reached from it."""
-        if id(value) in self._seen or isinstance(value, nn.Parameter | str | int | float | bool | None):
+        if id(value) in self._seen or isinstance(
+            value, nn.Parameter | str | int | float | bool | None
+        ):
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -156,5 +158,7 @@ def _is_overwritten(tensor: Tensor, before: Tensor) -> bool:
 def _same_items(one: Any, other: Any) -> bool:
     """True if two containers have identical objects in the same order."""
     if isinstance(one, dict):
-        return _same_items(list(one), list(other)) and _same_items(list(one.values()), list(other.values()))
+        return _same_items(list(one), list(other)) and _same_items(
+            list(one.values()), list(other.values())
+        )
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -105,7 +105,9 @@ class Bucket:
             _matrix_of(results, matrix).copy_(shards[m, self._position])
         return results
 
-    def _apply(self, m: int, shards: dict[Key, Tensor], function: Callable[[Tensor], Tensor]) -> dict[Key, Tensor]:
+    def _apply(
+        self, m: int, shards: dict[Key, Tensor], function: Callable[[Tensor], Tensor]
+    ) -> dict[Key, Tensor]:
         """Assemble a matrix from its shards, apply the function, and return the shards of the result."""
         origins = list(product(*(range(size) for size in self._sizes)))
         matrix = shards[m, origins[0]].new_empty(self._matrices[m].shape)
@@ -116,7 +118,12 @@ class Bucket:
         return {(m, origin): result[self._slices[m, origin]] for origin in origins}
 
     def _exchange(
-        self, axis: int, shards: dict[Key, Tensor], sent: list[list[Key]], received: list[list[Key]], like: Tensor
+        self,
+        axis: int,
+        shards: dict[Key, Tensor],
+        sent: list[list[Key]],
+        received: list[list[Key]],
+        like: Tensor,
     ) -> dict[Key, Tensor]:
         """Run one all-to-all, and return the received shards.
 
@@ -130,7 +137,9 @@ class Bucket:
         receive_counts = [sum(self._numel(key) for key in keys) for keys in received]
         receive_buffer = like.new_empty(sum(receive_counts))
         group = self._mesh.get_group(axis)
-        dist.all_to_all_single(receive_buffer, send_buffer, receive_counts, send_counts, group=group)
+        dist.all_to_all_single(
+            receive_buffer, send_buffer, receive_counts, send_counts, group=group
+        )
         received_keys = [key for keys in received for key in keys]
         if not received_keys:
             return {}

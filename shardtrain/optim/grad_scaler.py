@@ -83,7 +83,12 @@ class LossScaler:
         """
         scale = state.get("scale")
         finite_steps = state.get("finite_steps")
-        if scale is None or not SMALLEST <= scale <= LARGEST or finite_steps is None or finite_steps < 0:
+        if (
+            scale is None
+            or not SMALLEST <= scale <= LARGEST
+            or finite_steps is None
+            or finite_steps < 0
+        ):
             raise CheckpointError(
                 f"the loss scaler's state {dict(state)} is not a scale and count; use another checkpoint"
             )

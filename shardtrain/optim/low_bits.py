@@ -65,14 +65,24 @@ class LowBitsAdam(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], config: Optimizer, names: Mapping[Parameter, str], seed: int
+        self,
+        groups: list[dict[str, Any]],
+        config: Optimizer,
+        names: Mapping[Parameter, str],
+        seed: int,
     ) -> None:
         self._config = config
-        self._keys = {parameter: stochastic_rounding.key_of(seed, name) for parameter, name in names.items()}
+        self._keys = {
+            parameter: stochastic_rounding.key_of(seed, name) for parameter, name in names.items()
+        }
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
         self._compiled: Callable[..., None] | None = None
         self._constants = Constants(
-            config.name == "Adam", config.beta1, config.beta2, config.eps, config.bf16_stochastic_round
+            config.name == "Adam",
+            config.beta1,
+            config.beta2,
+            config.eps,
+            config.bf16_stochastic_round,
         )
         super().__init__(groups, {"lr": config.lr})
         if config.name == EIGHT_BITS:
@@ -94,7 +104,9 @@ class LowBitsAdam(torch.optim.Optimizer):
             # small parameters and vectors keep their state in float32
             if is_8bit and _has_blocks(parameter):
                 zero = code(signed).index(0.0)
-                state[name] = torch.full_like(parameter, zero, dtype=torch.uint8, requires_grad=False)
+                state[name] = torch.full_like(
+                    parameter, zero, dtype=torch.uint8, requires_grad=False
+                )
                 state[f"{name}_scale"] = _scales(parameter)
             else:
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -112,18 +124,26 @@ class LowBitsAdam(torch.optim.Optimizer):
                     state.update(self.zero_state(parameter))
                 self._update(parameter, state, group["lr"], group["weight_decay"])
 
-    def _update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float) -> None:
+    def _update(
+        self, parameter: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float
+    ) -> None:
         """Update the local shard of a parameter and of its state, in chunks of rows."""
         step = state["step"].add_(1)
         # Random numbers depend on the index of an element in the unsharded tensor, so every mesh rounds alike
         shape = parameter.shape or torch.Size([1])
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
-        column_offset = sum(start * stride for start, stride in zip(starts[1:], strides[1:], strict=True))
+        column_offset = sum(
+            start * stride for start, stride in zip(starts[1:], strides[1:], strict=True)
+        )
         assert parameter.grad is not None
         weight = _at_least_1d(local_tensor(parameter))
         gradient = _at_least_1d(local_tensor(parameter.grad))
-        states = {name: _at_least_1d(local_tensor(tensor)) for name, tensor in state.items() if name != "step"}
+        states = {
+            name: _at_least_1d(local_tensor(tensor))
+            for name, tensor in state.items()
+            if name != "step"
+        }
         update = self._kernel(weight, states)
         begin = 0
         while begin < weight.size(0):
@@ -131,7 +151,9 @@ class LowBitsAdam(torch.optim.Optimizer):
             chunk_elements = _CHUNK
             if update is not update_part:
                 # tensors, because a kernel would be recompiled for each new Python number
-                lr_and_decay = tuple(weight.new_full((), number, dtype=torch.float64) for number in lr_and_decay)
+                lr_and_decay = tuple(
+                    weight.new_full((), number, dtype=torch.float64) for number in lr_and_decay
+                )
                 is_8bit = "exp_avg_scale" in states
                 chunk_elements = _COMPILED_CHUNK_8BIT if is_8bit else _COMPILED_CHUNK
             chunk_rows = max(1, chunk_elements // max(1, weight[:1].numel()))
@@ -162,7 +184,9 @@ class LowBitsAdam(torch.optim.Optimizer):
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         if (name, device) not in self._tables:
-            self._tables[name, device] = torch.tensor(code(name == "exp_avg"), dtype=torch.float32, device=device)
+            self._tables[name, device] = torch.tensor(
+                code(name == "exp_avg"), dtype=torch.float32, device=device
+            )
         return self._tables[name, device]
 
     def _kernel(self, weight: Tensor, states: Mapping[str, Tensor]) -> Callable[..., None]:
@@ -186,7 +210,9 @@ def _compiled(name: str) -> Callable[..., None]:
     compiled = torch.compile(update_part, dynamic=name != EIGHT_BITS)
 
     def update(*arguments: Any) -> None:
-        with torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=_RECOMPILE_LIMIT):
+        with torch._dynamo.config.patch(
+            recompile_limit=_RECOMPILE_LIMIT, accumulated_recompile_limit=_RECOMPILE_LIMIT
+        ):
             compiled(*arguments)
 
     return update
@@ -267,7 +293,12 @@ def _read(states: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor])
 
 
 def _write(
-    states: Mapping[str, Tensor], name: str, x: Tensor, random: Tensor, tables: Mapping[str, Tensor], c: Constants
+    states: Mapping[str, Tensor],
+    name: str,
+    x: Tensor,
+    random: Tensor,
+    tables: Mapping[str, Tensor],
+    c: Constants,
 ) -> None:
     """Round a mean to the stored dtype, and write it to its state."""
     if f"{name}_scale" not in states:
@@ -314,7 +345,12 @@ def _scales(parameter: Tensor) -> Tensor:
     shape = torch.Size([*parameter.shape[:-1], total_blocks])
     stride = torch.empty(shape, device="meta").stride()
     return type(parameter).from_local(
-        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
 
 

@@ -26,7 +26,11 @@ def find(name: str) -> Schedule:
 
 
 def learning_rate(
-    optimizer: Optimizer, scheduler: LRScheduler, steps: int, step: int, schedule: Schedule | None = None
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    steps: int,
+    step: int,
+    schedule: Schedule | None = None,
 ) -> float:
     """Return the learning rate of one optimizer step, between 0 and ``optimizer.lr``.
 
@@ -57,7 +61,9 @@ def learning_rate(
     return optimizer.lr * min(1.0, max(0.0, factor))
 
 
-def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule: Schedule, again: Schedule) -> None:
+def check_own(
+    optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule: Schedule, again: Schedule
+) -> None:
     """Check that a user's schedule depends only on the step: call it for about 1,000 steps in
     order, and ``again`` for the same steps in reverse order.
 
@@ -71,7 +77,9 @@ def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int, schedule
         ConfigError: a step has another rate the second time, or a rate is not a number between 0 and 1.
     """
     checked_steps = _steps_to_check(scheduler, steps)
-    rates = {step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in checked_steps}
+    rates = {
+        step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in checked_steps
+    }
     for step in reversed(checked_steps):
         if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
             raise ConfigError(

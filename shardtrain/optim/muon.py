@@ -56,7 +56,9 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
 
 def muon_groups(
-    named_parameters: Sequence[tuple[str, Parameter]], config: Optimizer, all_names: Iterable[str] | None = None
+    named_parameters: Sequence[tuple[str, Parameter]],
+    config: Optimizer,
+    all_names: Iterable[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return parameter groups with a key "algorithm": Muon for matrices and stacks of matrices, AdamW for
     the rest.
@@ -75,7 +77,9 @@ def muon_groups(
     default_patterns = Optimizer().muon_adamw_patterns
     problems = []
     for pattern in patterns:
-        if pattern not in default_patterns and not any(fnmatchcase(name, pattern) for name in names):
+        if pattern not in default_patterns and not any(
+            fnmatchcase(name, pattern) for name in names
+        ):
             problems.append(
                 Problem(
                     "optimizer.muon_adamw_patterns",
@@ -134,7 +138,9 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("Muon does not support closures; compute the gradients before step()")
         with torch.no_grad():
             for group in self.param_groups:
-                parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+                parameters = [
+                    parameter for parameter in group["params"] if parameter.grad is not None
+                ]
                 for parameter in parameters:
                     if not self.state[parameter]:
                         self.state[parameter].update(self.zero_state(parameter, group))

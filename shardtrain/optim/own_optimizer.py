@@ -57,7 +57,11 @@ def check(config: Optimizer) -> None:
         differing = sorted(map(str, names ^ set(optimizer.state[parameter])))
         if differing:
             rule = f"has different state after a step than initial_state returns ({', '.join(differing)})"
-            raise _problem(config, rule, "make initial_state return exactly the tensors that step stores in its state")
+            raise _problem(
+                config,
+                rule,
+                "make initial_state return exactly the tensors that step stores in its state",
+            )
         _check_state(parameter, optimizer.state[parameter], config)
 
     # the second half twice: continued, and from a copy of parameters and state like after a resume
@@ -71,7 +75,11 @@ def check(config: Optimizer) -> None:
     for resumed, parameter in zip(resumed_parameters, parameters, strict=True):
         if not torch.equal(resumed, parameter):
             rule = "continues differently after a resume: it has state outside of state[parameter]"
-            raise _problem(config, rule, "keep counts and means in state[parameter], as tensors from initial_state")
+            raise _problem(
+                config,
+                rule,
+                "keep counts and means in state[parameter], as tensors from initial_state",
+            )
 
 
 def _module(config: Optimizer) -> ModuleType:
@@ -82,13 +90,19 @@ def _module(config: Optimizer) -> ModuleType:
     return importlib.import_module(f"shardtrain.optim.{config.name.lower()}")
 
 
-def _build(module: ModuleType, groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+def _build(
+    module: ModuleType, groups: list[dict[str, Any]], config: Optimizer
+) -> torch.optim.Optimizer:
     """Build the optimizer of a module, and create and check its initial state."""
     # the file may form its own groups, but of exactly these parameters
     expected = [parameter for group in groups for parameter in group["params"]]
     optimizer = module.build(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise _problem(config, f"builds a {type(optimizer).__name__}", "return a torch.optim.Optimizer from build")
+        raise _problem(
+            config,
+            f"builds a {type(optimizer).__name__}",
+            "return a torch.optim.Optimizer from build",
+        )
     actual = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if set(map(id, actual)) != set(map(id, expected)):
         rule = f"has {len(actual)} of the {len(expected)} parameters that build received"
@@ -105,7 +119,9 @@ def _check_state(parameter: Tensor, state: dict[Any, Any], config: Optimizer) ->
     for key, value in state.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             rule = f"stores {key!r} of a parameter as {type(value).__name__}, which a checkpoint cannot store"
-            raise _problem(config, rule, "store tensors with string keys; use torch.zeros(()) for a count")
+            raise _problem(
+                config, rule, "store tensors with string keys; use torch.zeros(()) for a count"
+            )
         if value.shape not in (parameter.shape, ()):
             rule = f"stores {key} with shape {list(value.shape)} for a parameter with shape {list(parameter.shape)}"
             fix = "store scalars, or tensors with the parameter's shape, which fit every mesh"
@@ -124,7 +140,9 @@ def _fresh(
     return parameters, _build(module, groups, config)
 
 
-def _train(optimizer: torch.optim.Optimizer, parameters: list[Parameter], gradients: list[list[Tensor]]) -> None:
+def _train(
+    optimizer: torch.optim.Optimizer, parameters: list[Parameter], gradients: list[list[Tensor]]
+) -> None:
     """Make one step per list of gradients, with a falling learning rate."""
     for number, step in enumerate(gradients, 1):
         for parameter, gradient in zip(parameters, step, strict=True):

@@ -12,7 +12,9 @@ from shardtrain.utils.log import logger
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, Parameter]], no_weight_decay: Sequence[str], weight_decay: float
+    named_parameters: Iterable[tuple[str, Parameter]],
+    no_weight_decay: Sequence[str],
+    weight_decay: float,
 ) -> list[dict[str, Any]]:
     """Return groups for a torch optimizer. Parameters that match a pattern get no weight decay.
 
@@ -26,7 +28,9 @@ def parameter_groups(
         decay = 0.0 if is_excluded else weight_decay
         mesh = getattr(parameter, "device_mesh", None)
         groups.setdefault((decay, mesh), []).append(parameter)
-    return [{"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()]
+    return [
+        {"params": parameters, "weight_decay": decay} for (decay, _), parameters in groups.items()
+    ]
 
 
 def report_unused_patterns(no_weight_decay: Sequence[str], names: Sequence[str]) -> None:
@@ -38,4 +42,6 @@ def report_unused_patterns(no_weight_decay: Sequence[str], names: Sequence[str])
         if any(fnmatchcase(name, pattern) for name in names):
             continue
         examples = ", ".join(names[:3])
-        logger.warning(f'optimizer.no_weight_decay="{pattern}" matches no parameter (names are like {examples})')
+        logger.warning(
+            f'optimizer.no_weight_decay="{pattern}" matches no parameter (names are like {examples})'
+        )

@@ -110,7 +110,9 @@ class AnswerTask(TextTask):
     @cached_property
     def encoder(self) -> PromptEncoder:
         """Encoder of rows with a "prompt" and a "completion"."""
-        options = dataclasses.replace(self.config.data, prompt_field="prompt", completion_field="completion")
+        options = dataclasses.replace(
+            self.config.data, prompt_field="prompt", completion_field="completion"
+        )
         return PromptEncoder(self.tokenizer, options)
 
     def padded(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
@@ -155,7 +157,9 @@ class PairTask(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
         """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        pairs: _files.FileRows[Pair] = _files.read(self.config, split, partial(self.encode, split=split))
+        pairs: _files.FileRows[Pair] = _files.read(
+            self.config, split, partial(self.encode, split=split)
+        )
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
         # If there is a reference model, its weights are part of the data's fingerprint, so a run resumes only
@@ -167,11 +171,17 @@ class PairTask(AnswerTask):
         margins = [pair.margin for pair in pairs]
         if any(margins):
             content = digest(content, *margins)
-        pairs.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), content)
+        pairs.fingerprint = digest(
+            self.encoder.fingerprint, section.seq_len, *start.values(), content
+        )
 
-        num_full = sum(len(side.tokens) == section.seq_len - self.reads_last_token for side in sides)
+        num_full = sum(
+            len(side.tokens) == section.seq_len - self.reads_last_token for side in sides
+        )
         logger.info(described(self.tokenizer, self.config.data))
-        logger.info(f"{split}: {len(pairs)} pairs of answers; {num_full} answers fill seq_len or were truncated to it")
+        logger.info(
+            f"{split}: {len(pairs)} pairs of answers; {num_full} answers fill seq_len or were truncated to it"
+        )
         return pairs
 
     def lengths(self, row: Pair) -> list[int]:
@@ -180,8 +190,13 @@ class PairTask(AnswerTask):
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
         """Return padded tokens and targets (B, 2, T), the chosen answer first."""
-        tokens_RT, targets_RT = self.padded([side for row in rows for side in (row.chosen, row.rejected)])
-        return {"tokens_B2T": tokens_RT.unflatten(0, (-1, 2)), "targets_B2T": targets_RT.unflatten(0, (-1, 2))}
+        tokens_RT, targets_RT = self.padded(
+            [side for row in rows for side in (row.chosen, row.rejected)]
+        )
+        return {
+            "tokens_B2T": tokens_RT.unflatten(0, (-1, 2)),
+            "targets_B2T": targets_RT.unflatten(0, (-1, 2)),
+        }
 
     def predictions(self, outputs: Any, batch: RowBatch) -> dict[str, Tensor]:
         """Return the rewards (B, 2) of each pair."""
@@ -190,7 +205,10 @@ class PairTask(AnswerTask):
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the share of pairs whose chosen answer has the higher reward, and the mean difference."""
         margins = (rows["rewards"][:, 0] - rows["rewards"][:, 1]).double()
-        return {"reward_accuracy": float((margins > 0).double().mean()), "reward_margin": float(margins.mean())}
+        return {
+            "reward_accuracy": float((margins > 0).double().mean()),
+            "reward_margin": float(margins.mean()),
+        }
 
     def step_sums(self, outputs: Tensor, batch: RowBatch) -> Tensor:
         """Return the sums of both rewards and of correct pairs, and the number of pairs, (4,)."""
@@ -217,17 +235,23 @@ class PairTask(AnswerTask):
         """Return both answers with their prompt."""
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
-    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Pair | BadRow]:
+    def encode(
+        self, rows: Sequence[Mapping[str, Any] | BadRow], split: str
+    ) -> Iterator[Pair | BadRow]:
         """Tokenize both answers of each row. Yield for each row a Pair, or a BadRow."""
         section, _ = _files.section_of(self.config, split)
         num_targets = section.seq_len - 1 if self.reads_last_token else section.seq_len
 
-        def tokenize(good_rows: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
+        def tokenize(
+            good_rows: list[tuple[list[dict[str, Any]], float]],
+        ) -> Iterator[Pair | BadRow]:
             # Tokenize all answers together: chosen and rejected of the first row, of the second row, ...
             answers_of_all = [answer for answers, _ in good_rows for answer in answers]
             documents = self.encoder.encode(answers_of_all)
             sides = [side_of(document, num_targets) for document in documents]
-            for (_, margin), chosen, rejected in zip(good_rows, sides[::2], sides[1::2], strict=True):
+            for (_, margin), chosen, rejected in zip(
+                good_rows, sides[::2], sides[1::2], strict=True
+            ):
                 if isinstance(chosen, BadRow):
                     yield chosen
                 elif isinstance(rejected, BadRow):
@@ -245,7 +269,9 @@ class PairTask(AnswerTask):
         """Split a row into one row per answer for the encoder, and the margin."""
         data = self.config.data
         task = self.config.task
-        prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
+        prompt, *answers = preferences.split(
+            row, data.prompt_field, task.chosen_field, task.rejected_field
+        )
         rows = [{**row, "prompt": prompt, "completion": answer} for answer in answers]
         return rows, self.margin(row)
 
@@ -301,4 +327,6 @@ def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:
     """Return the ``log_probabilities`` (B, 2) of a batch of pairs."""
     tokens_B2T = batch["tokens_B2T"]
     targets_B2T = batch["targets_B2T"]
-    return log_probabilities(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)).unflatten(0, (-1, 2))
+    return log_probabilities(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)).unflatten(
+        0, (-1, 2)
+    )

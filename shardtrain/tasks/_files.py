@@ -13,7 +13,13 @@ from shardtrain.data import sources
 from shardtrain.data.build_dataset import NamedDataset, request_for
 from shardtrain.data.documents.bad_rows import attempt
 from shardtrain.data.documents.growth import Growth
-from shardtrain.data.documents.read_documents import TOO_LONG, BadRows, RowStats, chunks, log_left_out
+from shardtrain.data.documents.read_documents import (
+    TOO_LONG,
+    BadRows,
+    RowStats,
+    chunks,
+    log_left_out,
+)
 from shardtrain.data.documents.row_template import template_of
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
@@ -36,7 +42,9 @@ def section_of(config: Config, split: str) -> tuple[Training | Validation, Named
     validation = config.validation
     if split == "train":
         source = DataSource(training.dataset, training.dataset_path)
-        return training, NamedDataset(training.dataset, source, "training.dataset", "training.dataset_path")
+        return training, NamedDataset(
+            training.dataset, source, "training.dataset", "training.dataset_path"
+        )
     # a test set is read like the validation set, from other files
     path = validation.dataset_path
     part = validation.split
@@ -107,5 +115,7 @@ def _good_rows(
             # Every row of a held-out set affects the result. A bad row of a test set is an error, and in a
             # validation set only harmless ones are skipped.
             if split == "test" or (split == "validation" and not task_row.harmless):
-                raise DataError(f"{place}: {task_row}; correct it, because each row of a held-out set counts")
+                raise DataError(
+                    f"{place}: {task_row}; correct it, because each row of a held-out set counts"
+                )
             policy.meet(task_row, place)

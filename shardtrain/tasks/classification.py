@@ -141,7 +141,9 @@ class Classification(ExampleTask):
             labels = ", ".join(self.labels[:8])
             if self.num_labels > 8:
                 labels += ", ..."
-            return BadRow(f"label {str(value)[:40]!r} in column {task.label_field!r} is not one of {labels}")
+            return BadRow(
+                f"label {str(value)[:40]!r} in column {task.label_field!r} is not one of {labels}"
+            )
         return texts, self._numbers[name]
 
 

@@ -85,7 +85,9 @@ class KTO(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Group]:
         """Read the files of a split, and put rows into groups. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        single_rows: _files.FileRows[Group] = _files.read(self.config, split, partial(self.encode, split=split))
+        single_rows: _files.FileRows[Group] = _files.read(
+            self.config, split, partial(self.encode, split=split)
+        )
         rows = [answer for (answer,) in single_rows]
 
         # KL depends on the composition of the groups, so they are formed here, in an order that depends
@@ -93,7 +95,9 @@ class KTO(AnswerTask):
         order = np.arange(len(rows))
         if split == "train" and len(rows):
             order = sample_at(order, len(rows), self.config.debug.seed)
-        groups: _files.FileRows[Group] = _files.FileRows(_groups([rows[int(i)] for i in order], self._size))
+        groups: _files.FileRows[Group] = _files.FileRows(
+            _groups([rows[int(i)] for i in order], self._size)
+        )
 
         # the initial weights are the reference model, and part of the data's fingerprint
         start = self.start()
@@ -101,7 +105,11 @@ class KTO(AnswerTask):
         content: list[bytes | bool] = []
         for group in groups:
             for answer in group:
-                content += [answer.side.tokens.tobytes(), answer.side.targets.tobytes(), answer.is_good]
+                content += [
+                    answer.side.tokens.tobytes(),
+                    answer.side.targets.tobytes(),
+                    answer.is_good,
+                ]
         groups.fingerprint = digest(
             self.encoder.fingerprint, section.seq_len, self._size, *start.values(), digest(*content)
         )
@@ -183,7 +191,9 @@ class KTO(AnswerTask):
         sign_BN = torch.where(is_good_BN, 1.0, -1.0)
         advantage_BN = outputs[..., 0] - outputs[..., 1]
         losses_BN = 1 - torch.sigmoid(self._beta * sign_BN * advantage_BN)
-        weights_BN = torch.where(is_good_BN, self._weights[1], self._weights[0]) * (labels_BN != _PADDING)
+        weights_BN = torch.where(is_good_BN, self._weights[1], self._weights[0]) * (
+            labels_BN != _PADDING
+        )
         return weight * (losses_BN * weights_BN).sum()
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
@@ -239,7 +249,9 @@ class KTO(AnswerTask):
 
     def prediction_text(self, row: Mapping[str, Tensor]) -> str:
         """Return the rewards of a group as text."""
-        return " ".join(f"{value:.6g}" for value in row["rewards"][row["label"] != _PADDING].tolist())
+        return " ".join(
+            f"{value:.6g}" for value in row["rewards"][row["label"] != _PADDING].tolist()
+        )
 
     def shown(self, row: Group) -> list[ShownText]:
         """Return each answer of a group, named by its label."""
@@ -249,7 +261,9 @@ class KTO(AnswerTask):
             lines.append(answer.cut_side.shown(label))
         return lines
 
-    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Group | BadRow]:
+    def encode(
+        self, rows: Sequence[Mapping[str, Any] | BadRow], split: str
+    ) -> Iterator[Group | BadRow]:
         """Tokenize rows. Yield a group with a single answer, or a BadRow, for each row."""
         section, _ = _files.section_of(self.config, split)
         seq_len = section.seq_len
@@ -280,7 +294,9 @@ class KTO(AnswerTask):
         if isinstance(label, bool | int | str):
             text = str(label).lower()
         if text not in _LABELS:
-            raise Unusable(f"label {str(label)[:40]!r} in column {field!r} is neither true nor false")
+            raise Unusable(
+                f"label {str(label)[:40]!r} in column {field!r} is neither true nor false"
+            )
         return {**row, "prompt": prompt, "completion": completion}, _LABELS[text]
 
 

@@ -175,7 +175,9 @@ class MaskedLanguageModel(ExampleTask):
 class _MaskedFeed(RowFeed):
     """Feed of masked rows. Each epoch masks other tokens; held-out rows have one epoch."""
 
-    def __init__(self, task: MaskedLanguageModel, rows: Rows, seed: int | None, passes: int | None) -> None:
+    def __init__(
+        self, task: MaskedLanguageModel, rows: Rows, seed: int | None, passes: int | None
+    ) -> None:
         super().__init__(rows, seed, passes)
         self._task = task
         self._epochs = seed is not None
@@ -183,7 +185,9 @@ class _MaskedFeed(RowFeed):
 
     def read(self, k: int, number: int) -> Any:
         epoch = k // self.num_rows if self._epochs else 0
-        return self._task.hide(self.rows[number], seed_of(self._task.config.debug.seed, number, epoch))
+        return self._task.hide(
+            self.rows[number], seed_of(self._task.config.debug.seed, number, epoch)
+        )
 
 
 Task = MaskedLanguageModel

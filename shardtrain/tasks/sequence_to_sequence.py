@@ -75,7 +75,9 @@ class SequenceToSequence(ExampleTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Return the logits (B, S, V)."""
-        return model(batch["tokens_BT"], lengths_B=batch["lengths_B"], decoded_BS=batch["targets_BS"])  # type: ignore[no-any-return]
+        return model(
+            batch["tokens_BT"], lengths_B=batch["lengths_B"], decoded_BS=batch["targets_BS"]
+        )  # type: ignore[no-any-return]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         """Return the weighted sum of the cross-entropy of the target tokens."""
@@ -99,7 +101,10 @@ class SequenceToSequence(ExampleTask):
 
     def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
         data = self.config.data
-        return [columns.text(row, data.prompt_field), columns.text(row, data.completion_field)], IGNORE
+        return [
+            columns.text(row, data.prompt_field),
+            columns.text(row, data.completion_field),
+        ], IGNORE
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
         source_ids, target_ids = texts

@@ -207,7 +207,14 @@ class RowTask:
         share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
         last = self.config.training.last_batch if section is self.config.training else "rollover"
         return RowDataLoader(
-            feed, self.collate, self.num_targets, self.lengths, share, section.dataloader, self.vocab, last
+            feed,
+            self.collate,
+            self.num_targets,
+            self.lengths,
+            share,
+            section.dataloader,
+            self.vocab,
+            last,
         )
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
@@ -237,7 +244,9 @@ class RowTask:
 
     def _lacks(self, method: str, example: str = "classification") -> ConfigError:
         fix = f"define it, see shardtrain/tasks/{example}.py"
-        return ConfigError(Problem("task.name", self.config.task.name, f"has a Task without {method}", fix))
+        return ConfigError(
+            Problem("task.name", self.config.task.name, f"has a Task without {method}", fix)
+        )
 
 
 def check_vocabulary(config: Config, vocab: int, shape: Any) -> None:

@@ -59,9 +59,17 @@ class ExampleTask(TextTask):
     def read_rows(self, split: str) -> _files.FileRows[Example]:
         """Read the files of a split. Raises what ``_files.read`` raises."""
         section, _ = _files.section_of(self.config, split)
-        rows: _files.FileRows[Example] = _files.read(self.config, split, partial(self.encode, split=split))
+        rows: _files.FileRows[Example] = _files.read(
+            self.config, split, partial(self.encode, split=split)
+        )
         task = self.config.task
-        facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
+        facts = (
+            self.tokenizer.fingerprint,
+            section.seq_len,
+            self.labels,
+            task.label_field,
+            task.pair_field,
+        )
         content = (part for row in rows for part in (row.tokens.tobytes(), row.label))
         rows.fingerprint = digest(*facts, digest(*content))
 
@@ -84,7 +92,9 @@ class ExampleTask(TextTask):
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
         return [ShownText(name, row.tokens.tolist(), None)]
 
-    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Example | BadRow]:
+    def encode(
+        self, rows: Sequence[Mapping[str, Any] | BadRow], split: str
+    ) -> Iterator[Example | BadRow]:
         """Tokenize the texts of rows. Yield an Example or a BadRow for each."""
         section, _ = _files.section_of(self.config, split)
         labelled = self.is_labelled(split)
@@ -111,7 +121,9 @@ class ExampleTask(TextTask):
         for ids in texts:
             tokens += [*ids.tolist(), *ends.suffix]
         if not tokens:
-            return BadRow("the text is empty, and the tokenizer has neither BOS nor EOS, so the row has no token")
+            return BadRow(
+                "the text is empty, and the tokenizer has neither BOS nor EOS, so the row has no token"
+            )
         if len(tokens) > seq_len:
             tokens = [*tokens[: seq_len - len(ends.suffix)], *ends.suffix]
         return Example(np.array(tokens, dtype=np.int32), label)

@@ -29,7 +29,9 @@ checkpoint.keep_best, else latest). Paths can be URLs of an object store, such a
 
 def main(words: Sequence[str], others: Mapping[str, CommandVerb] | None = None) -> int:
     """Run one verb and return its exit status. ``others`` are additional verbs of other packages."""
-    return Command("shardtrain checkpoint", {**VERBS, **(others or {})}, column=28, notes=_NOTES).run(words)
+    return Command(
+        "shardtrain checkpoint", {**VERBS, **(others or {})}, column=28, notes=_NOTES
+    ).run(words)
 
 
 def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
@@ -38,7 +40,9 @@ def _paths(verb: str, number: int, words: Sequence[str]) -> list[Place]:
         rule = f"requires exactly {number} path{'s' if number > 1 else ''}"
         example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
         fix = f"write it like: shardtrain checkpoint {verb} {example}"
-        fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(verb, "")
+        fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(
+            verb, ""
+        )
         raise ConfigError(
             Problem(
                 f"shardtrain checkpoint {verb}",
@@ -140,7 +144,9 @@ def _interval(words: Sequence[str]) -> int:
     print(f"save every {format_seconds(advised)} (sqrt(2 * stall * mttf) = {advised:.0f} s)")
     for factor in (0.25, 1, 4):
         share = interval.useful_share(factor * advised, stall, mttf, restart)
-        print(f"every {format_seconds(factor * advised):>10}: {100 * share:.1f} % of the time is training")
+        print(
+            f"every {format_seconds(factor * advised):>10}: {100 * share:.1f} % of the time is training"
+        )
     return 0
 
 
@@ -169,7 +175,11 @@ def _damages(path: Place) -> list[str]:
         stored = manifest.read(path)
     except CheckpointError as error:
         return [str(error)]
-    bad = [f"checkpoint {path}: {damage}" for file in stored.files if (damage := files.find_damage(path, file))]
+    bad = [
+        f"checkpoint {path}: {damage}"
+        for file in stored.files
+        if (damage := files.find_damage(path, file))
+    ]
     if retention.step_of(path) not in (None, stored.step):
         bad.append(f"checkpoint {path}: its manifest is of step {stored.step}")
     known = {MANIFEST, *(file.name for file in stored.files)}
@@ -223,7 +233,9 @@ def _diff(words: Sequence[str]) -> int:
         if name not in a or name not in b:
             text = f"only in {one if name in a else other}"
         elif (a[name].dtype, a[name].shape) != (b[name].dtype, b[name].shape):
-            text = f"{a[name].dtype} {list(a[name].shape)} and {b[name].dtype} {list(b[name].shape)}"
+            text = (
+                f"{a[name].dtype} {list(a[name].shape)} and {b[name].dtype} {list(b[name].shape)}"
+            )
         else:
             text = _difference(name, stored[0], one, stored[1], other)
         different += text != "equal"

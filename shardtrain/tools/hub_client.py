@@ -77,7 +77,11 @@ class Hub:
                 )
             ) from error
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
-            origin = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else str(constants.HF_TOKEN_PATH)
+            origin = (
+                "HF_TOKEN"
+                if os.environ.get("HF_TOKEN", "").strip()
+                else str(constants.HF_TOKEN_PATH)
+            )
             raise ConfigError(
                 Problem(
                     origin,
@@ -86,7 +90,11 @@ class Hub:
                     fix="copy it again",
                 )
             )
-        if self.token and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+        if (
+            self.token
+            and parts.scheme == "http"
+            and parts.hostname not in ("localhost", "127.0.0.1", "::1")
+        ):
             raise ConfigError(
                 Problem(
                     "HF_ENDPOINT",
@@ -106,11 +114,19 @@ class Hub:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-        api = HfApi(self.endpoint, token=self.token or False, library_name="shardtrain", library_version=__version__)
+        api = HfApi(
+            self.endpoint,
+            token=self.token or False,
+            library_name="shardtrain",
+            library_version=__version__,
+        )
         try:
             info = self.ask(
                 lambda: api.model_info(
-                    self.repo_id, revision=self.revision, files_metadata=True, timeout=self.answer_seconds
+                    self.repo_id,
+                    revision=self.revision,
+                    files_metadata=True,
+                    timeout=self.answer_seconds,
                 )
             )
             if info.siblings is None:
@@ -128,7 +144,9 @@ class Hub:
         except Exception as error:
             # For JSON of another structure the library raises built-in exceptions of Python. Some of its HTTP
             # errors are subclasses of ValueError.
-            is_of_python = isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError)
+            is_of_python = isinstance(
+                error, ValueError | KeyError | TypeError | AttributeError | RecursionError
+            )
             if isinstance(error, HfHubHTTPError) or not is_of_python:
                 raise self.explain(error) from error
             raise ConfigError(
@@ -165,8 +183,14 @@ class Hub:
             if "Consistency check failed" in str(error):
                 text = f"{name} does not have the size that the hub reported, so it was deleted; try again"
                 raise DataError(text) from error
-            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-                raise storage_errors.cannot("write", folder / name, error, "name another --local_dir") from error
+            if (
+                isinstance(error, OSError)
+                and error.errno is not None
+                and not isinstance(error, ConnectionError)
+            ):
+                raise storage_errors.cannot(
+                    "write", folder / name, error, "name another --local_dir"
+                ) from error
             raise self.explain(error) from error
 
     def ask(self, call: Callable[[], T]) -> T:
@@ -179,26 +203,44 @@ class Hub:
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
         # The outer errors ("not in the cache either", "cannot force") hide the answer of the hub.
-        while isinstance(error, LocalEntryNotFoundError | ValueError) and error.__cause__ is not None:
+        while (
+            isinstance(error, LocalEntryNotFoundError | ValueError) and error.__cause__ is not None
+        ):
             if getattr(error, "response", None) is not None:
                 break
             error = error.__cause__
         if isinstance(error, OfflineModeIsEnabled):
-            name = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), "")
+            name = next(
+                (
+                    name
+                    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+                    if os.environ.get(name)
+                ),
+                "",
+            )
             fix = "unset it, or copy the files from a machine that has them"
             return ConfigError(
-                Problem(name or "HF_HUB_OFFLINE", os.environ.get(name, "1"), "forbids requests to the hub", fix)
+                Problem(
+                    name or "HF_HUB_OFFLINE",
+                    os.environ.get(name, "1"),
+                    "forbids requests to the hub",
+                    fix,
+                )
             )
         response = getattr(error, "response", None)
         if response is not None:
             return self._refusal(response.status_code, response.headers)
         if "No space left on device" in str(error):  # Xet's errors are not OSError
-            return StorageError(f"the disk is full ({describe_error(error)}); make room, or name another --local_dir")
+            return StorageError(
+                f"the disk is full ({describe_error(error)}); make room, or name another --local_dir"
+            )
         return self._unreachable(describe_error(error) or type(error).__name__)
 
     def _refusal(self, status: int, headers: Any) -> ShardtrainError:
         code = headers.get("X-Error-Code") or ""
-        if code == "GatedRepo" or (status == 403 and "gated" in (headers.get("X-Error-Message") or "").lower()):
+        if code == "GatedRepo" or (
+            status == 403 and "gated" in (headers.get("X-Error-Message") or "").lower()
+        ):
             fix = f"accept its license at https://huggingface.co/{self.repo_id}, then set HF_TOKEN to a token of that "
             fix += f"account ({TOKENS_PAGE})"
             return ConfigError(Problem("--repo_id", self.repo_id, "is gated", fix))
@@ -212,14 +254,22 @@ class Hub:
             return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
         if status == 404 and code == "RevisionNotFound":
             rule = f"is not a revision of {self.repo_id}"
-            return ConfigError(Problem("--revision", self.revision, rule, "name a branch, a tag or a commit"))
+            return ConfigError(
+                Problem("--revision", self.revision, rule, "name a branch, a tag or a commit")
+            )
         if status == 404:
-            return ConfigError(Problem("--repo_id", self.repo_id, "does not exist", "use the form ORGANIZATION/NAME"))
+            return ConfigError(
+                Problem(
+                    "--repo_id", self.repo_id, "does not exist", "use the form ORGANIZATION/NAME"
+                )
+            )
         if status == 429 or status >= 500:
             what = "too many requests" if status == 429 else "an error of the hub"
             seconds = headers.get("Retry-After") or ""
             when = f"in {seconds} seconds" if seconds.isdecimal() else "later"
-            return StorageError(f"{self.endpoint} is busy ({what}, status {status}); try again {when}")
+            return StorageError(
+                f"{self.endpoint} is busy ({what}, status {status}); try again {when}"
+            )
         return self._unreachable(f"status {status}")
 
     def _unreachable(self, reason: str) -> StorageError:
@@ -275,8 +325,14 @@ def _written(folder: Path) -> int:
 def expected_hash(facts: RepoSibling) -> tuple[str, str] | None:
     """Return kind and value of a file's hash as the hub reports it: SHA-256 for large files, else git's, else None."""
     if facts.lfs is not None:
-        return ("sha256", facts.lfs.sha256) if re.fullmatch(r"[0-9a-f]{64}", str(facts.lfs.sha256)) else None
-    return ("git", str(facts.blob_id)) if re.fullmatch(r"[0-9a-f]{40}", str(facts.blob_id)) else None
+        return (
+            ("sha256", facts.lfs.sha256)
+            if re.fullmatch(r"[0-9a-f]{64}", str(facts.lfs.sha256))
+            else None
+        )
+    return (
+        ("git", str(facts.blob_id)) if re.fullmatch(r"[0-9a-f]{40}", str(facts.blob_id)) else None
+    )
 
 
 def hash_of_file(path: Path, kind: str) -> str:

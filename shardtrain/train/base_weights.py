@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import models, tasks
-from shardtrain.checkpoint.collectives import all_ranks, all_ranks_gather, broadcast_json, first_rank
+from shardtrain.checkpoint.collectives import (
+    all_ranks,
+    all_ranks_gather,
+    broadcast_json,
+    first_rank,
+)
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -37,7 +42,11 @@ if TYPE_CHECKING:
 
 
 def load(
-    config: Config, runner: Runner, adapters: spec.Spec, device: torch.device, checkpoints: Checkpoints
+    config: Config,
+    runner: Runner,
+    adapters: spec.Spec,
+    device: torch.device,
+    checkpoints: Checkpoints,
 ) -> dict[str, Any]:
     """Fill the frozen weights and the initial values of modules that are trained in full (a collective).
 
@@ -63,11 +72,16 @@ def load(
         _load_quantized(config, runner, device, tensors)
         tensors = {}
     if config.lora.random_base:
-        base: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}
+        base: dict[str, Any] = {
+            "path": None,
+            "fingerprint": random_fingerprint(config, device.type),
+        }
     elif config.checkpoint.initial_load_in_hf:
         base = _load_hub(config, tensors)
     else:
-        base = _load_checkpoint(config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
+        base = _load_checkpoint(
+            config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors
+        )
 
     # DoRA starts its magnitudes from the norms of the loaded weights
     if adapters.use_dora:
@@ -86,12 +100,16 @@ def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return dict(tensors)
-    logger.info(f"the head of {config.task.name} is not in the folder; it keeps its initial weights")
+    logger.info(
+        f"the head of {config.task.name} is not in the folder; it keeps its initial weights"
+    )
     head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
 
 
-def _load_quantized(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+def _load_quantized(
+    config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]
+) -> None:
     """Fill the frozen weights that are not quantized, and quantize the others one at a time (a collective).
 
     Raises:
@@ -102,7 +120,9 @@ def _load_quantized(config: Config, runner: Runner, device: torch.device, tensor
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
     quantized_bytes = original_bytes = 0
     with FrozenWeights(path, module, shape, config) as weights:
-        weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
+        weights.fill(
+            {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
+        )
         named_modules = [named for part in runner.parts for named in part.named_modules()]
         for name, linear in named_modules:
             if not isinstance(linear, FrozenLinear) or linear.weight is not None:
@@ -167,4 +187,8 @@ def _load_checkpoint(
     first_rank(lambda: check_noted(config.model, path))
     if tensors:
         checkpoints.load(path, tensors, {})
-    return {"path": str(path), "in_hf": False, "fingerprint": broadcast_json(joined(fingerprint(path, False)))}
+    return {
+        "path": str(path),
+        "in_hf": False,
+        "fingerprint": broadcast_json(joined(fingerprint(path, False))),
+    }

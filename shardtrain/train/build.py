@@ -56,7 +56,9 @@ def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
     # Before the measurement, which would otherwise include the time for clearing new pages.
     keep_freed_memory()
     # Rank 0 measures for all: ranks with different kernels would not agree to the last bit
-    kernels = chosen_kernels.Kernels(**first_rank(lambda: asdict(kernel_speed.remembered_or_measured())))
+    kernels = chosen_kernels.Kernels(
+        **first_rank(lambda: asdict(kernel_speed.remembered_or_measured()))
+    )
     chosen_kernels.use(kernels)
     return kernels
 
@@ -76,7 +78,9 @@ def build(config: Config, world: World) -> Run:
     task = built.task
     runner = built.runner
     training = config.training
-    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names, config.debug.seed)
+    optimizer = optim.build(
+        runner.optimizer_parameters().items(), config.optimizer, built.names, config.debug.seed
+    )
     if config.optimizer.early_step_in_backward:
         runner.update_in_backward(optimizer)
     # only float16 has a range too small for unscaled gradients
@@ -100,7 +104,16 @@ def build(config: Config, world: World) -> Run:
 
     flops_per_token = _mean_flops_per_token(built, stream)
     run = Run(
-        config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops_per_token
+        config,
+        mesh,
+        runner,
+        optimizer,
+        scaler,
+        stream,
+        TrainState(),
+        total_steps,
+        built.num_params,
+        flops_per_token,
     )
     run.names = tuple(built.names)
     run.files = changes.file_hashes(config)
@@ -114,5 +127,7 @@ def _mean_flops_per_token(built: BuiltModel, stream: DataLoader) -> float:
     tokens_by_length = {length: length * count for length, count in stream.sequence_lengths.items()}
     if not tokens_by_length:
         tokens_by_length = {built.config.training.seq_len: 1}
-    flops = sum(tokens * built.flops_per_token(length) for length, tokens in tokens_by_length.items())
+    flops = sum(
+        tokens * built.flops_per_token(length) for length, tokens in tokens_by_length.items()
+    )
     return flops / sum(tokens_by_length.values())

@@ -35,7 +35,9 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     """
     config = loaded.config
     options = config.checkpoint
-    may_change = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
+    may_change = {BATCH, ALL} & {
+        *options.accept_changes
+    } or "train_state" in options.exclude_from_loading
     if config.training.global_batch_size != -1 or not options.enable or may_change:
         return loaded
     # Rank 0 decides, because ranks may see different checkpoints in a shared folder that lags. If nodes do
@@ -47,7 +49,9 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     if not saved_size:
         return loaded
     default_size = derived.global_batch_size(config, world.size)
-    logger.info(f"{BATCH}={saved_size} is taken from the checkpoint (the default on this mesh is {default_size})")
+    logger.info(
+        f"{BATCH}={saved_size} is taken from the checkpoint (the default on this mesh is {default_size})"
+    )
     return _with_batch_size(loaded, saved_size)
 
 
@@ -74,7 +78,11 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
             size = read_facts(path).get("config", {}).get(BATCH)
         except (CheckpointError, StorageError, OSError, AttributeError):
             continue  # resume() reports a damaged checkpoint
-        is_other = isinstance(size, int) and size > 0 and size != derived.global_batch_size(loaded.config, world_size)
+        is_other = (
+            isinstance(size, int)
+            and size > 0
+            and size != derived.global_batch_size(loaded.config, world_size)
+        )
         is_supported = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
         step = retention.step_of(path) or 0
         if not is_supported:
@@ -117,7 +125,9 @@ def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: st
         if change.option == BATCH and run.config.training.global_batch_size == -1:
             fix = _how_to_keep_batch_size(run.config, change)
         accept = f'{ACCEPT} = ["{change.option}"]'
-        lines.append(f"checkpoint {path} was saved with another {change}; {fix}, or accept it with {accept}")
+        lines.append(
+            f"checkpoint {path} was saved with another {change}; {fix}, or accept it with {accept}"
+        )
     if other_data.startswith(("reference ", "teacher ")):
         lines.append(
             f"checkpoint {path} was trained with another frozen model ({other_data}); use the same weights "
@@ -138,7 +148,9 @@ def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
     """Return the fix that lets this number of ranks use the global batch size of the checkpoint."""
     local_size = config.training.local_batch_size
     ranks = derived.data_parallel_degree(config, dist.get_world_size())
-    cause = f"{ranks} data-parallel ranks x training.local_batch_size={local_size} make {change.new}"
+    cause = (
+        f"{ranks} data-parallel ranks x training.local_batch_size={local_size} make {change.new}"
+    )
     for size in range(local_size, 0, -1):
         if change.old % (size * ranks) == 0:
             return f"{cause}: set training.local_batch_size={size}"
@@ -152,9 +164,16 @@ def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[OptionChang
     run.accepted_changes = [*earlier] if isinstance(earlier, list) else []
     for change in found:
         if change.kind == "warn":
-            logger.warning(f"{change}: the rest of the learning-rate schedule may differ from the one begun")
+            logger.warning(
+                f"{change}: the rest of the learning-rate schedule may differ from the one begun"
+            )
         if change.kind == "error":
             logger.warning(f"{change}: accepted by {ACCEPT} at step {run.state.step}")
         if change.kind in ("error", "warn"):
-            entry = {"step": run.state.step, "option": change.option, "old": change.old, "new": change.new}
+            entry = {
+                "step": run.state.step,
+                "option": change.option,
+                "old": change.old,
+                "new": change.new,
+            }
             run.accepted_changes.append(entry)

@@ -47,7 +47,9 @@ def check_run(run: Run) -> None:
         check(teacher, models.find("transformers"), run.mesh, run.config)
 
 
-def check(model: nn.Module, module: Any, mesh: Mesh | None = None, config: Config | None = None) -> None:
+def check(
+    model: nn.Module, module: Any, mesh: Mesh | None = None, config: Config | None = None
+) -> None:
     """Reject a network whose logits of a document depend on the previous document in the row (a collective).
 
     ``mesh`` None means that each rank has all logits. ``config`` is required if the mesh splits sequences.

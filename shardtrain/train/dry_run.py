@@ -70,7 +70,9 @@ class DryRun:
     @property
     def total_bytes(self) -> int:
         """Sum of all parts. An upper bound, because their peaks do not coincide."""
-        states = self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
+        states = (
+            self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
+        )
         states += sum(model.weight_bytes for model in self.frozen)
         passes = self.traced.activations_bytes + self.traced.gathered_bytes
         for model in self.frozen:
@@ -142,7 +144,10 @@ def build(config: Config, world: process_group.World) -> DryRun:
         traced = fake_backend.trace(runner, layout, mesh, config, batch, hidden_size)
     frozen_configs = reference_models.frozen_configs(task, config)
     batch = _micro_batch(config, task.sequences_per_row)
-    frozen = [_build_frozen(name, frozen_config, mesh, batch) for name, frozen_config in frozen_configs.items()]
+    frozen = [
+        _build_frozen(name, frozen_config, mesh, batch)
+        for name, frozen_config in frozen_configs.items()
+    ]
 
     return DryRun(
         sizes=mesh.sizes,
@@ -161,7 +166,9 @@ def build(config: Config, world: process_group.World) -> DryRun:
     )
 
 
-def _build_frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> FrozenModel:
+def _build_frozen(
+    name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch
+) -> FrozenModel:
     """Shard a frozen model like the trained one, and trace its forward pass."""
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
@@ -205,7 +212,9 @@ def _stage_lines(run: DryRun, config: Config) -> list[str]:
     if run.sizes["pp"] == 1:
         return []
     p = config.parallelism
-    rows = config.training.local_batch_size * derived.accumulation_steps(config, math.prod(run.sizes.values()))
+    rows = config.training.local_batch_size * derived.accumulation_steps(
+        config, math.prod(run.sizes.values())
+    )
     name = stages.schedule_name(p.pipeline_parallel_schedule)
     schedule = (
         f"pipeline: {name}, {rows // p.pipeline_parallel_microbatch_size} micro-batches of "
@@ -220,34 +229,60 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     stored_dtype = config.training.dtype
     rows = [("parameters", run.parameter_bytes, f"{stored_dtype}; this rank's shards")]
     if run.low_bits_bytes:
-        rows.append(("quantized", run.low_bits_bytes, f"{config.lora.base_dtype}; frozen, unsharded"))
+        rows.append(
+            ("quantized", run.low_bits_bytes, f"{config.lora.base_dtype}; frozen, unsharded")
+        )
     rows.append(("gradients", run.gradient_bytes, _gradient_remark(run, config)))
-    rows.append(("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; this rank's shards"))
+    rows.append(
+        ("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; this rank's shards")
+    )
 
     # the trained model's forward and backward
     traced = run.traced
     notes = []
     if traced.not_traced:
-        notes.append(f"  activations: not traced ({traced.not_traced}); the sum does not include them")
+        notes.append(
+            f"  activations: not traced ({traced.not_traced}); the sum does not include them"
+        )
     else:
         layers = f"{traced.layers_traced} of {traced.layers} layers traced"
         if traced.layers_traced != traced.layers:
             layers += ", the others counted like the last of their kind"
         rows.append(("activations", traced.activations_bytes, f"peak; {layers}; CPU kernels"))
-        rows.append(("FSDP buffers", traced.gathered_bytes, "peak; gathered parameters and unreduced gradients"))
+        rows.append(
+            (
+                "FSDP buffers",
+                traced.gathered_bytes,
+                "peak; gathered parameters and unreduced gradients",
+            )
+        )
 
     # the forward of frozen models
     for frozen in run.frozen:
-        rows.append((frozen.name, frozen.weight_bytes, f"{frozen.dtype}, frozen; this rank's shards"))
+        rows.append(
+            (frozen.name, frozen.weight_bytes, f"{frozen.dtype}, frozen; this rank's shards")
+        )
         if frozen.traced.not_traced:
             notes.append(
                 f"  forward of the {frozen.name}: not traced ({frozen.traced.not_traced}); the sum does not include it"
             )
         else:
             forward_bytes = frozen.traced.activations_bytes + frozen.traced.gathered_bytes
-            rows.append(("its forward", forward_bytes, "peak; forward only, with its logits and FSDP buffers"))
+            rows.append(
+                (
+                    "its forward",
+                    forward_bytes,
+                    "peak; forward only, with its logits and FSDP buffers",
+                )
+            )
 
-    rows.append(("sum", run.total_bytes, "upper bound, without allocator overhead and temporaries of the update"))
+    rows.append(
+        (
+            "sum",
+            run.total_bytes,
+            "upper bound, without allocator overhead and temporaries of the update",
+        )
+    )
     table = []
     for name, size, remark in rows:
         table.append(f"  {name:<16}{format_bytes(size):>11}  {remark}")
@@ -324,15 +359,21 @@ def _ranks_that_split(parameter: Tensor) -> int:
         return 1
     ranks = 1
     axes = parameter.device_mesh.mesh_dim_names or ()
-    for axis, size, placement in zip(axes, parameter.device_mesh.shape, parameter.placements, strict=True):
+    for axis, size, placement in zip(
+        axes, parameter.device_mesh.shape, parameter.placements, strict=True
+    ):
         if axis in ("tp", "ep") and placement.is_shard():
             ranks *= size
     return ranks
 
 
-def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.Mesh, config: Config) -> int:
+def _gradient_bytes(
+    parts: Sequence[nn.Module], layout: Any, mesh: distributed.Mesh, config: Config
+) -> int:
     """Peak bytes of gradients: all of them, or those that exist before an update in backward frees them."""
-    trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
+    trained = [
+        parameter for part in parts for parameter in part.parameters() if parameter.requires_grad
+    ]
     if not config.optimizer.early_step_in_backward:
         return _local_bytes(trained)
     if not fsdp.is_needed(parts, mesh, config):
@@ -381,7 +422,9 @@ def _notes(config: Config) -> list[str]:
     recompute = config.activation_checkpoint
     notes = derived.notes_on_rows(config)
     if config.compile.enable:
-        notes.append("compile.enable=true: nothing is compiled here; activations are those of the uncompiled model")
+        notes.append(
+            "compile.enable=true: nothing is compiled here; activations are those of the uncompiled model"
+        )
     if config.parallelism.enable_async_tensor_parallel:
         notes.append("parallelism.enable_async_tensor_parallel=true: nothing is overlapped here")
     if recompute.mode == "memory_budget":
@@ -389,7 +432,11 @@ def _notes(config: Config) -> list[str]:
             'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed'
         )
     if recompute.cpu_offload:
-        notes.append("activation_checkpoint.cpu_offload=true: offloaded activations are counted as device memory")
+        notes.append(
+            "activation_checkpoint.cpu_offload=true: offloaded activations are counted as device memory"
+        )
     if config.training.enable_cpu_offload:
-        notes.append("training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory")
+        notes.append(
+            "training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory"
+        )
     return notes

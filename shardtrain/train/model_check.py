@@ -64,7 +64,9 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
         return []
     command = f"shardtrain verify {config.job.config_file or config.model.name}"
     if not config.model.check:
-        return [f"model.check=false: {config.model.name} is NOT compared with one process; run `{command}` to do so"]
+        return [
+            f"model.check=false: {config.model.name} is NOT compared with one process; run `{command}` to do so"
+        ]
     # There is no process group yet, so rank 0 answers through the store. Reading the key waits for it.
     store = dist.PrefixStore("model check", store)
     if rank == 0:

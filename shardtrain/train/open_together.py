@@ -20,14 +20,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardtrain.checkpoint.collectives import all_gather_json, all_ranks, any_ranks, gather_distinct_json
+from shardtrain.checkpoint.collectives import (
+    all_gather_json,
+    all_ranks,
+    any_ranks,
+    gather_distinct_json,
+)
 from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.ops import host_collectives
 from shardtrain.utils import activity, bounded_reads, errors, process_identity
-from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.errors import (
+    ConfigError,
+    DataError,
+    PeerError,
+    Problem,
+    ShardtrainError,
+    StorageError,
+)
 
 _PIECE_BYTES = 16 * 2**20
 """Bytes per broadcast. Ranks can forward one piece while they receive the next."""
@@ -93,7 +105,9 @@ class Together:
             return self._node[0] == self._rank
         return self._rank == 0 or place in self._opened_by_this_rank
 
-    def _result_of_node(self, place: str, look: Look, result: Any, listing: Listing | None, first_place: str) -> Any:
+    def _result_of_node(
+        self, place: str, look: Look, result: Any, listing: Listing | None, first_place: str
+    ) -> Any:
         """Return the result of this node's first rank if the node has its own copy, else rank 0's (a
         collective).
 
@@ -148,7 +162,9 @@ class Together:
             raise getattr(errors, class_name)(message)
         return answer["place"], answer["found"]
 
-    def _broadcast(self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None) -> Any:
+    def _broadcast(
+        self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None
+    ) -> Any:
         """Call ``make`` on the source rank and return its value on all ranks of the group.
 
         While ``make`` runs, the source sends keep-alives, so the others do not time out. ``group`` is None
@@ -212,7 +228,9 @@ class Together:
         group = None
         if len(members) > 1:
             group = gloo_sockets.private(
-                lambda: dist.new_group(members, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
+                lambda: dist.new_group(
+                    members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+                )
             )
         self._node = source, group
         return self._node
@@ -245,7 +263,9 @@ def _differs_here(witnesses: Sequence[Witness]) -> bool:
                 raise StorageError(f"{_rank_and_host()}{trouble}") from error
             rule = f"does not exist on this host, but rank 0 lists it ({error.strerror})"
             fix = "mount the same storage on every node, or give each a complete copy"
-            raise ConfigError(f"{_rank_and_host()}{Problem(file.option, file.path, rule, fix)}") from error
+            raise ConfigError(
+                f"{_rank_and_host()}{Problem(file.option, file.path, rule, fix)}"
+            ) from error
         local_identity = (status.st_size, status.st_mtime_ns, status.st_ino)
         differs |= local_identity != (file.size, file.mtime_ns, file.inode)
     return differs
@@ -291,7 +311,9 @@ def _as_data_error(error: Exception) -> Exception:
     if not isinstance(error, OSError):
         return error
     path = str(error.filename or "the data")
-    return bounded_reads.trouble(path, error) or DataError(f"cannot read {path}: {error.strerror or error}")
+    return bounded_reads.trouble(path, error) or DataError(
+        f"cannot read {path}: {error.strerror or error}"
+    )
 
 
 def _node_number() -> int:

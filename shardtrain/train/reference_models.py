@@ -101,7 +101,9 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
 
 def _fill_adapted(built: BuiltModel, config: Config, mesh: Mesh) -> None:
     """Load the base weights and the initial adapters of the run into a frozen model."""
-    checkpoints = Checkpoints(replace(config, checkpoint=replace(config.checkpoint, load_only=True)))
+    checkpoints = Checkpoints(
+        replace(config, checkpoint=replace(config.checkpoint, load_only=True))
+    )
     assert built.adapters is not None
     facts = base_weights.load(config, built.runner, built.adapters, mesh.device, checkpoints)
     if config.lora.initial_load_path is None:
@@ -113,7 +115,9 @@ def _fill_adapted(built: BuiltModel, config: Config, mesh: Mesh) -> None:
         return
     trained = {name: tensor for name, tensor in parameters.items() if built.adapters.holds(name)}
     checkpoints.load(
-        start, {f"{manifest.WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in trained.items()}, {}
+        start,
+        {f"{manifest.WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in trained.items()},
+        {},
     )
 
 
@@ -127,7 +131,9 @@ def _fill(built: BuiltModel, config: Config, start: Place) -> None:
     def verify() -> None:
         damage = tensors.find_damaged_file(manifest.read(start), start)
         if damage:
-            raise CheckpointError(f"checkpoint {start} cannot be used: {damage}; use another checkpoint")
+            raise CheckpointError(
+                f"checkpoint {start} cannot be used: {damage}; use another checkpoint"
+            )
 
     all_ranks(verify)
     stored = manifest.read(start)

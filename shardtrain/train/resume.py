@@ -105,7 +105,9 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     lora = run.config.lora
     if lora.enable:
         assert run.adapters is not None
-        run.lora = base_weights.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
+        run.lora = base_weights.load(
+            run.config, run.runner, run.adapters, run.mesh.device, checkpoints
+        )
         start = lora.initial_load_path
     # the run's own checkpoint takes precedence over initial weights
     is_start = path is None and options.enable and start is not None
@@ -118,9 +120,16 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if is_start and lora.enable and peft.is_folder(path):
         peft.load(run.config, run.lora, run.runner.parameters(), Path(str(path)))
         return
-    if is_start and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
+    if (
+        is_start
+        and not lora.enable
+        and not options.initial_load_in_hf
+        and saved_file.is_saved_file(path)
+    ):
         tensors = weights(run)
-        all_ranks(lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only))
+        all_ranks(
+            lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only)
+        )
         return
     if is_start and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
@@ -134,7 +143,9 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     logger.info(f"continuing from {path} at step {run.state.step}")
 
 
-def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True) -> None:
+def load(
+    run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True
+) -> None:
     """Load a checkpoint in place, and seek the data to the next sample (a collective). Raises what
     ``resume`` raises.
 
@@ -167,7 +178,9 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         run.state.load(facts.get("state", {}))
         folder_of_best = path.parent if own else None
         checkpoints.best.load(facts.get("best"), folder_of_best)
-        run.owes_validation = own and run.config.validation.enable and facts.get("owes_validation") is True
+        run.owes_validation = (
+            own and run.config.validation.enable and facts.get("owes_validation") is True
+        )
         _load_guard(run, facts, path)
         _load_scaler(run, facts, path, changes)
     if "lr_scheduler" in excluded:
@@ -195,11 +208,15 @@ def _load_guard(run: Run, facts: Mapping[str, Any], path: Place) -> None:
         )
         return
     if not isinstance(guard, dict):
-        raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another checkpoint")
+        raise CheckpointError(
+            f"checkpoint {path}: the guard's state is not a table; use another checkpoint"
+        )
     run.resilience.guard.load(guard)
 
 
-def _load_scaler(run: Run, facts: Mapping[str, Any], path: Place, changes: Sequence[OptionChange]) -> None:
+def _load_scaler(
+    run: Run, facts: Mapping[str, Any], path: Place, changes: Sequence[OptionChange]
+) -> None:
     """Load the state of the loss scaler.
 
     A run that changes to float16 has none and keeps its initial scale.
@@ -208,7 +225,9 @@ def _load_scaler(run: Run, facts: Mapping[str, Any], path: Place, changes: Seque
     if not run.scaler or ("scaler" not in facts and changes_dtype):
         return
     scaler = facts.get("scaler", {})
-    if not isinstance(scaler, dict) or not all(isinstance(value, int | float) for value in scaler.values()):
+    if not isinstance(scaler, dict) or not all(
+        isinstance(value, int | float) for value in scaler.values()
+    ):
         rule = "the loss scaler's state is not a table of numbers"
         raise CheckpointError(f"checkpoint {path}: {rule}; use another checkpoint")
     run.scaler.load(scaler)
@@ -280,7 +299,9 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     new_files = run.dataloader.sampled_files
     if not isinstance(old_files, dict):
         old_files = {}
-    changed = sorted(name for name in {*old_files, *new_files} if old_files.get(name) != new_files.get(name))
+    changed = sorted(
+        name for name in {*old_files, *new_files} if old_files.get(name) != new_files.get(name)
+    )
     if changed:
         return f"{_first_names(changed)} differ"
     return (

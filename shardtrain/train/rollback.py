@@ -30,7 +30,8 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     step = run.state.step + 1
     first_row = run.state.samples_consumed
     end_row = run.dataloader.samples_consumed
-    process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
+    # ranks wait for each other's reading
+    process_group.set_timeout(run.config.comm.init_timeout_seconds)
     run.runner.zero_grad()
     # Load the checkpoint, or without one keep the weights. In both cases the rows of the spike are skipped.
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)

@@ -48,7 +48,9 @@ class Run:
     """Facts about adapters for checkpoints; see ``base_weights.py``."""
     contents: Contents = field(default_factory=Contents)
     """Hashes of the data files, as far as they have been computed. Only rank 0 has them."""
-    optional_metrics: BestEffort = field(default_factory=lambda: BestEffort("additional metrics of a step"))
+    optional_metrics: BestEffort = field(
+        default_factory=lambda: BestEffort("additional metrics of a step")
+    )
     """Logs an error in these metrics once, instead of ending the run."""
     files: dict[str, str] = field(default_factory=dict)
     """Hashes of the user's Python files when the run was built, by option; see ``config/changes.py``."""
@@ -86,7 +88,8 @@ class Run:
             and config.training.spike_policy in ("off", "log")
             and not config.training.enable_cpu_offload
             and not config.optimizer.early_step_in_backward
-            and config.training.dtype == "float32"  # the clipping factor is rounded to the dtype of the gradients
+            and config.training.dtype
+            == "float32"  # the clipping factor is rounded to the dtype of the gradients
             and optim.decides_on_device(self.optimizer)
         )
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 
-def open_log(loaded: Loaded, world: World, notices: Iterable[str], model_check_lines: Iterable[str]) -> None:
+def open_log(
+    loaded: Loaded, world: World, notices: Iterable[str], model_check_lines: Iterable[str]
+) -> None:
     """Open this rank's log, and log what was found before it existed: notices on options, and the model
     check."""
     config = loaded.config
@@ -67,7 +69,9 @@ def certificate_line(loaded: Loaded, run: Run) -> str:
     return line
 
 
-def write_resolved_config(loaded: Loaded, folder: Path, world_size: int, certificate_line: str = "") -> None:
+def write_resolved_config(
+    loaded: Loaded, folder: Path, world_size: int, certificate_line: str = ""
+) -> None:
     """Write every option with its value in effect. Loading the file gives the same config.
 
     The header contains the versions as comments, and names the JSON schema next to the file, with which
@@ -134,7 +138,9 @@ def _describe_data(config: Config) -> str:
 
     rows = config.task.name
     if config.task.name in OF_NEXT_TOKENS:
-        formats = {source.format or config.data.format for source in sources.values()} or {config.data.format}
+        formats = {source.format or config.data.format for source in sources.values()} or {
+            config.data.format
+        }
         rows = f"packed by {derived.packing_kind(config.data, formats)}"
     return f"{datasets}, {rows}"
 
@@ -156,7 +162,10 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
 
     training = config.training
     world_size = mesh.device_mesh.size()
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "no parallelism"
+    axes = (
+        " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1)
+        or "no parallelism"
+    )
     batch = derived.global_batch_size(config, world_size)
     accumulation = derived.accumulation_steps(config, world_size)
     tokens = batch * training.seq_len
@@ -185,6 +194,8 @@ def versions() -> str:
     if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
+            commit = subprocess.run(
+                command, capture_output=True, text=True, timeout=5, check=False
+            ).stdout.strip()
     package = f"shardtrain {__version__} ({commit})" if commit else f"shardtrain {__version__}"
     return f"{package}, torch {torch.__version__}, Python {platform.python_version()}"

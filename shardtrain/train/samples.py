@@ -45,18 +45,26 @@ class Samples:
     rank that writes the file, None on the others.
     """
 
-    def __init__(self, config: Config, runner: Runner, mesh: Mesh, folder: Path | None, start_step: int) -> None:
+    def __init__(
+        self, config: Config, runner: Runner, mesh: Mesh, folder: Path | None, start_step: int
+    ) -> None:
         self._options = config.metrics
         self._runner = runner
         self._mesh = mesh
         self._seq_len = config.training.seq_len
-        self._splits_vocabulary = mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel
+        self._splits_vocabulary = (
+            mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel
+        )
         self.every_steps = 0
         """Interval in steps; 0 disables samples."""
         self._file: JsonlFile | None = None
         self._best_effort = BestEffort("the text of a sample")
         # Pipeline and context parallelism do not compute all logits on a rank; config.notes tells the user
-        if not self._options.sample_freq or mesh.size("pp", "cp") > 1 or config.task.name not in OF_TEXT:
+        if (
+            not self._options.sample_freq
+            or mesh.size("pp", "cp") > 1
+            or config.task.name not in OF_TEXT
+        ):
             return
         self.every_steps = self._options.sample_freq
         self._tokenizer = tokenizer_of(config)

@@ -63,7 +63,9 @@ class FileWeights(BinWeights):
         self._files = {path.name: self.file}
         table = self.file.value
         if not isinstance(table, dict):
-            raise CheckpointError(f"{path} is not a table; a checkpoint file has {WEIGHTS[0]} and other keys")
+            raise CheckpointError(
+                f"{path} is not a table; a checkpoint file has {WEIGHTS[0]} and other keys"
+            )
         self.table: Mapping[str, Any] = table
         # the weights are under one of the known keys, or they are the entire table
         weights = next((table[key] for key in WEIGHTS if isinstance(table.get(key), dict)), table)
@@ -81,7 +83,9 @@ class FileWeights(BinWeights):
         self._file_of = dict.fromkeys(self.stored, path.name)
 
 
-def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model) -> mapping.Translation:
+def translate(
+    weights: FileWeights, tensors: Mapping[str, Tensor], model: Model
+) -> mapping.Translation:
     """Find each tensor of a model in the file. ``tensors`` have the prefix of checkpoints.
 
     Raises:
@@ -118,7 +122,9 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
     missing = sorted(set(named) - set(translation.sources))
     if missing:
         shown = ", ".join(missing[:10])
-        raise CheckpointError(f"{weights.folder} does not fit {model.name}: {len(missing)} missing: {shown}")
+        raise CheckpointError(
+            f"{weights.folder} does not fit {model.name}: {len(missing)} missing: {shown}"
+        )
     mapping.check(translation, weights, ignored_patterns)
     return translation
 
@@ -211,13 +217,21 @@ def _load_scaler(run: Run, weights: FileWeights, path: Path) -> None:
         return
     scale = scaler["scale"]
     finite_steps = scaler.get("_growth_tracker", 0)
-    if not isinstance(scale, int | float) or not math.isfinite(scale) or type(finite_steps) is not int:
-        raise CheckpointError(f"{path}: scaler_state_dict has no valid loss scale; use another file")
+    if (
+        not isinstance(scale, int | float)
+        or not math.isfinite(scale)
+        or type(finite_steps) is not int
+    ):
+        raise CheckpointError(
+            f"{path}: scaler_state_dict has no valid loss scale; use another file"
+        )
     scale = min(LARGEST, max(SMALLEST, float(scale)))
     run.scaler.load({"scale": scale, "finite_steps": max(0, finite_steps)})
 
 
-def _fill(weights: FileWeights, tensors: Mapping[str, Tensor], translation: mapping.Translation) -> None:
+def _fill(
+    weights: FileWeights, tensors: Mapping[str, Tensor], translation: mapping.Translation
+) -> None:
     named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
     mapping.fill(named, translation, weights)
 
@@ -272,11 +286,17 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
             moments = [parameter_state.get(moment) for moment in _MOMENTS]
         shape = weights.shape(name)
         if not all(isinstance(moment, Stored) and moment.shape == shape for moment in moments):
-            raise CheckpointError(f"{path}: the optimizer's state {number} is not that of {name}; {fix}")
+            raise CheckpointError(
+                f"{path}: the optimizer's state {number} is not that of {name}; {fix}"
+            )
         step = parameter_state.get("step")
-        is_scalar = isinstance(step, int | float) or (isinstance(step, Stored) and math.prod(step.shape) == 1)
+        is_scalar = isinstance(step, int | float) or (
+            isinstance(step, Stored) and math.prod(step.shape) == 1
+        )
         if not is_scalar:
-            raise CheckpointError(f"{path}: the optimizer's state {number} ({name}) has no step; {fix}")
+            raise CheckpointError(
+                f"{path}: the optimizer's state {number} ({name}) has no step; {fix}"
+            )
         states[name] = parameter_state
     return states
 

@@ -21,7 +21,15 @@ from shardtrain.launch import run_ends, signals
 from shardtrain.launch.stop_request import NOT_IN_TIME
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.train.resume import save, weights
-from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem, fix_first
+from shardtrain.utils.errors import (
+    ConfigError,
+    DataError,
+    NotSaved,
+    PeerError,
+    Preempted,
+    Problem,
+    fix_first,
+)
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -44,12 +52,18 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     # an estimate for a request to stop that comes before the first save has been measured
     tensors = {**weights(run), **run.optimizer_state_dict()}.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
-    run.resilience.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+    run.resilience.stop.assumed_save_seconds = (
+        _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+    )
     # the sums of each step carry the flags of a background save
     run.resilience.saving = checkpoints.saving
     checkpoints.saved_step = run.state.step
     options = run.config.checkpoint
-    if options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0):
+    if (
+        options.enable
+        and not options.load_only
+        and (options.last_save_in_hf or options.hf_interval > 0)
+    ):
         checkpoints.exporter = HubSaves(run.config, tasks.labels_of(run.config))
     checkpoints.on_written = run.resilience.stop.saves.add
     checkpoints.on_saved = run.resilience.ledger.saved
@@ -78,7 +92,9 @@ def _check_data(run: Run, may_end_early: bool) -> None:
         logger.warning(note)
 
 
-def save_after_step(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
+def save_after_step(
+    run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Save after a step (a collective). ``pause`` stops the step timer."""
     stop = run.resilience.stop
     with pause(), run.resilience.phase("checkpoint"):
@@ -149,7 +165,9 @@ def log_best_step(run: Run, checkpoints: Checkpoints) -> None:
     """Log the best step that the run has kept, and the commands that use it."""
     if not run.config.checkpoint.keep_best or checkpoints.best.kept < 0:
         return
-    result = best.describe(best.read_pointer(folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)))
+    result = best.describe(
+        best.read_pointer(folder_of(run.config.job.dump_folder, run.config.checkpoint.folder))
+    )
     logger.info(
         f"best step: {checkpoints.best.kept} ({result}), last step: {run.state.step}; "
         f"{choice.COMMANDS} use the best step of this folder, or the last one with --step=latest"
@@ -203,17 +221,23 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
     with run.resilience.phase("checkpoint"):
         # a save in progress may be of this step
         checkpoints.finish()
-        if run.state.step > checkpoints.saved_step and checkpoints.is_due(run.state.step, run.state.step):
+        if run.state.step > checkpoints.saved_step and checkpoints.is_due(
+            run.state.step, run.state.step
+        ):
             save(run, checkpoints, last=False, wait=True)
         if training.on_data_end == "stop" and run.state.step == checkpoints.saved_step:
             checkpoints.export_last(run.state.step)
     if training.on_data_end == "repeat":
-        raise DataError("the training data have no usable document in an entire pass; see the log for the reasons")
+        raise DataError(
+            "the training data have no usable document in an entire pass; see the log for the reasons"
+        )
     message = f"the training data ended after step {run.state.step} of {run.total_steps}"
     if training.on_data_end == "stop":
         logger.warning(message)
         return
-    raise DataError(f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)')
+    raise DataError(
+        f'{message}; use more, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
+    )
 
 
 def explain(error: Exception, run: Run) -> Exception:
@@ -222,13 +246,19 @@ def explain(error: Exception, run: Run) -> Exception:
     first = run.state.samples_consumed
     step = run.state.step + 1
     if run.dataloader.global_batch:
-        error.add_note(f"in step {step} (sequences {first} to {first + run.dataloader.global_batch - 1} of the data)")
+        error.add_note(
+            f"in step {step} (sequences {first} to {first + run.dataloader.global_batch - 1} of the data)"
+        )
     if not isinstance(error, RuntimeError):
         return error
     if dead := data.death_of_worker(error):
         return dead
     # gloo's message names neither the collective nor the missing rank; the traceback names the collective
-    calls = [frame for frame in traceback.extract_tb(error.__traceback__) if "torch/distributed" in frame.filename]
+    calls = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "torch/distributed" in frame.filename
+    ]
     if "gloo/transport" not in str(error) or not calls:
         return error
     cause = str(error).splitlines()[0].rpartition("] ")[2]

@@ -34,7 +34,14 @@ from shardtrain.ops.seeding import seed_step
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
 from shardtrain.resilience.resilience import Resilience
-from shardtrain.train import compatibility, document_isolation, model_check, run_folder, shutdown, split_sequences
+from shardtrain.train import (
+    compatibility,
+    document_isolation,
+    model_check,
+    run_folder,
+    shutdown,
+    split_sequences,
+)
 from shardtrain.train.build import build, set_numerics
 from shardtrain.train.resume import resume
 from shardtrain.train.rollback import roll_back
@@ -101,7 +108,9 @@ def train(loaded: Loaded, world: World, resilience: Resilience | None = None) ->
 
 
 @contextmanager
-def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tuple[Run, Checkpoints]]:
+def opened(
+    loaded: Loaded, world: World, resilience: Resilience
+) -> Iterator[tuple[Run, Checkpoints]]:
     """Build the run and resume it from its newest checkpoint; release the lease of the folder however the
     run ends."""
     config = loaded.config
@@ -151,7 +160,9 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
     folder = Path(loaded.config.job.dump_folder)
     rows = run.dataloader.num_samples
     rows_per_epoch = run.dataloader.places_per_epoch
-    for line in run_folder.describe(loaded, run.mesh, run.num_params, run.total_steps, rows, rows_per_epoch):
+    for line in run_folder.describe(
+        loaded, run.mesh, run.num_params, run.total_steps, rows, rows_per_epoch
+    ):
         logger.info(line)
     validator = None
     if config.validation.enable:
@@ -169,7 +180,12 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
             try:
                 # new after a rollback, which also rolls back the counts and files of the metrics
                 with Metrics(
-                    config, folder, run_facts(run, world), ReduceOverMesh(run.mesh), run.state.tokens_seen, phase=phase
+                    config,
+                    folder,
+                    run_facts(run, world),
+                    ReduceOverMesh(run.mesh),
+                    run.state.tokens_seen,
+                    phase=phase,
                 ) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
                     # after the last step and save, ignore requests to stop
@@ -196,7 +212,9 @@ def _steps(
     resilience = run.resilience
     started_at = state.step
     collector = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
-    profiler = profiling.profiler(config, Path(config.job.dump_folder), world.rank, world.device.type, state.step)
+    profiler = profiling.profiler(
+        config, Path(config.job.dump_folder), world.rank, world.device.type, state.step
+    )
     resilience.warm_up()
     with collector, profiler as trace:
         if run.owes_validation:
@@ -249,7 +267,9 @@ def _steps(
             resilience.end_step(config)
 
     resilience.phases.begin("end")
-    data_have_ended = started_at < state.step < run.total_steps and not (resilience.stop_flag or run.owes_validation)
+    data_have_ended = started_at < state.step < run.total_steps and not (
+        resilience.stop_flag or run.owes_validation
+    )
     if validator and data_have_ended and validator.is_due(state.step, state.step):
         # this is the last step, on which validation is due; patience may end the run here
         _validate(run, validator, metrics, checkpoints)
@@ -260,7 +280,11 @@ def _steps(
 
 
 def _finish_step(
-    run: Run, checkpoints: Checkpoints, validator: Validator | None, samples: Samples, metrics: Metrics
+    run: Run,
+    checkpoints: Checkpoints,
+    validator: Validator | None,
+    samples: Samples,
+    metrics: Metrics,
 ) -> None:
     """Validate, sample and save after a step, each if it is due.
 
@@ -291,7 +315,9 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
     run.owes_validation = evaluation is None
     if evaluation is None:
         step = run.state.step
-        logger.warning(f"validation after step {step} was cancelled by a request to stop: the resumed run repeats it")
+        logger.warning(
+            f"validation after step {step} was cancelled by a request to stop: the resumed run repeats it"
+        )
         return
     metrics.validation(run.state.step, evaluation.values)
     shutdown.note_validation(run, checkpoints, evaluation.values)
@@ -316,14 +342,25 @@ def step(run: Run) -> Outcome | None:
         host_batches = data.mark_filler(host_batches)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in host_batches]
     # Dropout differs between data ranks. It depends on the step, so a resumed run draws the same masks.
-    seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
+    seed_step(
+        config.debug.seed,
+        state.step,
+        mesh.rank("pp"),
+        mesh.rank(*BATCH_AXES),
+        mesh.rank("cp", "tp"),
+    )
 
     # Forward and backward. Gradients are sums over tokens: the loss is divided once, here, by the target
     # tokens of all ranks, so no later reduction takes a mean.
     scale = run.scaler.scale if run.scaler else 1.0
-    weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
-    lr = learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule)
-    optim.set_learning_rate(run.optimizer, lr)  # before backward, in which the optimizer may step already
+    weight = torch.full(
+        (), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device
+    )
+    lr = learning_rate(
+        config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule
+    )
+    # before backward, in which the optimizer may step already
+    optim.set_learning_rate(run.optimizer, lr)
     loss = run.runner.forward_backward(batches, weight)
 
     # agree on one loss and norm: ranks that took different branches below would deadlock
@@ -337,15 +374,31 @@ def step(run: Run) -> Outcome | None:
     if decision:
         _update(run, torch.where(decision.applies, decision.factor / scale, 1.0), decision.applies)
     agreed = agreement.read(decision)  # the only host-device synchronization of a step
-    verdict = run.resilience.judge(run, loss, norm, agreed, host_batches)  # raises if the run must stop or roll back
+    # raises if the run must stop or roll back
+    verdict = run.resilience.judge(run, loss, norm, agreed, host_batches)
     if verdict.apply and not agreed.applied:
         _update(run, min(1.0, max_norm / (agreed.norm + 1e-6)) / scale)
     run.runner.zero_grad()
 
-    state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, verdict.apply, verdict.finite)
+    state.advance(
+        run.dataloader.samples_consumed,
+        sums.num_targets,
+        sums.checksum,
+        verdict.apply,
+        verdict.finite,
+    )
     local_tokens = run.runner.local_targets(host_batches)
     outcome_loss = loss / weight
-    return Outcome(outcome_loss, local_tokens, sums.num_targets, sums.num_tokens, agreed.norm, norm, lr, data_seconds)
+    return Outcome(
+        outcome_loss,
+        local_tokens,
+        sums.num_targets,
+        sums.num_tokens,
+        agreed.norm,
+        norm,
+        lr,
+        data_seconds,
+    )
 
 
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
@@ -377,7 +430,9 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         started = time.perf_counter()
         first_row = loader.samples_consumed
         try:
-            batches = resilience.stop.read(lambda: [next(loader) for _ in range(loader.accumulation)])
+            batches = resilience.stop.read(
+                lambda: [next(loader) for _ in range(loader.accumulation)]
+            )
         except StopIteration:
             return None
         if batches is None and loader.has_ended:

@@ -123,11 +123,15 @@ def evaluate(
         mean_loss = total_loss / total_tokens if labelled and total_tokens else math.nan
         return Evaluation(mean_loss, int(total_tokens), int(total_rows), metrics, predictions)
     if not total_tokens:
-        raise DataError(f"validation: none of the {total_rows:.0f} sequences has a target token; use other data")
+        raise DataError(
+            f"validation: none of the {total_rows:.0f} sequences has a target token; use other data"
+        )
     return Evaluation(total_loss / total_tokens, int(total_tokens), int(total_rows))
 
 
-def gather(local_predictions: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[str, Tensor]:
+def gather(
+    local_predictions: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh
+) -> dict[str, Tensor]:
     """Gather the predictions of all ranks on the CPU, one entry per row in the order of sample ids (a
     collective).
 
@@ -174,7 +178,9 @@ def _all_gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
     return [part[:length].cpu() for part, length in zip(gathered, lengths, strict=True)]
 
 
-def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest) -> Iterator[data.Batch]:
+def _batches(
+    stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest
+) -> Iterator[data.Batch]:
     """Yield at most ``limit`` batches (all if negative). Collective: every rank yields the same number.
 
     Raises:
@@ -240,7 +246,9 @@ class Validator:
         if self._options.per_epoch and rows:
             # due if this step crosses a multiple of rows / per_epoch
             evaluations_until_step = step * self._rows_per_step * self._options.per_epoch // rows
-            evaluations_before_step = (step - 1) * self._rows_per_step * self._options.per_epoch // rows
+            evaluations_before_step = (
+                (step - 1) * self._rows_per_step * self._options.per_epoch // rows
+            )
             is_at_interval = evaluations_until_step > evaluations_before_step
         else:
             is_at_interval = step % self._options.freq == 0
@@ -270,8 +278,12 @@ def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
     require_same_data(stream, "the validation data")
     v = config.validation
     interval = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
-    length = f"{v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"up to {v.seq_len} tokens"
-    logger.info(f"validation: {stream.num_samples} sequences of {length}, {interval} and after the last")
+    length = (
+        f"{v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"up to {v.seq_len} tokens"
+    )
+    logger.info(
+        f"validation: {stream.num_samples} sequences of {length}, {interval} and after the last"
+    )
     return stream
 
 

@@ -82,7 +82,9 @@ def output_name(text: str) -> str:
     Raise ConfigError for ``-``, with which other programs mean the standard output.
     """
     if text == "-":
-        raise ConfigError("- is not an output: this command does not write to the standard output; name a file, or ./-")
+        raise ConfigError(
+            "- is not an output: this command does not write to the standard output; name a file, or ./-"
+        )
     return text
 
 
@@ -147,7 +149,11 @@ class StrictArgumentParser(argparse.ArgumentParser):
         near = near or difflib.get_close_matches(unknown, known, 1, 0.8)
         if near:
             raise ConfigError(f"{self.prog}: {unknown} is not an option; did you mean {near[0]}?")
-        fix = f"write it like: {self._example}" if self._example else f"{self.prog} --help lists the options"
+        fix = (
+            f"write it like: {self._example}"
+            if self._example
+            else f"{self.prog} --help lists the options"
+        )
         raise ConfigError(f"{self.prog}: {message}; {fix}")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:

@@ -57,7 +57,9 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
         OSError: the folder cannot be opened, or a part of its path below a guarded folder is a symlink.
     """
     wanted = _absolute(path)
-    at = next((root for root in _guarded if wanted == root or wanted.startswith(root + os.sep)), wanted)
+    at = next(
+        (root for root in _guarded if wanted == root or wanted.startswith(root + os.sep)), wanted
+    )
     names = wanted[len(at) :].split(os.sep)[1:]
     if create:
         os.makedirs(at, exist_ok=True)
@@ -123,7 +125,9 @@ def open_file(
                 os.unlink(name, dir_fd=at)
         for _ in range(_ATTEMPTS):
             try:
-                descriptor = os.open(name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=at)
+                descriptor = os.open(
+                    name, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, mode, dir_fd=at
+                )
             except OSError as error:
                 if error.errno not in _IN_THE_WAY:
                     raise
@@ -221,7 +225,9 @@ def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
         inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
         try:
             by_handle = f"/proc/self/fd/{inner}"
-            yield os.path.join(by_handle if os.path.isdir(by_handle) else os.path.join(parent, part), name)
+            yield os.path.join(
+                by_handle if os.path.isdir(by_handle) else os.path.join(parent, part), name
+            )
             os.replace(name, name, src_dir_fd=inner, dst_dir_fd=at)
         finally:
             os.close(inner)

@@ -13,7 +13,11 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainE
 
 def trouble(path: str | os.PathLike[str], error: OSError) -> ShardtrainError | None:
     """Return a storage error if a later attempt may succeed; None if the path or the user's permissions are wrong."""
-    return storage_errors.cannot("read", path, error) if storage_errors.is_of_system(error, path) else None
+    return (
+        storage_errors.cannot("read", path, error)
+        if storage_errors.is_of_system(error, path)
+        else None
+    )
 
 
 def unreadable(
@@ -28,7 +32,9 @@ def unreadable(
     It is the storage error from ``trouble`` if there is one, and otherwise a ``kind`` that names ``option``.
     """
     problem = Problem(option, os.fspath(path), f"cannot be read ({error.strerror})", fix)
-    return trouble(path, error) or (ConfigError(problem) if kind is ConfigError else kind(str(problem)))
+    return trouble(path, error) or (
+        ConfigError(problem) if kind is ConfigError else kind(str(problem))
+    )
 
 
 def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]:

@@ -194,6 +194,10 @@ def _toml_like(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        shown = value if len(value) <= _MOST_SHOWN else f"{value[: _MOST_SHOWN // 2]}...{value[-_MOST_SHOWN // 2 :]}"
+        shown = (
+            value
+            if len(value) <= _MOST_SHOWN
+            else f"{value[: _MOST_SHOWN // 2]}...{value[-_MOST_SHOWN // 2 :]}"
+        )
         return f'"{shown}"'
     return str(value)

@@ -76,7 +76,9 @@ class GarbageCollection:
             start = time.perf_counter()
             unreachable = gc.collect()
             seconds = format_seconds(time.perf_counter() - start)
-            logger.info(f"gc: step {step}: {unreachable} objects in cycles, {len(gc.garbage)} not freed, {seconds}")
+            logger.info(
+                f"gc: step {step}: {unreachable} objects in cycles, {len(gc.garbage)} not freed, {seconds}"
+            )
         elif step % self._freq == 0:
             # Only the young generations: a full collection visits every object of the process.
             gc.collect(1)

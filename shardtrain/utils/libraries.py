@@ -38,7 +38,9 @@ def load(
         fix = f"pip install {install}"
         if not isinstance(error, ModuleNotFoundError) or error.name != library:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            rule = f"needs the {library} library, which is installed but cannot be imported ({reason})"
+            rule = (
+                f"needs the {library} library, which is installed but cannot be imported ({reason})"
+            )
             fix = f"repair it, for example with pip install --force-reinstall {install}"
         raise ConfigError(
             Problem(

@@ -140,7 +140,9 @@ def require(ranks: int, is_node: bool = False) -> None:
     problems = []
     for limit in read(ranks, more_threads):
         if limit.value < limit.needed:
-            rule = f"must be at least {limit.format(limit.needed)} for {_of_ranks(ranks)} on {where}"
+            rule = (
+                f"must be at least {limit.format(limit.needed)} for {_of_ranks(ranks)} on {where}"
+            )
             problems.append(
                 f"{limit.name}={limit.format(limit.value)} {rule}, even with the smallest model; {limit.fix}"
             )

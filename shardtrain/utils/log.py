@@ -102,7 +102,9 @@ def setup(
     try:
         file = _FileHandler(path, opens_late=only_warnings)
     except OSError as error:
-        raise storage_errors.cannot("write the log file", path, error, "set metrics.save_log_file") from error
+        raise storage_errors.cannot(
+            "write the log file", path, error, "set metrics.save_log_file"
+        ) from error
     reset()
     if only_warnings:
         file.setLevel(logging.WARNING)
@@ -191,7 +193,9 @@ def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
 
 def redraw_allowed(stream: TextIO) -> bool:
     """True if lines of ``stream`` can be redrawn: a capable terminal, not in a Slurm job, whose output is a file."""
-    return not os.environ.get("SLURM_JOB_ID") and os.environ.get("TERM") != "dumb" and stream.isatty()
+    return (
+        not os.environ.get("SLURM_JOB_ID") and os.environ.get("TERM") != "dumb" and stream.isatty()
+    )
 
 
 class SecretFilter(logging.Filter):
@@ -314,7 +318,9 @@ class _FileHandler(logging.Handler):
         super().close()
 
     def _open(self) -> int:
-        return atomic_io.open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True)
+        return atomic_io.open_file(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True
+        )
 
     def _is_gone(self) -> bool:
         try:

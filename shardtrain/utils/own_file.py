@@ -38,7 +38,11 @@ class FileKind:
 
     def missing_in(self, module: ModuleType) -> list[str]:
         """Return the required names that an imported module lacks."""
-        return [name for name in self.required if not self._is_defined(getattr(module, name, None), name)]
+        return [
+            name
+            for name in self.required
+            if not self._is_defined(getattr(module, name, None), name)
+        ]
 
     def _is_defined(self, value: object, name: str) -> bool:
         if name in self.classes:
@@ -110,7 +114,9 @@ def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
         tree = parse(path)
     except (SyntaxError, ValueError, OSError) as error:
         return _unreadable(error)
-    missing = [name for name in kind.required if not any(binds(node, name) for node in ast.walk(tree))]
+    missing = [
+        name for name in kind.required if not any(binds(node, name) for node in ast.walk(tree))
+    ]
     return kind.lacks(missing) if missing else None
 
 

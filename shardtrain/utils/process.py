@@ -121,7 +121,9 @@ def _reopened(old: Any, raw: io.FileIO, is_for_people: bool = False) -> io.TextI
         if old.errors not in ("strict", "surrogateescape"):
             errors = old.errors
     lines = is_for_people or raw.isatty()
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=lines, write_through=is_for_people)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, errors, line_buffering=lines, write_through=is_for_people
+    )
 
 
 def allow_open_files() -> float:
@@ -135,7 +137,9 @@ def allow_open_files() -> float:
         return math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS reports a hard limit that it does not allow
+        with contextlib.suppress(
+            ValueError, OSError
+        ):  # macOS reports a hard limit that it does not allow
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return math.inf if soft == resource.RLIM_INFINITY else soft

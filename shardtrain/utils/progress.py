@@ -34,7 +34,9 @@ class Progress:
         is_live: True if a live line is drawn on a terminal.
     """
 
-    def __init__(self, title: str, total: float = 1.0, completed: float = 0.0, color: bool = True) -> None:
+    def __init__(
+        self, title: str, total: float = 1.0, completed: float = 0.0, color: bool = True
+    ) -> None:
         self.is_live = redraw_allowed(sys.stderr)
         self._title = title
         self._total = total
@@ -108,7 +110,9 @@ class Progress:
         columns = min(_BAR_COLUMNS, room - sum(map(len, texts)))
         bars = []
         if columns >= 4:
-            bars = [ProgressBar(total=max(self._total, 1e-9), completed=self._completed, width=columns)]
+            bars = [
+                ProgressBar(total=max(self._total, 1e-9), completed=self._completed, width=columns)
+            ]
         for _ in (*bars, *texts):
             table.add_column(no_wrap=True)
         table.add_row(*bars, *texts)

@@ -123,7 +123,11 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if origin is not None and issubclass(origin, Sequence):
         (item,) = typing.get_args(hint)
-        return isinstance(value, Sequence) and not isinstance(value, str) and all(fits(one, item) for one in value)
+        return (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(fits(one, item) for one in value)
+        )
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
@@ -165,7 +169,9 @@ def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> Shardtra
     if not isinstance(error, ConfigError):
         return type(error)(_parameters(str(error), values))
     # Map option and value to the parameter.
-    parameters = {(OPTIONS[name], str(value)): name for name, value in arguments.items() if name in OPTIONS}
+    parameters = {
+        (OPTIONS[name], str(value)): name for name, value in arguments.items() if name in OPTIONS
+    }
     problems: list[Problem | str] = []
     for problem in error.problems:
         if isinstance(problem, str):

@@ -25,10 +25,16 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 # Public values that logs need. A commit has 40 hexadecimal digits, too.
-_PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)REF($|_)", re.IGNORECASE)
+_PUBLIC_NAME = re.compile(
+    r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)REF($|_)", re.IGNORECASE
+)
 # Options that may contain a secret although they are not named like a secret variable.
-_SECRET_OPTION = re.compile(r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE)
-_NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false|</?\w+>|<\|[\w-]+\|>|\[[A-Z]+\]")
+_SECRET_OPTION = re.compile(
+    r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE
+)
+_NO_SECRET = re.compile(
+    r"None|True|False|[-+.\deE]{0,5}|true|false|</?\w+>|<\|[\w-]+\|>|\[[A-Z]+\]"
+)
 # At least 32 hexadecimal digits. Or at least 32 base64 characters that are not an absolute path, with an
 # upper-case letter, a lower-case letter and a digit in a run of 16 without separators
 _SECRET_FORM = re.compile(
@@ -95,12 +101,16 @@ def _written_forms(value: str) -> tuple[str, ...]:
     forms.add(json.dumps(value, ensure_ascii=False)[1:-1])
     forms.update((quote(value), quote(value, safe=""), quote_plus(value)))
     forms.update(line.strip() for line in value.splitlines())
-    return tuple(sorted((form for form in forms if len(form) >= MIN_SECRET_LENGTH), key=len, reverse=True))
+    return tuple(
+        sorted((form for form in forms if len(form) >= MIN_SECRET_LENGTH), key=len, reverse=True)
+    )
 
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # ASCII and Latin-1 controls except tab and newline, marks of text direction, and line separators.
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_OBEYED = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def visible(text: str, colors: bool = False, lines: bool = True) -> str:

@@ -9,7 +9,9 @@ BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = ".:-=+*#@"
 
 
-def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars: str = BARS) -> str:
+def sparkline(
+    places: Sequence[float], values: Sequence[float], width: int, bars: str = BARS
+) -> str:
     """Return a curve of ``width`` characters at most, scaled from its minimum to its maximum.
 
     ``places`` are ascending x values, such as steps. Each character is the mean of an equal range of them.

@@ -32,7 +32,9 @@ class Cause:
 
 _CAUSES = {
     "ENOSPC": Cause("", "free space", may_pass=True),
-    "EDQUOT": Cause("", "delete files or raise the quota of this user, group or project", may_pass=True),
+    "EDQUOT": Cause(
+        "", "delete files or raise the quota of this user, group or project", may_pass=True
+    ),
     "EROFS": Cause(
         "",
         "mount it for writing; after disk errors Linux mounts read-only, see dmesg",
@@ -43,15 +45,29 @@ _CAUSES = {
         "see dmesg, then check the disk or the mount",
         may_pass=True,
     ),
-    "EREMOTEIO": Cause("the disk of the file server failed", "check the file server", may_pass=True),
-    "ESTALE": Cause("the file server no longer knows the file", "mount the folder again", may_pass=True),
-    "ENOTCONN": Cause("the program behind the mount has ended", "mount the folder again", True, True),
-    "EHOSTDOWN": Cause("the file server is down", "start the file server or wait for it", True, True),
-    "ETIMEDOUT": Cause("the file server did not answer", "check the file server and the network", True, True),
+    "EREMOTEIO": Cause(
+        "the disk of the file server failed", "check the file server", may_pass=True
+    ),
+    "ESTALE": Cause(
+        "the file server no longer knows the file", "mount the folder again", may_pass=True
+    ),
+    "ENOTCONN": Cause(
+        "the program behind the mount has ended", "mount the folder again", True, True
+    ),
+    "EHOSTDOWN": Cause(
+        "the file server is down", "start the file server or wait for it", True, True
+    ),
+    "ETIMEDOUT": Cause(
+        "the file server did not answer", "check the file server and the network", True, True
+    ),
     "ENXIO": Cause("the device is gone", "connect and mount the device again"),
     "ENODEV": Cause("the device is gone", "connect and mount the device again"),
-    "ENOLCK": Cause("the file server refuses locks", "start its lock service or mount with local locks"),
-    "EMFILE": Cause("this process reached its limit of open files", "raise it with ulimit -n", may_pass=True),
+    "ENOLCK": Cause(
+        "the file server refuses locks", "start its lock service or mount with local locks"
+    ),
+    "EMFILE": Cause(
+        "this process reached its limit of open files", "raise it with ulimit -n", may_pass=True
+    ),
     "ENFILE": Cause(
         "all processes reached the limit of open files",
         "raise the sysctl fs.file-max",
@@ -59,17 +75,23 @@ _CAUSES = {
     ),
     "ENOMEM": Cause("", "see utils/limits.py", may_pass=True),
     "EACCES": Cause("this user has no right to it", "change its owner or mode with chown or chmod"),
-    "EPERM": Cause("the filesystem forbids it", "check lsattr (an immutable file?) and the mount options"),
+    "EPERM": Cause(
+        "the filesystem forbids it", "check lsattr (an immutable file?) and the mount options"
+    ),
     "EEXIST": Cause("another file or folder has the name", "rename it"),
     "ENOENT": Cause("", "create the folder"),
     "ENOTDIR": Cause("a file has the name of a folder of this path", "rename the file"),
     "EISDIR": Cause("a folder has the name of the file", "rename the folder"),
     "ELOOP": Cause("a link points to itself, or is where no link is allowed", "remove the link"),
     "ENAMETOOLONG": Cause("the filesystem does not allow such a long name", "use a shorter path"),
-    "EFBIG": Cause("the file would exceed the size limit", "raise it with ulimit -f, or use another filesystem"),
+    "EFBIG": Cause(
+        "the file would exceed the size limit", "raise it with ulimit -f, or use another filesystem"
+    ),
     "EOPNOTSUPP": Cause("", "use a regular file, or another filesystem", is_of_sockets=True),
     "ETXTBSY": Cause("the file is a running program", "stop the program"),
-    "EBUSY": Cause("another program or a mount uses it", "stop the program (see fuser -v) or unmount it"),
+    "EBUSY": Cause(
+        "another program or a mount uses it", "stop the program (see fuser -v) or unmount it"
+    ),
     "EAGAIN": Cause("no further process may start", "see utils/limits.py", may_pass=True),
 }
 CAUSES = {getattr(errno, name): cause for name, cause in _CAUSES.items() if hasattr(errno, name)}
@@ -104,7 +126,9 @@ def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str 
     if "://" in str(path):
         cause = _OF_OBJECT_STORE
     if error.errno == errno.ENOSPC and (inodes := _exhausted_inodes(path or error.filename)):
-        cause = Cause(f"{inodes} inodes are free although there is free space", "delete files, small ones too")
+        cause = Cause(
+            f"{inodes} inodes are free although there is free space", "delete files, small ones too"
+        )
     meaning = f", {cause.meaning}" if cause.meaning else ""
     alternative = f", or {otherwise}" if otherwise else ""
     return f"{error.strerror or error} (errno {error.errno}){meaning}; {cause.fix}{alternative}"

@@ -30,7 +30,9 @@ def import_part(name: str) -> Any:
         if error.name not in BEYOND_THE_CORE:
             raise
         fix = "install the complete package: pip install shardtrain"
-        raise ConfigError(f"this command needs {error.name}, which is not installed; {fix}") from error
+        raise ConfigError(
+            f"this command needs {error.name}, which is not installed; {fix}"
+        ) from error
 
 
 @dataclass(frozen=True)

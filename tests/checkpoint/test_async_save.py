@@ -81,7 +81,9 @@ def manager(tmp_path: Path, group: None) -> Iterator[Checkpoints]:
     manager.close()
 
 
-def test_background_save_writes_the_values_at_the_time_of_the_call(manager: Checkpoints, tmp_path: Path) -> None:
+def test_background_save_writes_the_values_at_the_time_of_the_call(
+    manager: Checkpoints, tmp_path: Path
+) -> None:
     first, second = weights(1), rest(1)
     with blocked_writers() as go:
         manager.save(1, first, second, facts(1), last=False)
@@ -107,7 +109,9 @@ def test_end_of_a_background_save_is_noticed_at_the_next_step(manager: Checkpoin
     assert manager.saving.writing is None and manager.saved_step == 1
 
 
-def test_second_background_save_is_skipped_and_counted(manager: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_background_save_is_skipped_and_counted(
+    manager: Checkpoints, caplog: pytest.LogCaptureFixture
+) -> None:
     with blocked_writers() as go, caplog.at_level(logging.WARNING, logger="shardtrain"):
         save(manager, 1)
         save(manager, 2)
@@ -142,7 +146,9 @@ def test_staging_buffer_is_reused(manager: Checkpoints) -> None:
     assert len(places) == 1
 
 
-def test_close_after_an_error_waits_briefly_for_the_save_in_flight(tmp_path: Path, group: None) -> None:
+def test_close_after_an_error_waits_briefly_for_the_save_in_flight(
+    tmp_path: Path, group: None
+) -> None:
     manager = checkpoints(tmp_path, async_mode="async")
     with blocked_writers() as go:
         save(manager, 1)
@@ -190,7 +196,8 @@ def test_two_failed_saves_in_a_row_are_tolerated_and_a_third_is_not(
         attempt(step, fails)
     assert manager.steps() == [1, 4] and manager.saved_step == 4
     assert (
-        "training continues, and the newest checkpoint is that of step 4 (checkpoint.on_save_error; 2 of" in caplog.text
+        "training continues, and the newest checkpoint is that of step 4 (checkpoint.on_save_error; 2 of"
+        in caplog.text
     )
     with pytest.raises(StorageError, match=r"rank-00000\.bin.*No space left on device"):
         attempt(7, True)
@@ -210,7 +217,9 @@ def test_loss_of_the_lease_is_never_tolerated(tmp_path: Path, group: None) -> No
     manager = checkpoints(tmp_path, async_mode="async", on_save_error="continue")
     with blocked_writers() as go:
         save(manager, 1)
-        (tmp_path / "checkpoint/lease.json").write_text(json.dumps({"nonce": "another", "host": "h", "pid": 1}))
+        (tmp_path / "checkpoint/lease.json").write_text(
+            json.dumps({"nonce": "another", "host": "h", "pid": 1})
+        )
         go.set()
         with pytest.raises(ConfigError, match="was taken over by"):
             manager.finish()
@@ -226,7 +235,11 @@ def tensors_of_rank(step: int) -> dict[str, torch.Tensor]:
     Rank 2 has nothing to write.
     """
     rank = dist.get_rank()
-    private = {f"model.own{rank}": torch.arange(1000, dtype=torch.float32).add(rank + step)} if rank < 2 else {}
+    private = (
+        {f"model.own{rank}": torch.arange(1000, dtype=torch.float32).add(rank + step)}
+        if rank < 2
+        else {}
+    )
     return {
         **private,
         "model.common": torch.full((7,), step, dtype=torch.int64),
@@ -256,7 +269,9 @@ def three_ranks(rank: int, root: Path) -> dict[str, Any]:
         except StorageError as error:
             results["error"] = str(error)
     dist.barrier()
-    results["step_folders"] = sorted(path.name for path in (root / "fail/checkpoint").glob("step-*"))
+    results["step_folders"] = sorted(
+        path.name for path in (root / "fail/checkpoint").glob("step-*")
+    )
     # one slow rank makes all ranks skip the next save
     with blocked_writers() if rank == 1 else contextlib.nullcontext() as go:
         manager.save(2, tensors_of_rank(2), {}, facts(2), last=False)
@@ -277,13 +292,21 @@ def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(
 ) -> None:
     answers = run_ranks(3, three_ranks, tmp_path)
     for step in (1, 2):
-        blocking, background = (tmp_path / mode / f"checkpoint/step-{step}" for mode in ("disabled", "async"))
+        blocking, background = (
+            tmp_path / mode / f"checkpoint/step-{step}" for mode in ("disabled", "async")
+        )
         names = sorted(path.name for path in blocking.iterdir())
-        assert names == sorted(path.name for path in background.iterdir()) == ["manifest.json", *names[1:]]
+        assert (
+            names
+            == sorted(path.name for path in background.iterdir())
+            == ["manifest.json", *names[1:]]
+        )
         assert names[1:] == ["rank-00000.bin", "rank-00001.bin", "rank-00002.bin"][: len(names) - 1]
         for name in names[1:]:
             assert (blocking / name).read_bytes() == (background / name).read_bytes()
-        blocking_manifest, background_manifest = (manifest.read(path) for path in (blocking, background))
+        blocking_manifest, background_manifest = (
+            manifest.read(path) for path in (blocking, background)
+        )
         assert (blocking_manifest.tensors, blocking_manifest.files, blocking_manifest.facts) == (
             background_manifest.tensors,
             background_manifest.files,
@@ -293,7 +316,9 @@ def test_background_save_on_ranks_matches_a_blocking_one_and_fails_on_all_ranks(
     assert "rank 1 on" in answers[0]["error"] and f"errno {errno.ENOSPC}" in answers[0]["error"]
     for answer in answers:
         assert (
-            answer["step_folders"] == [] and answer["skipped"] == 1 and (answer["steps"], answer["saved"]) == ([2], 2)
+            answer["step_folders"] == []
+            and answer["skipped"] == 1
+            and (answer["steps"], answer["saved"]) == ([2], 2)
         )
 
 
@@ -321,7 +346,9 @@ def runs_of_each_mode(rank: int, root: Path) -> dict[str, Ended]:
 
         def begin_and_wait(self: Checkpoints, *arguments: Any) -> None:
             begin(self, *arguments)
-            assert rank == 0 or (self.saving.writing and self.saving.writing.wait(patience.seconds(WAIT_SECONDS)))
+            assert rank == 0 or (
+                self.saving.writing and self.saving.writing.wait(patience.seconds(WAIT_SECONDS))
+            )
             dist.barrier()
 
         patch.setattr(Checkpoints, "_begin", begin_and_wait)
@@ -342,7 +369,9 @@ def test_background_saves_change_no_numbers_and_failures_are_reported_within_a_s
         assert answer["continued"].losses == blocking.losses[-len(answer["continued"].losses) :]
         failed = answer["failed"]
         assert isinstance(failed.error, StorageError) and "rank 1 on" in str(failed.error)
-        assert failed.state["step"] == 3, "the failed save is that of step 2, reported one step later"
+        assert failed.state["step"] == 3, (
+            "the failed save is that of step 2, reported one step later"
+        )
     for name in ("blocking", "async"):
         assert len(list((tmp_path / name / "checkpoint").glob("step-*"))) == 4
 
@@ -355,7 +384,9 @@ def stopping_run(root: Path, manager: Checkpoints, grace_seconds: float) -> Any:
     stop.note("SIGTERM")
     config = Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True))
     state = SimpleNamespace(step=2)
-    return SimpleNamespace(config=config, state=state, resilience=Resilience(stop=stop, stop_flag=1.0))
+    return SimpleNamespace(
+        config=config, state=state, resilience=Resilience(stop=stop, stop_flag=1.0)
+    )
 
 
 def test_stop_request_waits_for_the_save_in_flight_and_saves_the_newest_step(

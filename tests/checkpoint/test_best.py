@@ -33,7 +33,9 @@ def group() -> Iterator[None]:
 
 
 def config(root: Path, patience: int = 0, **options: Any) -> Config:
-    checkpoint = Checkpoint(enable=True, **{"keep_best": "validation.loss", "keep_latest_k": 2, **options})
+    checkpoint = Checkpoint(
+        enable=True, **{"keep_best": "validation.loss", "keep_latest_k": 2, **options}
+    )
     return Config(
         job=Job(dump_folder=str(root)),
         checkpoint=checkpoint,
@@ -71,7 +73,9 @@ def test_best_is_the_first_step_with_the_best_finite_value_also_across_a_resume(
 def save(manager: Checkpoints, step: int, loss: float | None = None) -> None:
     if loss is not None:
         manager.best.observe(step, {"loss": loss})
-    manager.save(step, weights(step), rest(step), {**facts(step), "best": manager.best.to_dict()}, last=False)
+    manager.save(
+        step, weights(step), rest(step), {**facts(step), "best": manager.best.to_dict()}, last=False
+    )
     manager.finish()
 
 
@@ -125,7 +129,11 @@ def test_stale_or_broken_pointer_is_rewritten(
 
         patch.setattr(files, "replace_durable", refuse)
         save(manager, 2, 2.0)
-    assert read_pointer(folder)["step"] == 1 and manager.steps() == [1, 2] and "cannot write" in caplog.text
+    assert (
+        read_pointer(folder)["step"] == 1
+        and manager.steps() == [1, 2]
+        and "cannot write" in caplog.text
+    )
     save(manager, 3, 2.5)
     assert read_pointer(folder)["step"] == 2 and manager.steps() == [2, 3]
     for text in (
@@ -155,7 +163,9 @@ def test_stale_or_broken_pointer_is_rewritten(
         {"step": True, "kept": 1, "without_improvement": 0},
     ],
 )
-def test_invalid_state_of_best_is_reported_and_ignored(state: Any, tmp_path: Path, caplog: Any) -> None:
+def test_invalid_state_of_best_is_reported_and_ignored(
+    state: Any, tmp_path: Path, caplog: Any
+) -> None:
     best = Best(config(tmp_path))
     best.load(state, tmp_path)
     assert best.step == -1 and "starting without one" in caplog.text
@@ -238,10 +248,14 @@ def test_run_without_improvement_saves_and_ends_on_all_ranks_also_after_a_resume
     for answer in run_ranks(2, runs, tmp_path):
         assert all(ended.error is None for ended in answer.values()), answer
         assert answer["once"].state["step"] == 5
-        assert answer["again"].state["step"] == 5 and not answer["again"].losses, "the run had ended already"
+        assert answer["again"].state["step"] == 5 and not answer["again"].losses, (
+            "the run had ended already"
+        )
         assert answer["resumed"].state["step"] == 5
         assert_bitwise(answer["resumed"].weights, answer["once"].weights)
-        assert answer["more"].state["step"] == 10, "with more patience the run continues, and step 6 is better"
+        assert answer["more"].state["step"] == 10, (
+            "with more patience the run continues, and step 6 is better"
+        )
     folder = tmp_path / "once/checkpoint"
     assert read_pointer(folder)["step"] == 6
     assert {path.name for path in folder.glob("step-*")} == {

@@ -46,21 +46,31 @@ def test_ls_lists_each_step(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "cannot be used" in lines[2]
 
 
-def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_accepts_a_run_a_step_and_a_hugging_face_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("ls", folder) == 0
     listed = capsys.readouterr().out
     assert run("ls", folder.parent) == 0 and capsys.readouterr().out == listed
-    assert run("ls", folder / "step-2") == 0 and capsys.readouterr().out == listed.splitlines()[0] + "\n"
+    assert (
+        run("ls", folder / "step-2") == 0
+        and capsys.readouterr().out == listed.splitlines()[0] + "\n"
+    )
     hub = folder.parent / "hf"
     hub.mkdir()
-    assert run("ls", hub) == 5 and "contains a step-N folder; name a step-N folder" in capsys.readouterr().err
+    assert (
+        run("ls", hub) == 5
+        and "contains a step-N folder; name a step-N folder" in capsys.readouterr().err
+    )
     (hub / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     tensors = {"a": torch.zeros(4), "b": torch.zeros(2, dtype=torch.bfloat16)}
     save_file(tensors, hub / "model.safetensors", metadata={"format": "pt"})
     assert run("ls", hub) == 0
     line = capsys.readouterr().out
     assert "GPT2LMHeadModel  2 tensors  1 bfloat16, 1 float32" in line and "missing" not in line
-    (hub / "model.safetensors.index.json").write_text('{"weight_map": {"c": "model-2.safetensors"}}')
+    (hub / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"c": "model-2.safetensors"}}'
+    )
     (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:-1])
     assert run("ls", hub) == 0
     assert "missing or cut: model-2.safetensors, model.safetensors" in capsys.readouterr().out
@@ -84,7 +94,9 @@ def test_ls_prints_one_line_for_a_folder_with_missing_or_oversized_fields(
         assert "AAA... (1000000 characters)" in line and len(line) < 1000 and line.count("\n") == 1
 
 
-def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_every_byte_and_names_each_bad_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "step-6/notes.txt").touch()
     assert run("verify", folder / "step-2") == 0 and run("verify", folder) == 0
     assert "notes.txt is not part of the checkpoint" in capsys.readouterr().out
@@ -95,12 +107,21 @@ def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: p
         file.write_bytes(content)
     assert run("verify", folder) == 5
     output = capsys.readouterr()
-    assert "step-2: rank-00000.bin is damaged" in output.err and "step-4: rank-00000.bin is damaged" in output.err
-    assert "step-6: good" in output.out and output.err.startswith("error[5]: ") and output.err.count("\n") == 1
+    assert (
+        "step-2: rank-00000.bin is damaged" in output.err
+        and "step-4: rank-00000.bin is damaged" in output.err
+    )
+    assert (
+        "step-6: good" in output.out
+        and output.err.startswith("error[5]: ")
+        and output.err.count("\n") == 1
+    )
     assert run("verify", folder / "step-9") == 5
 
 
-def test_diff_reports_equality_and_the_largest_difference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_equality_and_the_largest_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("diff", folder / "step-2", folder / "step-2") == 0
     assert "0 of 4 tensors differ" in capsys.readouterr().out
     assert run("diff", folder / "step-2", folder / "step-4") == 1
@@ -111,7 +132,9 @@ def test_diff_reports_equality_and_the_largest_difference(folder: Path, capsys: 
     assert f"model.b: only in {folder / 'step-2'}" in out and "data_cursors: differs" in out
 
 
-def test_diff_and_weights_accept_a_run_folder_and_print_the_checkpoint_used(folder, tmp_path, capsys) -> None:
+def test_diff_and_weights_accept_a_run_folder_and_print_the_checkpoint_used(
+    folder, tmp_path, capsys
+) -> None:
     for path in (folder, folder.parent):
         assert run("diff", path, folder / "step-6") == 0
         assert f"comparing {folder / 'step-6'} and {folder / 'step-6'}" in capsys.readouterr().out
@@ -124,7 +147,9 @@ def test_diff_and_weights_accept_a_run_folder_and_print_the_checkpoint_used(fold
 
 
 @pytest.mark.parametrize("plant", ["file", "link", "dangling link"])
-def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(plant: str, folder: Path, tmp_path: Path) -> None:
+def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(
+    plant: str, folder: Path, tmp_path: Path
+) -> None:
     """A file with a likely temporary name is not touched either."""
     elsewhere, place = tmp_path / "elsewhere", tmp_path / "place"
     place.mkdir()
@@ -137,7 +162,10 @@ def test_weights_neither_replaces_a_file_nor_leaves_a_partial_one(plant: str, fo
         output.symlink_to(elsewhere if plant == "link" else tmp_path / "absent")
     before = sorted(path.name for path in place.iterdir())
     assert run("weights", folder / "step-4", output) == 2
-    assert sorted(path.name for path in place.iterdir()) == before and not (tmp_path / "absent").exists()
+    assert (
+        sorted(path.name for path in place.iterdir()) == before
+        and not (tmp_path / "absent").exists()
+    )
     assert run("weights", folder / "step-4", place / "free.st") == 0
     assert sorted(path.name for path in place.iterdir()) == sorted([*before, "free.st"])
     assert elsewhere.read_text() == (place / "free.st.tmp").read_text() == "precious"
@@ -149,7 +177,11 @@ def test_weights_are_written_once_and_completely(
     output = tmp_path / "weights.safetensors"
     assert run("weights", folder / "step-4", output) == 0
     opened = load_file(output)
-    assert sorted(opened) == ["a", "b"] and opened["b"] == 4 and torch.equal(opened["a"], torch.arange(24.0) + 4)
+    assert (
+        sorted(opened) == ["a", "b"]
+        and opened["b"] == 4
+        and torch.equal(opened["a"], torch.arange(24.0) + 4)
+    )
     assert run("weights", folder / "step-2", output) == 2 and "exists" in capsys.readouterr().err
     assert load_file(output)["b"] == 4
     assert run("weights", folder / "step-2", tmp_path / "no/such/folder") == 8
@@ -165,7 +197,9 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
     for size in shape:  # split every dimension in two
         half = (size + 1) // 2
         halves = [(0, half), (half, size - half)]
-        boxes = [((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length]
+        boxes = [
+            ((*o, start), (*s, length)) for o, s in boxes for start, length in halves if length
+        ]
     data, grids = b"", []
     for offsets, sizes in boxes:
         part = full
@@ -177,7 +211,9 @@ def test_shards_of_any_split_are_assembled(tmp_path: Path, shape: tuple[int, ...
     from shardtrain.checkpoint.manifest import Manifest, TensorFile
 
     tensor = StoredTensor("int32", shape, tuple(grids))
-    stored = Manifest(1, 1, "r", "x", (TensorFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {})
+    stored = Manifest(
+        1, 1, "r", "x", (TensorFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {}
+    )
     assert bytes(whole_bytes(stored, tmp_path, tensor)) == full.numpy().tobytes()
     assert torch.equal(read_whole(stored, tmp_path, "a"), full)
 

@@ -59,8 +59,12 @@ def answers_of_rank(rank: int) -> dict[str, Any]:
         "all ranks gather": collectives.all_ranks_gather(lambda: rank),
         "gathered on rank 0": collectives.all_ranks_to_first(lambda: "x" * rank),
         "refused": raised(lambda: collectives.all_ranks(failing_on(1, CheckpointError("no")))),
-        "no disk": raised(lambda: collectives.first_rank(failing_on(0, OSError(28, "No space left", "/full")))),
-        "a bug": raised(lambda: collectives.all_ranks(failing_on(2, ZeroDivisionError("of rank 2")))),
+        "no disk": raised(
+            lambda: collectives.first_rank(failing_on(0, OSError(28, "No space left", "/full")))
+        ),
+        "a bug": raised(
+            lambda: collectives.all_ranks(failing_on(2, ZeroDivisionError("of rank 2")))
+        ),
         "two": raised(lambda: collectives.all_ranks(fail_on_two_ranks)),
         "after the errors": collectives.broadcast_json(rank),
     }
@@ -94,11 +98,20 @@ def test_all_ranks_receive_the_same_values(answers: list[dict[str, Any]]) -> Non
 def test_error_on_one_rank_is_raised_on_all(answers: list[dict[str, Any]]) -> None:
     for rank, answer in enumerate(answers):
         assert answer["refused"] == "CheckpointError: no"
-        assert answer["no disk"].startswith("StorageError: rank 0 on ") and "/full: No space left" in answer["no disk"]
-        bug = "ZeroDivisionError: of rank 2" if rank == 2 else "PeerError: rank 2: ZeroDivisionError: of rank 2"
+        assert (
+            answer["no disk"].startswith("StorageError: rank 0 on ")
+            and "/full: No space left" in answer["no disk"]
+        )
+        bug = (
+            "ZeroDivisionError: of rank 2"
+            if rank == 2
+            else "PeerError: rank 2: ZeroDivisionError: of rank 2"
+        )
         assert answer["a bug"] == bug
         # the package's own error is preferred to a bug on another rank that may be its consequence
-        assert answer["two"] == ("KeyError: 'a bug'" if rank == 1 else "CheckpointError: it is damaged")
+        assert answer["two"] == (
+            "KeyError: 'a bug'" if rank == 1 else "CheckpointError: it is damaged"
+        )
 
 
 def test_single_process_needs_no_process_group() -> None:

@@ -36,7 +36,11 @@ def assert_rejected(root: Path, step: int, name: str) -> None:
     """Check that ``checkpoint.load_step`` rejects the step in one line that names the file."""
     with pytest.raises(CheckpointError) as caught:
         checkpoints(root, load_only=True, load_step=step).to_continue()
-    assert name in str(caught.value) and f"step-{step}" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        name in str(caught.value)
+        and f"step-{step}" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_flipped_bits_are_rejected(folder: Path) -> None:
@@ -106,11 +110,16 @@ def test_newest_valid_checkpoint_is_used_and_skipped_ones_are_logged(
     assert newest == folder / "checkpoint/step-2"
     lines = [record.message for record in caplog.records if "skipped" in record.message]
     assert len(lines) == 2 and all("continuing from step-2" in line for line in lines)
-    assert "step-6 has no manifest.json" in lines[0] and "step-4: rank-00000.bin has 5 bytes" in lines[1]
+    assert (
+        "step-6 has no manifest.json" in lines[0]
+        and "step-4: rank-00000.bin has 5 bytes" in lines[1]
+    )
 
 
 def test_run_without_any_valid_checkpoint_does_not_silently_restart(folder: Path) -> None:
     for step in (2, 4):
         (folder / f"checkpoint/step-{step}/rank-00000.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step-4: rank-00000\.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* can be used: .*step-4: rank-00000\.bin"
+    ):
         checkpoints(folder).to_continue()

@@ -39,19 +39,25 @@ def losses(run: Path) -> dict[int, float]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_run_of_an_earlier_version_is_resumed(folder: Path, ranks: int) -> None:
     """On the mesh that wrote it and on another. The tolerance is for processors that round differently."""
-    earlier = {int(step): loss for step, loss in json.loads((EARLIER / "losses.json").read_text()).items()}
+    earlier = {
+        int(step): loss for step, loss in json.loads((EARLIER / "losses.json").read_text()).items()
+    }
     command = [sys.executable, "-m", "shardtrain", "train", "run.toml", "--nproc", str(ranks)]
     done = forked.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     logged = losses(folder / "run")
     assert sorted(logged) == [1, 2, 3, 4, 5, 6]
-    assert all(logged[step] == earlier[step] for step in (1, 2, 3)), "losses logged by the earlier version are kept"
+    assert all(logged[step] == earlier[step] for step in (1, 2, 3)), (
+        "losses logged by the earlier version are kept"
+    )
     assert logged == pytest.approx(earlier, rel=1e-5)
     assert (folder / "run" / "checkpoint" / "step-6" / "manifest.json").exists()
 
 
 def test_checkpoint_of_an_earlier_version_exports_to_the_same_bytes(folder: Path, capfd) -> None:
-    assert cli.main(["export", "run", "--to", "out", "--check", "weights"]) == 0, capfd.readouterr().err
+    assert cli.main(["export", "run", "--to", "out", "--check", "weights"]) == 0, (
+        capfd.readouterr().err
+    )
     weights = folder / "out" / "model.safetensors"
     assert load_file(weights)["model.embed_tokens.weight"].shape == (272, 16)
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == EXPORT_SHA256

@@ -36,7 +36,9 @@ def group() -> Iterator[None]:
 
 
 def checkpoints(root: Path, **options: Any) -> Checkpoints:
-    return Checkpoints(Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True, **options)))
+    return Checkpoints(
+        Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True, **options))
+    )
 
 
 def weights(value: float = 0.0, rows: int = 6) -> dict[str, Tensor]:
@@ -66,10 +68,14 @@ def folder(root: Path) -> list[str]:
     return sorted(name for name in names if name != "lease.json" and ".trash-" not in name)
 
 
-def refusal(root: Path, into: dict[str, Tensor] | None = None, other: dict[str, Tensor] | None = None) -> str:
+def refusal(
+    root: Path, into: dict[str, Tensor] | None = None, other: dict[str, Tensor] | None = None
+) -> str:
     """Return the one-line message with which loading step 3 is rejected."""
     with pytest.raises(CheckpointError) as caught:
-        checkpoints(root).load(root / "checkpoint/step-3", into or weights(), rest() if other is None else other)
+        checkpoints(root).load(
+            root / "checkpoint/step-3", into or weights(), rest() if other is None else other
+        )
     assert caught.value.exit_code == 5
     assert "\n" not in str(caught.value) and "step-3" in str(caught.value)
     return str(caught.value)
@@ -78,7 +84,9 @@ def refusal(root: Path, into: dict[str, Tensor] | None = None, other: dict[str, 
 def test_tensors_are_loaded_in_place(tmp_path: Path) -> None:
     save(tmp_path, 3)
     model_weights, optimizer_state = weights(), rest()
-    facts = checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", model_weights, optimizer_state)
+    facts = checkpoints(tmp_path).load(
+        tmp_path / "checkpoint/step-3", model_weights, optimizer_state
+    )
     assert facts == {**FACTS, "weights_only": False, "replicas_compared": 0}
     for loaded, expected in ((model_weights, weights(3)), (optimizer_state, rest(3))):
         assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
@@ -137,13 +145,17 @@ def test_step_can_be_chosen_and_a_missing_one_is_rejected(tmp_path: Path) -> Non
     save(tmp_path, 0, 5, 10)
     assert checkpoints(tmp_path, load_step=5).to_continue() == tmp_path / "checkpoint/step-5"
     assert checkpoints(tmp_path, load_step=0).to_continue() == tmp_path / "checkpoint/step-0"
-    with pytest.raises(CheckpointError, match=r"checkpoint\.load_step=7: .* no such step; use one of 0, 5, 10"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint\.load_step=7: .* no such step; use one of 0, 5, 10"
+    ):
         checkpoints(tmp_path, load_step=7).to_continue()
     with pytest.raises(CheckpointError, match="has no such step, nor any other"):
         checkpoints(tmp_path / "empty", load_step=7).to_continue()
 
 
-def test_resuming_an_earlier_step_logs_that_later_ones_remain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_an_earlier_step_logs_that_later_ones_remain(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, 5, 10, 15)
     with caplog.at_level(logging.WARNING, logger="shardtrain"):
         checkpoints(tmp_path, load_step=5).to_continue()
@@ -180,7 +192,9 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path: Path) -> None:
 
 def entries(root: Path) -> list[str]:
     """Names in the checkpoint folder, without the random suffix of entries that were moved aside."""
-    return sorted(name.partition(".aside")[0] + ".aside" * (".aside" in name) for name in folder(root))
+    return sorted(
+        name.partition(".aside")[0] + ".aside" * (".aside" in name) for name in folder(root)
+    )
 
 
 def without_origin(path: Path) -> None:
@@ -203,15 +217,21 @@ def test_retention_deletes_only_checkpoints_of_its_run(tmp_path: Path) -> None:
     save(tmp_path / "other", 1, 4, 8, keep_latest_k=0).close()
     save(tmp_path / "run", 2, 3, keep_latest_k=0).close()
     for step in (1, 4):
-        shutil.copytree(tmp_path / f"other/checkpoint/step-{step}", tmp_path / f"run/checkpoint/step-{step}")
+        shutil.copytree(
+            tmp_path / f"other/checkpoint/step-{step}", tmp_path / f"run/checkpoint/step-{step}"
+        )
     continue_run(tmp_path / "run", 5, 6, 7, keep_latest_k=2, load_step=3)
     assert folder(tmp_path / "run") == ["step-1", "step-4", "step-6", "step-7"]
     continue_run(tmp_path / "run", 8, keep_latest_k=2)
-    assert folder(tmp_path / "run") == ["step-1", "step-4", "step-7", "step-8"], "the id of the run survives restarts"
+    assert folder(tmp_path / "run") == ["step-1", "step-4", "step-7", "step-8"], (
+        "the id of the run survives restarts"
+    )
 
 
 @pytest.mark.parametrize("how", ["renamed", "copied"])
-def test_run_with_a_renamed_or_copied_folder_deletes_its_own_checkpoints(tmp_path: Path, how: str) -> None:
+def test_run_with_a_renamed_or_copied_folder_deletes_its_own_checkpoints(
+    tmp_path: Path, how: str
+) -> None:
     save(tmp_path / "old", 1, 2, 3, keep_latest_k=0).close()
     (shutil.move if how == "renamed" else shutil.copytree)(tmp_path / "old", tmp_path / "new")
     continue_run(tmp_path / "new", 4, keep_latest_k=2)
@@ -236,9 +256,13 @@ def test_retention_in_an_object_store_deletes_only_checkpoints_of_its_run(tmp_pa
     for step, origin in ((1, "other"), (2, "mine"), (3, "mine"), (4, "other"), (5, "mine")):
         save(tmp_path, step).close()
         path = tmp_path / f"checkpoint/step-{step}"
-        (path / "manifest.json").write_bytes(dataclasses.replace(manifest.read(path), origin=origin).to_bytes())
+        (path / "manifest.json").write_bytes(
+            dataclasses.replace(manifest.read(path), origin=origin).to_bytes()
+        )
     stored = place(f"file://{tmp_path}/checkpoint")
-    retention.delete_old(stored, saved=5, keep=2, forever=0, spare=-1, origin="mine", removals=retention.Removals())
+    retention.delete_old(
+        stored, saved=5, keep=2, forever=0, spare=-1, origin="mine", removals=retention.Removals()
+    )
     assert retention.steps(stored) == [1, 3, 4, 5]
 
 
@@ -295,10 +319,14 @@ def test_stray_entry_is_logged_at_start_and_moved_aside_by_a_save_of_its_step(
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_run_with_only_a_stray_entry_does_not_start_from_scratch(entry: Any, tmp_path: Path) -> None:
+def test_run_with_only_a_stray_entry_does_not_start_from_scratch(
+    entry: Any, tmp_path: Path
+) -> None:
     (tmp_path / "checkpoint").mkdir()
     description = entry(tmp_path / "checkpoint/step-12")
-    with pytest.raises(CheckpointError, match=f"no checkpoint in .* can be used: step-12 {description}; fix it"):
+    with pytest.raises(
+        CheckpointError, match=f"no checkpoint in .* can be used: step-12 {description}; fix it"
+    ):
         checkpoints(tmp_path).to_continue()
 
 
@@ -330,7 +358,9 @@ def test_leftovers_of_an_interrupted_save_are_ignored_and_deleted_after_an_hour(
     assert folder(tmp_path) == ["step-3"], "after an hour nobody is writing it"
 
 
-def test_failed_save_keeps_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_the_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = save(tmp_path, 3)
 
     def full_disk(*_: Any, **__: Any) -> None:
@@ -355,12 +385,17 @@ def test_unwritable_folder_is_a_storage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", COMPUTE_DTYPES)
-def test_last_save_can_contain_only_weights_in_a_safetensors_file(tmp_path: Path, dtype: str) -> None:
+def test_last_save_can_contain_only_weights_in_a_safetensors_file(
+    tmp_path: Path, dtype: str
+) -> None:
     manager = save(tmp_path, 1, last_save_model_only=True, export_dtype=dtype)
     manager.save(3, weights(1 / 3), rest(3), FACTS, True)
     weights_file.write(tmp_path / "checkpoint/step-3", tmp_path / "weights.safetensors")
     opened = load_file(tmp_path / "weights.safetensors")
-    expected = {name.removeprefix("model."): t.to(getattr(torch, dtype)) for name, t in weights(1 / 3).items()}
+    expected = {
+        name.removeprefix("model."): t.to(getattr(torch, dtype))
+        for name, t in weights(1 / 3).items()
+    }
     assert opened.keys() == expected.keys()
     for name, tensor in expected.items():
         assert opened[name].dtype == tensor.dtype and torch.equal(opened[name], tensor)

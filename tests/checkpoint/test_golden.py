@@ -34,7 +34,9 @@ def test_every_format_version_has_a_golden_checkpoint() -> None:
     assert versions == [f"version-{number}" for number in range(1, manifest.VERSION + 1)]
 
 
-@pytest.mark.parametrize("folder", sorted(path for path in GOLDEN.iterdir() if path.is_dir()), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "folder", sorted(path for path in GOLDEN.iterdir() if path.is_dir()), ids=lambda p: p.name
+)
 def test_checkpoint_of_each_format_version_loads_bitwise(folder: Path, tmp_path: Path) -> None:
     weights = {
         "model.matrix": torch.zeros(3, 4),
@@ -60,7 +62,10 @@ def test_checkpoint_of_each_format_version_loads_bitwise(folder: Path, tmp_path:
         12345,
     )
     assert checkpoint_command.main(["verify", str(folder)]) == 0
-    assert checkpoint_command.main(["weights", str(folder), str(tmp_path / "weights.safetensors")]) == 0
+    assert (
+        checkpoint_command.main(["weights", str(folder), str(tmp_path / "weights.safetensors")])
+        == 0
+    )
 
 
 @pytest.mark.parametrize("version", [manifest.VERSION + 1, 999, 0, "2", None, True])
@@ -71,7 +76,9 @@ def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supporte
     shutil.copytree(GOLDEN / "version-1", folder)
     body = json.loads((folder / "manifest.json").read_bytes())
     del body["sha256"]
-    signed_text = ("\n" + json.dumps({**body, "version": version, "created_by": "shardtrain 9.8"})[1:] + "\n").encode()
+    signed_text = (
+        "\n" + json.dumps({**body, "version": version, "created_by": "shardtrain 9.8"})[1:] + "\n"
+    ).encode()
     (folder / "manifest.json").write_bytes(
         b'{"sha256": "%s",' % hashlib.sha256(signed_text).hexdigest().encode() + signed_text
     )
@@ -80,6 +87,7 @@ def test_unsupported_version_is_rejected_with_its_writer_and_the_newest_supporte
     assert caught.value.exit_code == 5 and "\n" not in str(caught.value)
     if isinstance(version, int) and not isinstance(version, bool):
         message = (
-            f"has format version {version}, written by shardtrain 9.8; this program reads up to {manifest.VERSION}"
+            f"has format version {version}, written by shardtrain 9.8; "
+            f"this program reads up to {manifest.VERSION}"
         )
         assert message in str(caught.value)

@@ -36,11 +36,15 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
     files = data.draw(st.sampled_from([np.arange(count), np.arange(count)[::-1].copy(), None]))
     if files is None:
         files = np.array(data.draw(st.permutations(range(count))), np.int64).reshape(count)
-    begins = np.array(data.draw(st.lists(st.sampled_from([0, 0, 0, 8]), min_size=count, max_size=count)), np.int64)
+    begins = np.array(
+        data.draw(st.lists(st.sampled_from([0, 0, 0, 8]), min_size=count, max_size=count)), np.int64
+    )
     grids = compress(offsets, sizes, files, begins)
     expected = [
         Chunk(tuple(o), tuple(s), f, b)
-        for o, s, f, b in zip(offsets.tolist(), sizes.tolist(), files.tolist(), begins.tolist(), strict=True)
+        for o, s, f, b in zip(
+            offsets.tolist(), sizes.tolist(), files.tolist(), begins.tolist(), strict=True
+        )
     ]
     chunks = [chunk for grid in grids for chunk in grid.chunks()]
     assert sorted(chunks, key=lambda chunk: chunk.offsets) == expected
@@ -48,7 +52,9 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
         own_chunks = [*grid.chunks()]
         assert len(own_chunks) == grid.count and math.prod(grid.box[1]) == grid.count * grid.numel
         assert all(overlap(grid.box, (chunk.offsets, chunk.sizes)) for chunk in own_chunks)
-        assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(chunk.file for chunk in own_chunks)
+        assert [file for file in range(-1, count + 1) if grid.is_in(file)] == sorted(
+            chunk.file for chunk in own_chunks
+        )
     shape = [sum(sizes_of_dim) for sizes_of_dim in cells]
     low = [data.draw(st.integers(0, size - 1)) for size in shape]
     box = (
@@ -57,7 +63,9 @@ def test_compressed_boxes_round_trip(data: st.DataObject) -> None:
     )
     overlaps = [pair for grid in grids for pair in grid.overlapping(box)]
     expected_overlaps = [
-        (chunk, shared_box) for chunk in expected if (shared_box := overlap((chunk.offsets, chunk.sizes), box))
+        (chunk, shared_box)
+        for chunk in expected
+        if (shared_box := overlap((chunk.offsets, chunk.sizes), box))
     ]
     assert sorted(overlaps, key=lambda pair: pair[0].offsets) == expected_overlaps
 

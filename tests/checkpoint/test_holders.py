@@ -32,7 +32,9 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
     for rank, boxes in enumerate(boxes_of_ranks):
         for name, (dtype, offsets, sizes) in boxes.items():
             if all(sizes):
-                holders_of_piece.setdefault((name, (tuple(offsets), tuple(sizes), dtype)), []).append(rank)
+                holders_of_piece.setdefault(
+                    (name, (tuple(offsets), tuple(sizes), dtype)), []
+                ).append(rank)
     load = [0] * len(boxes_of_ranks)
     placed = []
     sizes_of: dict[str, set[tuple[int, ...]]] = {}
@@ -42,7 +44,11 @@ def expected_plan(boxes_of_ranks: list[dict[str, Any]]) -> tuple[dict[str, list[
             sizes_of.setdefault(name, set()).add(tuple(sizes))
     for (name, _), ranks in holders_of_piece.items():
         holders_of.setdefault(name, set()).add(len(ranks))
-    even = {name for name, sizes in sizes_of.items() if len(sizes) == 1 and len(holders_of.get(name, ())) == 1}
+    even = {
+        name
+        for name, sizes in sizes_of.items()
+        if len(sizes) == 1 and len(holders_of.get(name, ())) == 1
+    }
     for (name, box), ranks in sorted(
         holders_of_piece.items(), key=lambda item: (len(item[1]), item[0][0] not in even, item[0])
     ):
@@ -62,10 +68,17 @@ def check_plan(boxes_of_ranks: list[dict[str, Any]], held_tensors: dict[str, hol
     stored, planned_load = save_plan.share_out(held_tensors, len(boxes_of_ranks))
     assert planned_load == load
     for name, tensor in stored.items():
-        assert sorted(tensor.chunks(), key=lambda c: c.offsets) == sorted(chunks.get(name, []), key=lambda c: c.offsets)
+        assert sorted(tensor.chunks(), key=lambda c: c.offsets) == sorted(
+            chunks.get(name, []), key=lambda c: c.offsets
+        )
     plan = save_plan.SavePlan(stored, load, held_tensors)
     for rank in range(len(boxes_of_ranks)):
-        pieces = [(c.begin, name) for name, cs in chunks.items() for c in cs if c.file == plan.file_numbers[rank]]
+        pieces = [
+            (c.begin, name)
+            for name, cs in chunks.items()
+            for c in cs
+            if c.file == plan.file_numbers[rank]
+        ]
         assert plan.names_of(rank) == [name for _, name in sorted(pieces)]
 
 
@@ -115,13 +128,19 @@ PLACEMENTS: list[list[Any]] = [
 def on_ranks(rank: int) -> dict[str, Any]:
     world = init_device_mesh("cpu", (3, 2), mesh_dim_names=("fsdp", "tp"))
     tensors: dict[str, torch.Tensor] = {"plain": torch.zeros(3), "scalar": torch.tensor(1.0)}
-    for number, (placements, shape) in enumerate(itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])):
+    for number, (placements, shape) in enumerate(
+        itertools.product(PLACEMENTS, [(8, 4), (7, 5), (2, 2)])
+    ):
         if isinstance(placements[0], _StridedShard):
             if shape[0] % 6:  # the layout of FSDP over tensor parallelism, only for even shards
                 continue
-            tensors[str(number)] = DTensor.from_local(torch.zeros(shape[0] // 6, shape[1]), world, placements)
+            tensors[str(number)] = DTensor.from_local(
+                torch.zeros(shape[0] // 6, shape[1]), world, placements
+            )
             continue
-        tensors[str(number)] = distribute_tensor(torch.arange(float(np.prod(shape))).view(shape), world, placements)
+        tensors[str(number)] = distribute_tensor(
+            torch.arange(float(np.prod(shape))).view(shape), world, placements
+        )
     for axis in ("fsdp", "tp"):
         tensors[axis] = distribute_tensor(torch.zeros(5, 4), world[axis], [Shard(0)])
     if rank < 2:  # like a tensor of one pipeline stage
@@ -129,7 +148,10 @@ def on_ranks(rank: int) -> dict[str, Any]:
     table = holders.table_of(tensors)
     held_tensors = holders.find_holders(tensors)
     boxes_of_ranks = all_gather_json(
-        {name: [str(t.dtype).removeprefix("torch."), *map(list, holders.box_of(t))] for name, t in tensors.items()}
+        {
+            name: [str(t.dtype).removeprefix("torch."), *map(list, holders.box_of(t))]
+            for name, t in tensors.items()
+        }
     )
     check_plan(boxes_of_ranks, held_tensors)
     return {"table": table, "boxes": boxes_of_ranks}
@@ -140,7 +162,9 @@ def test_ranks_compute_the_boxes_of_all_ranks() -> None:
     tables = [answer["table"] for answer in answers]
     for table in tables:
         table.pop("only two", None)
-    assert all(table == tables[0] for table in tables), "tables differ, although ranks have the same layout"
+    assert all(table == tables[0] for table in tables), (
+        "tables differ, although ranks have the same layout"
+    )
     assert not any(isinstance(rule, dict) for _, _, rule in tables[0].values()), (
         "every split of this mesh has a compact rule"
     )
@@ -149,9 +173,13 @@ def test_ranks_compute_the_boxes_of_all_ranks() -> None:
 def odd_mesh(rank: int) -> dict[str, Any]:
     mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 3], [1, 2]])
     local = torch.zeros(4 if rank in (0, 3) else 3, 2)
-    tensors = {"a": DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=(7, 2), stride=(2, 1))}
+    tensors = {
+        "a": DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=(7, 2), stride=(2, 1))
+    }
     held_tensors = holders.find_holders(tensors)
-    check_plan(all_gather_json({"a": ["float32", *map(list, holders.box_of(tensors["a"]))]}), held_tensors)
+    check_plan(
+        all_gather_json({"a": ["float32", *map(list, holders.box_of(tensors["a"]))]}), held_tensors
+    )
     return holders.table_of(tensors)
 
 
@@ -163,16 +191,22 @@ def test_ranks_in_an_unusual_order_list_their_boxes() -> None:
 
 @pytest.mark.parametrize("second", [["float32", [3], []], ["float16", [2], []]])
 def test_different_tensors_with_one_name_are_rejected(second: list[Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"model.a cannot be saved: it is .* on rank 2, and .* before"):
+    with pytest.raises(
+        CheckpointError, match=r"model.a cannot be saved: it is .* on rank 2, and .* before"
+    ):
         holders.held_by_all([{"model.a": ["float32", [2], []]}, {"model.a": second}], [0, 0, 1])
 
 
 def test_unsupported_dtype_is_rejected() -> None:
-    with pytest.raises(CheckpointError, match="model.a cannot be saved: its type complex64 is not one of"):
+    with pytest.raises(
+        CheckpointError, match="model.a cannot be saved: its type complex64 is not one of"
+    ):
         holders.held_by_all([{"model.a": ["complex64", [2], []]}], [0])
 
 
-VALUES = st.sampled_from([["float32", [4, 2], []], ["float32", [4, 2], [[2, 1, 0]]], ["bfloat16", [3], []]])
+VALUES = st.sampled_from(
+    [["float32", [4, 2], []], ["float32", [4, 2], [[2, 1, 0]]], ["bfloat16", [3], []]]
+)
 NAMES = st.one_of(
     st.builds(
         "{}.{}.{}".format,
@@ -180,7 +214,9 @@ NAMES = st.one_of(
         st.integers(0, 12),
         st.sampled_from("wv"),
     ),
-    st.sampled_from(["embed", "a.007.w", "a.1", "1.w", "..2..w", "a.0.b.1.c", "a.-1.w", "a.\uff11.w"]),
+    st.sampled_from(
+        ["embed", "a.007.w", "a.1", "1.w", "..2..w", "a.0.b.1.c", "a.-1.w", "a.\uff11.w"]
+    ),
 )
 
 
@@ -191,10 +227,15 @@ def test_folded_table_round_trips(table: dict[str, list[Any]]) -> None:
 
 def test_folded_table_does_not_grow_with_layers() -> None:
     def folded_length(layers: int) -> int:
-        names = [f"model.layers.{layer}.{name}" for layer in range(layers) for name in ("wq", "wk", "w1")]
-        return len(json.dumps(holders.fold({name: ["float32", [8, 8], [[2, 1, 0]]] for name in names})))
+        names = [
+            f"model.layers.{layer}.{name}" for layer in range(layers) for name in ("wq", "wk", "w1")
+        ]
+        return len(
+            json.dumps(holders.fold({name: ["float32", [8, 8], [[2, 1, 0]]] for name in names}))
+        )
 
-    assert folded_length(900) <= folded_length(2) + 2 * 3  # three entries, each with an end that has two more digits
+    # three entries, each with an end that has two more digits
+    assert folded_length(900) <= folded_length(2) + 2 * 3
 
 
 def grids_per_layer(ep: int, shards: int, layers: int) -> int:
@@ -204,7 +245,9 @@ def grids_per_layer(ep: int, shards: int, layers: int) -> int:
     kinds |= {"w2": ([ep * 2, rows - 3, 4], [[ep, 1, 0], [shards, ep, 1]])}
     kinds |= {"wo": ([ranks - 7, 4], [[ranks, 1, 0]]), "norm": ([rows], [[ranks, 1, 0]])}
     layer = range(layers)
-    table = {f"layers.{n}.{name}": ["float32", *kind] for n in layer for name, kind in kinds.items()}
+    table = {
+        f"layers.{n}.{name}": ["float32", *kind] for n in layer for name, kind in kinds.items()
+    }
     stored, load = save_plan.share_out(holders.held_by_all([table], [0] * ranks), ranks)
     assert sum(load) == 4 * sum(int(np.prod(shape)) for shape, _ in kinds.values()) * layers
     return sum(len(tensor.grids) for tensor in stored.values()) // layers

@@ -44,7 +44,9 @@ def test_seconds_count_from_the_end_of_the_previous_save() -> None:
     assert interval.is_time()
     interval.restart()
     assert not interval.is_time()
-    assert not Interval(Checkpoint(interval_type="steps", interval=1), itertools.count(0, 1000).__next__).is_time()
+    assert not Interval(
+        Checkpoint(interval_type="steps", interval=1), itertools.count(0, 1000).__next__
+    ).is_time()
 
 
 def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
@@ -52,7 +54,9 @@ def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
         patch.setattr(save, "Interval", partial(Interval, clock=lambda: next(ticks)))
         training = {"steps": 12, "local_batch_size": 4}
         checkpoint = {"enable": True, "interval_type": kind, "interval": 4, "keep_latest_k": 0}
-        config = shallow_config(job={"dump_folder": str(root)}, training=training, checkpoint=checkpoint)
+        config = shallow_config(
+            job={"dump_folder": str(root)}, training=training, checkpoint=checkpoint
+        )
         ended = train_whole(rank, config)
     assert ended.error is None, ended.error
     return retention.steps(root / "checkpoint")
@@ -74,13 +78,17 @@ def test_automatic_interval_follows_the_measured_stall() -> None:
         interval.note(1.0)
     assert interval.seconds == pytest.approx(238.5, abs=0.1)
     interval.note(100.0)
-    assert interval.seconds == pytest.approx(238.5, abs=0.1), "one slow save of four changes nothing"
+    assert interval.seconds == pytest.approx(238.5, abs=0.1), (
+        "one slow save of four changes nothing"
+    )
     for _ in range(9):
         interval.note(4.0)
     assert interval.seconds == pytest.approx(2 * 238.5, abs=0.1)
 
 
-@pytest.mark.parametrize(("stall", "hours"), [(1e-9, 1e-6), (0.0, 24.0), (3600.0, 0.01), (3600.0, 1e6), (1e-3, 1e9)])
+@pytest.mark.parametrize(
+    ("stall", "hours"), [(1e-9, 1e-6), (0.0, 24.0), (3600.0, 0.01), (3600.0, 1e6), (1e-3, 1e9)]
+)
 def test_automatic_interval_stays_within_limits(stall: float, hours: float) -> None:
     interval = Interval(Checkpoint(interval_type="automatic", mean_time_to_failure_hours=hours))
     interval.note(stall)
@@ -113,7 +121,8 @@ def test_advised_interval_maximizes_the_useful_share() -> None:
     ):
         best = best_seconds(stall, mttf)
         shares = {
-            factor: useful_share(factor * best, stall, mttf, restart) for factor in (0.25, 0.5, 0.9, 1, 1.1, 2, 4)
+            factor: useful_share(factor * best, stall, mttf, restart)
+            for factor in (0.25, 0.5, 0.9, 1, 1.1, 2, 4)
         }
         assert max(shares, key=lambda factor: shares[factor]) in (0.9, 1, 1.1), (
             "Young's formula is a first-order approximation"
@@ -124,7 +133,10 @@ def test_advised_interval_maximizes_the_useful_share() -> None:
 def test_command_prints_the_interval_and_the_useful_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"]) == 0
+    assert (
+        checkpoint_command.main(["interval", "--stall", "1", "--restart", "4min", "--mttf", "7.9h"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "save every 3m58s (sqrt(2 * stall * mttf) = 238 s)"
     assert lines[2] == "every      3m58s: 98.3 % of the time is training"

@@ -63,7 +63,9 @@ def holder(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_second_run_is_rejected_with_the_holder_of_the_lease(tmp_path: Path, holder: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"being written by process {holder.pid} on .* since 20") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"being written by process {holder.pid} on .* since 20"
+    ) as caught:
         Lease(tmp_path).acquire()
     assert caught.value.exit_code == 2 and "job.dump_folder" in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["lease.json"], "no temporary files remain"
@@ -76,7 +78,11 @@ def test_lease_of_a_killed_process_is_taken_over_and_logged(
     holder.join(patience.seconds(10))
     taken = Lease(tmp_path)
     taken.acquire()
-    assert "took over" in caplog.text and f"process {holder.pid}" in caplog.text and "no longer exists" in caplog.text
+    assert (
+        "took over" in caplog.text
+        and f"process {holder.pid}" in caplog.text
+        and "no longer exists" in caplog.text
+    )
     taken.check()
     taken.release()
     assert list(tmp_path.iterdir()) == []
@@ -129,7 +135,9 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     write(tmp_path)
     path = tmp_path / "lease.json"
 
-    def age_seconds(path: Path, own: Path) -> float:  # age by the clock of the filesystem, which agrees with ours
+    def age_seconds(
+        path: Path, own: Path
+    ) -> float:  # age by the clock of the filesystem, which agrees with ours
         return seconds_old + watch.now - 1000
 
     watch = Watch(monkeypatch)
@@ -145,14 +153,17 @@ def test_clock_jump_does_not_expire_a_lease_that_is_renewed(
 ) -> None:
     write(tmp_path)
     path = tmp_path / "lease.json"
-    last_beat = path.stat().st_mtime - jump  # time of the last beat, before the filesystem's clock jumped
+    # time of the last beat, before the filesystem's clock jumped
+    last_beat = path.stat().st_mtime - jump
     os.utime(path, (last_beat, last_beat))
     Watch(monkeypatch, lambda now: os.utime(path) if now == 9.0 else None)  # the next beat
     with pytest.raises(ConfigError, match="process 1 on another.host"):
         Lease(tmp_path).acquire()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": []}', "[" * 10_000, "\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"pid": "x", "host": []}', "[" * 10_000, "\xff\xfe"]
+)
 def test_invalid_lease_is_respected_until_it_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -181,13 +192,17 @@ def test_holder_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_silent_process_that_is_alive_on_this_host_keeps_its_lease(tmp_path: Path) -> None:
     parent = os.getppid()
-    write(tmp_path, host=socket.gethostname(), pid=parent, process_start=lease._process_start(parent))
+    write(
+        tmp_path, host=socket.gethostname(), pid=parent, process_start=lease._process_start(parent)
+    )
     os.utime(tmp_path / "lease.json", (0, 0))
     with pytest.raises(ConfigError, match=f"being written by process {parent}"):
         Lease(tmp_path).acquire()
 
 
-@pytest.mark.parametrize("elsewhere", [{"pid_namespace": "pid:[1]"}, {"boot": "of another machine"}])
+@pytest.mark.parametrize(
+    "elsewhere", [{"pid_namespace": "pid:[1]"}, {"boot": "of another machine"}]
+)
 def test_process_in_another_container_or_machine_with_this_host_name_counts_as_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: dict[str, str]
 ) -> None:
@@ -210,7 +225,10 @@ def test_deleted_lease_is_written_again_by_its_holder(
     if removed == "folder":
         folder.rmdir()
     own_lease.check()
-    assert lease.read(folder / "lease.json")["nonce"] == own_lease.nonce and "written again" in caplog.text
+    assert (
+        lease.read(folder / "lease.json")["nonce"] == own_lease.nonce
+        and "written again" in caplog.text
+    )
     with pytest.raises(ConfigError, match="another job.dump_folder"):
         acquire_in_another_process(folder)
     own_lease.release()
@@ -219,7 +237,9 @@ def test_deleted_lease_is_written_again_by_its_holder(
 
 def acquire_in_another_process(folder: Path) -> None:
     """Try to acquire the lease in a concurrent process, and reraise its error."""
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("fork")
+    ) as pool:
         pool.submit(acquire, folder).result(timeout=patience.seconds(30))
 
 
@@ -227,7 +247,9 @@ def acquire(folder: Path) -> None:
     Lease(folder).acquire()
 
 
-def test_unreadable_lease_is_retried_and_renewal_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_lease_is_retried_and_renewal_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lease, "PATIENCE_SECONDS", 0.5)
     own_lease, path = Lease(tmp_path), tmp_path / "lease.json"
@@ -254,7 +276,9 @@ def test_unreadable_lease_is_retried_and_renewal_continues(tmp_path: Path, monke
 
 
 @pytest.mark.usefixtures("group")
-def test_writer_that_lost_its_lease_stops_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_that_lost_its_lease_stops_before_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = checkpoints(tmp_path)
     save(manager, 2)
     rename = os.rename
@@ -272,7 +296,9 @@ def test_writer_that_lost_its_lease_stops_before_the_commit(tmp_path: Path, monk
         "step-2",
     ]
     manager.close()
-    assert (tmp_path / "checkpoint/lease.json").exists(), "a lease of another process must not be deleted"
+    assert (tmp_path / "checkpoint/lease.json").exists(), (
+        "a lease of another process must not be deleted"
+    )
 
 
 @pytest.mark.usefixtures("group")

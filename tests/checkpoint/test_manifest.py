@@ -60,7 +60,9 @@ def test_manifest_round_trips() -> None:
         "model.s": StoredTensor("float32", (0, 3), ()),
     }
     files = (TensorFile("rank-00000.bin", 12, HASH), TensorFile("rank-00001.bin", 4, HASH))
-    original = Manifest(7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}})
+    original = Manifest(
+        7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}}
+    )
     data = original.to_bytes()
     assert manifest.parse(data, PATH) == original
     assert json.loads(data)["step"] == 7, "any JSON parser can read it"
@@ -155,7 +157,11 @@ def test_hostile_manifests_run_no_code_and_open_no_files() -> None:
 
     def hook(event: str, _: object) -> None:
         # only this thread: others (such as the server of an earlier test) may cause events too
-        if watching[0] and threading.get_ident() == thread and event not in ("object.__getattr__", "sys._getframe"):
+        if (
+            watching[0]
+            and threading.get_ident() == thread
+            and event not in ("object.__getattr__", "sys._getframe")
+        ):
             events.append(event)
 
     sys.addaudithook(hook)  # audit hooks cannot be removed
@@ -225,7 +231,11 @@ def test_boxes_of_a_grid_tile_the_tensor_and_a_missing_or_extra_one_does_not(
     boxes: list[Any] = [((), ())]
     for sizes in edges:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        boxes = [((*o, start), (*s, size)) for o, s in boxes for start, size in zip(starts, sizes, strict=True)]
+        boxes = [
+            ((*o, start), (*s, size))
+            for o, s in boxes
+            for start, size in zip(starts, sizes, strict=True)
+        ]
     shape = tuple(map(sum, edges))
     assert check_tiling(shape, boxes) == ""
     assert check_tiling(shape, boxes[1:]) != ""
@@ -284,12 +294,17 @@ def grid_with(*path: str | int, value: Any) -> str:
 
 def test_grids_round_trip() -> None:
     parsed = manifest.parse(signed(json.dumps(GRID)), PATH)
-    assert parsed.tensors["model.a"].grids == (Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2))),)
+    assert parsed.tensors["model.a"].grids == (
+        Grid((0, 0), (2, 2), 0, 0, (Axis(2, 1, 1), Axis(3, 0, 2))),
+    )
     assert [(c.offsets, c.file) for c in parsed.tensors["model.a"].chunks()] == [
         ((0, 0), 0), ((0, 2), 1), ((2, 0), 2), ((2, 2), 3), ((4, 0), 4), ((4, 2), 5),
     ]  # fmt: skip
     assert [c.file for c in parsed.tensors["model.c"].chunks()] == [5, 4, 3, 2, 1, 0]
-    assert manifest.parse(parsed.to_bytes(), PATH) == parsed and json.loads(parsed.to_bytes())["version"] == 2
+    assert (
+        manifest.parse(parsed.to_bytes(), PATH) == parsed
+        and json.loads(parsed.to_bytes())["version"] == 2
+    )
 
 
 def test_manifest_without_repeated_grids_keeps_version_1() -> None:
@@ -342,7 +357,9 @@ def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataOb
     used: list[tuple[int, int]] = []
     for _, _, [[_, _, first, begin, [[count, _, step]]]] in tensors.values():
         used += [(first + i * step, begin + byte) for i in range(count) for byte in range(2)]
-    good = len(set(used)) == len(used) and all(0 <= file < files and byte < 6 for file, byte in used)
+    good = len(set(used)) == len(used) and all(
+        0 <= file < files and byte < 6 for file, byte in used
+    )
     try:
         manifest.parse(signed(json.dumps(body)), PATH)
     except CheckpointError:
@@ -353,7 +370,9 @@ def test_shared_bytes_are_detected_as_a_check_of_every_byte_does(data: st.DataOb
 
 def test_hugging_face_folder_is_rejected_with_the_option_that_reads_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="Hugging Face folder.* checkpoint.initial_load_in_hf = true") as refused:
+    with pytest.raises(
+        CheckpointError, match="Hugging Face folder.* checkpoint.initial_load_in_hf = true"
+    ) as refused:
         manifest.read(tmp_path)
     message = str(retention.unusable(tmp_path, str(refused.value)))
     assert message.count("checkpoint.initial_load_in_hf") == 1 and "use another one" not in message

@@ -35,7 +35,9 @@ def config(folder: Path, **checkpoint: Any) -> Config:
     )
 
 
-def start(rank: int, disks: Path, nodes: str, stop_after: int | None, options: dict[str, Any]) -> tuple[Ended, str]:
+def start(
+    rank: int, disks: Path, nodes: str, stop_after: int | None, options: dict[str, Any]
+) -> tuple[Ended, str]:
     """Run as one node. Return the result and the log."""
     os.environ["LOCAL_RANK"] = "0"
     os.uname = lambda: SimpleNamespace(nodename=f"node-{nodes[rank]}")  # type: ignore[assignment,return-value]
@@ -135,7 +137,9 @@ DEFAULT = (
 )
 
 
-@pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in STARTS if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT, nightly=[name for name in STARTS if name not in DEFAULT])
+)
 def test_newest_complete_checkpoint_of_any_node_is_resumed(
     saved: tuple[Path, Ended], tmp_path: Path, name: str
 ) -> None:
@@ -158,7 +162,9 @@ def test_newest_complete_checkpoint_of_any_node_is_resumed(
         else:
             assert ended.losses == pytest.approx(undisturbed.losses[expected:], abs=1e-5)
     if isinstance(expected, int) and not options.get("load_only"):
-        assert (tmp_path / "disks" / nodes[0] / f"checkpoint/step-{STEPS}").is_dir(), "rank 0's node saves"
+        assert (tmp_path / "disks" / nodes[0] / f"checkpoint/step-{STEPS}").is_dir(), (
+            "rank 0's node saves"
+        )
 
 
 def test_log_names_the_node_with_the_checkpoint(saved: tuple[Path, Ended], tmp_path: Path) -> None:
@@ -179,11 +185,15 @@ def undo(rank: int, disks: Path) -> None:
     again.close()
 
 
-def test_rollback_deletes_undone_steps_on_all_nodes(saved: tuple[Path, Ended], tmp_path: Path) -> None:
+def test_rollback_deletes_undone_steps_on_all_nodes(
+    saved: tuple[Path, Ended], tmp_path: Path
+) -> None:
     shutil.copytree(saved[0], tmp_path / "disks")
     shutil.copytree(tmp_path / "disks/a/checkpoint/step-2", tmp_path / "disks/b/checkpoint/step-2")
     run_ranks(2, undo, tmp_path / "disks")
-    assert sorted(path.parent.parent.name for path in tmp_path.glob("disks/*/checkpoint/step-*")) == ["a", "b"]
+    assert sorted(
+        path.parent.parent.name for path in tmp_path.glob("disks/*/checkpoint/step-*")
+    ) == ["a", "b"]
 
 
 def train_with_two_batch_sizes(rank: int, disks: Path) -> str:
@@ -192,10 +202,16 @@ def train_with_two_batch_sizes(rank: int, disks: Path) -> str:
     for nodes, local_batch_size, steps in (("ab", 4, 2), ("ba", 2, 3)):
         training = {"steps": steps, "local_batch_size": local_batch_size, "global_batch_size": -1}
         node_config = config(disks / nodes[rank])
-        ended = train_whole(rank, replace(node_config, training=replace(node_config.training, **training)))
-        assert ended.error is None and {len(ids) for ids in ended.sample_ids} == {4}  # this rank's half of 8 sequences
+        ended = train_whole(
+            rank, replace(node_config, training=replace(node_config.training, **training))
+        )
+        # this rank's half of 8 sequences
+        assert ended.error is None and {len(ids) for ids in ended.sample_ids} == {4}
     return (disks / "ba"[rank] / f"logs/rank-{rank}.log").read_text()
 
 
 def test_batch_size_is_kept_from_a_checkpoint_of_another_node(tmp_path: Path) -> None:
-    assert "global_batch_size=8 is taken from the checkpoint" in run_ranks(2, train_with_two_batch_sizes, tmp_path)[0]
+    assert (
+        "global_batch_size=8 is taken from the checkpoint"
+        in run_ranks(2, train_with_two_batch_sizes, tmp_path)[0]
+    )

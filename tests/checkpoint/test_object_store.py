@@ -67,7 +67,9 @@ def names() -> list[str]:
 def assert_step_is_intact(step: int) -> None:
     """Load a step with all checks, and compare every element with its expected value."""
     loaded, loaded_optimizer = weights(-1), rest(-1)
-    facts_loaded = stored(load_only=True).load(place(f"{FOLDER}/step-{step}"), loaded, loaded_optimizer)
+    facts_loaded = stored(load_only=True).load(
+        place(f"{FOLDER}/step-{step}"), loaded, loaded_optimizer
+    )
     assert facts_loaded["state"] == {"step": step}
     for tensors, expected in ((loaded, weights(step)), (loaded_optimizer, rest(step))):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
@@ -80,7 +82,9 @@ def test_commands_find_the_checkpoints_of_a_run_by_its_folder(tmp_path: Path) ->
     chosen = locate_checkpoint.find_checkpoint(tmp_path, config)
     assert str(chosen.path) == f"{FOLDER}/step-5" and isinstance(chosen.path, ObjectPath)
     empty = Config(checkpoint=Checkpoint(folder="memory://bucket/empty"))
-    with pytest.raises(CheckpointError, match="neither it nor memory://bucket/empty has a folder step-N"):
+    with pytest.raises(
+        CheckpointError, match="neither it nor memory://bucket/empty has a folder step-N"
+    ):
         locate_checkpoint.find_checkpoint(tmp_path, empty)
 
 
@@ -121,7 +125,9 @@ def test_steps_saved_again_count_for_retention() -> None:
     assert manager.steps() == [13, 14]
 
 
-@pytest.mark.parametrize(("folder", "requests"), [("run", 1), ("run[1]", 0), ("run*", 0), ("r?n", 0)])
+@pytest.mark.parametrize(
+    ("folder", "requests"), [("run", 1), ("run[1]", 0), ("run*", 0), ("r?n", 0)]
+)
 def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, monkeypatch) -> None:
     other_addresses = [f"memory://bucket/run1/step-3/rank-{rank}.bin" for rank in range(3)]
     own_addresses = [f"memory://bucket/{folder}/step-3/rank-{rank}.bin" for rank in range(3)]
@@ -130,7 +136,9 @@ def test_deletion_takes_one_request_and_expands_no_wildcards(folder, requests, m
         store.pipe_file(address, b"bytes")
     deleted_keys: list[Any] = []
     remove = MemoryFileSystem.rm
-    monkeypatch.setattr(MemoryFileSystem, "rm", lambda self, keys: (deleted_keys.append(keys), remove(self, keys)))
+    monkeypatch.setattr(
+        MemoryFileSystem, "rm", lambda self, keys: (deleted_keys.append(keys), remove(self, keys))
+    )
     objects.unlink_all([ObjectPath(store, address) for address in own_addresses])
     assert len(deleted_keys) == requests
     assert names() == [name.removeprefix("memory:/") for name in other_addresses]
@@ -185,7 +193,9 @@ def test_damaged_checkpoint_is_skipped() -> None:
 
 def as_other_host(**fields: Any) -> None:
     path = place(FOLDER) / lease.LEASE
-    path.put(json.dumps({**json.loads(path.read_bytes()), "nonce": "ab", **fields}).encode(), new=False)
+    path.put(
+        json.dumps({**json.loads(path.read_bytes()), "nonce": "ab", **fields}).encode(), new=False
+    )
 
 
 def test_active_lease_is_respected_and_a_lost_one_stops_its_writer(
@@ -195,7 +205,9 @@ def test_active_lease_is_respected_and_a_lost_one_stops_its_writer(
     first.to_continue()
     save(first, 1)
     as_other_host(pid=1, process_start=lease._process_start(1))
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder: memory://bucket/run is being written by process 1"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.folder: memory://bucket/run is being written by process 1"
+    ):
         stored().to_continue()
     with pytest.raises(ConfigError, match="was taken over by"):
         save(first, 2)
@@ -246,7 +258,9 @@ def test_lease_of_another_host_is_taken_over_when_it_is_not_renewed(
     def beating(path: ObjectPath) -> bytes:
         content = read_bytes(path)
         return (
-            json.dumps({**json.loads(content), "beats": next(beats)}).encode() if path.name == lease.LEASE else content
+            json.dumps({**json.loads(content), "beats": next(beats)}).encode()
+            if path.name == lease.LEASE
+            else content
         )
 
     monkeypatch.setattr(ObjectPath, "read_bytes", beating)
@@ -266,7 +280,9 @@ class Killed(BaseException):
 class FaultyStore:
     """In-memory store whose n-th call fails, before or (``late``) after it takes effect."""
 
-    def __init__(self, number: int, failure: Callable[[], BaseException], late: bool = False) -> None:
+    def __init__(
+        self, number: int, failure: Callable[[], BaseException], late: bool = False
+    ) -> None:
         self.memory = fsspec.filesystem("memory")
         self.number, self.failure, self.late, self.calls = number, failure, late, 0
 
@@ -277,7 +293,9 @@ class FaultyStore:
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
             self.calls += 1
-            fails = self.calls == self.number or (self.calls > self.number and self.failure is Killed)
+            fails = self.calls == self.number or (
+                self.calls > self.number and self.failure is Killed
+            )
             if fails and not self.late:
                 raise self.failure()
             answer = call(*arguments, **options)
@@ -384,9 +402,9 @@ def test_kill_at_any_call_keeps_the_newest_saved_checkpoint() -> None:
     last = stored()
     last.to_continue()
     last.close()
-    assert all(name.startswith(tuple(f"step-{step}/" for step in last.steps())) for name in names()), (
-        "leftovers are swept"
-    )
+    assert all(
+        name.startswith(tuple(f"step-{step}/" for step in last.steps())) for name in names()
+    ), "leftovers are swept"
 
 
 # -- more than one rank, and the command -------------------------------------------------------------------------------
@@ -396,7 +414,9 @@ def save_and_load(rank: int, root: Path) -> list[list[float]]:
     """Save and load in a store that two processes share: fsspec's view of a local folder."""
     import torch.distributed as dist
 
-    manager = Checkpoints(Config(checkpoint=Checkpoint(enable=True, folder=f"local://{root}/bucket")))
+    manager = Checkpoints(
+        Config(checkpoint=Checkpoint(enable=True, folder=f"local://{root}/bucket"))
+    )
     (root / "bucket/step-4").mkdir(parents=True, exist_ok=True)
     own_tensors = {f"model.{rank}": torch.full((100,), float(rank))}
     manager.save(4, own_tensors, {}, {"state": {"step": 4}}, last=False)
@@ -428,7 +448,10 @@ def test_command_accepts_addresses(tmp_path: Path, capsys: pytest.CaptureFixture
     assert checkpoint_command.main(["verify", FOLDER]) == 0
     assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-1"]) == 0
     assert checkpoint_command.main(["diff", f"{FOLDER}/step-1", f"{FOLDER}/step-2"]) == 1
-    assert checkpoint_command.main(["weights", f"{FOLDER}/step-2", str(tmp_path / "w.safetensors")]) == 0
+    assert (
+        checkpoint_command.main(["weights", f"{FOLDER}/step-2", str(tmp_path / "w.safetensors")])
+        == 0
+    )
     assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], weights(2)["model.a"])
     with pytest.raises(ConfigError, match="is not a local file"):
         checkpoint_command.main(["weights", f"{FOLDER}/step-2", f"{FOLDER}/w.safetensors"])
@@ -451,7 +474,9 @@ def test_missing_dependency_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch)
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec, "url_to_fs", not_there)
-    with pytest.raises(ConfigError, match=rf'needs s3 \(Install s3fs.*pip install "shardtrain\[{objects.EXTRA}\]"'):
+    with pytest.raises(
+        ConfigError, match=rf'needs s3 \(Install s3fs.*pip install "shardtrain\[{objects.EXTRA}\]"'
+    ):
         checkpoints(Path("unused"), folder="s3://bucket/run")
 
 
@@ -468,8 +493,12 @@ def test_missing_dependency_of_a_store_is_named(monkeypatch: pytest.MonkeyPatch)
 )
 def test_unsafe_address_is_rejected(folder: str, rule: str) -> None:
     options = dataclasses.replace(Config().checkpoint, enable=True, folder=folder)
-    problems = [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))]
-    assert len(problems) == bool(rule) and all(rule in line and "secret" not in line for line in problems)
+    problems = [
+        str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=options)))
+    ]
+    assert len(problems) == bool(rule) and all(
+        rule in line and "secret" not in line for line in problems
+    )
 
 
 class CountingStore:
@@ -490,12 +519,17 @@ class CountingStore:
 def test_requests_for_the_markers_of_a_background_save_do_not_grow_with_ranks(ranks: int) -> None:
     store = CountingStore(MemoryFileSystem())
     folder = ObjectPath(store, "memory://markers/step-1", suffix="-0af3-1")
-    written = [TensorFile(f"rank-{rank:05d}-0af3-1.bin", 8 * rank, "ab" * 32) for rank in range(ranks)]
+    written = [
+        TensorFile(f"rank-{rank:05d}-0af3-1.bin", 8 * rank, "ab" * 32) for rank in range(ranks)
+    ]
     for rank in range(1, ranks):
         async_save.write_marker(folder, rank, "0123abcd", written[rank])
     async_save.write_marker(folder, 1, "earlier", written[0])
     store.requests = 0
-    assert async_save.wait_for_markers(folder, range(1, ranks), "0123abcd", lambda: None) == written[1:]
+    assert (
+        async_save.wait_for_markers(folder, range(1, ranks), "0123abcd", lambda: None)
+        == written[1:]
+    )
     assert store.requests <= 3
     left = [path.name for path in folder.list_below()]
     assert len(left) == 1 and "_earlier_" in left[0] and left[0].endswith("-0af3-1.done")

@@ -21,12 +21,16 @@ from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 
-def run(rank: int, folder: Path, checkpoint: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Ended:
+def run(
+    rank: int, folder: Path, checkpoint: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Ended:
     training = {"steps": 3, "local_batch_size": 4, **sections.pop("training", {})}
     options = {"enable": True, "interval": 2, **(checkpoint or {})}
     return train_whole(
         rank,
-        tiny_config(job={"dump_folder": str(folder)}, training=training, checkpoint=options, **sections),
+        tiny_config(
+            job={"dump_folder": str(folder)}, training=training, checkpoint=options, **sections
+        ),
     )
 
 
@@ -66,9 +70,15 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     same = copy_of_good_run(rank, root, "same", keep)
     runs_by_name["other data"] = run(rank, same, training={"steps": 4, "dataset_path": str(longer)})
     runs_by_name["other seed"] = run(rank, same, debug={"seed": 1}, **four_steps)
-    runs_by_name["other width"] = run(rank, same, model={"overrides": {"ffn_dim": 64}}, **four_steps)
-    runs_by_name["fewer layers"] = run(rank, same, model={"overrides": {"num_layers": 1}}, **four_steps)
-    runs_by_name["more layers"] = run(rank, same, model={"overrides": {"num_layers": 3}}, **four_steps)
+    runs_by_name["other width"] = run(
+        rank, same, model={"overrides": {"ffn_dim": 64}}, **four_steps
+    )
+    runs_by_name["fewer layers"] = run(
+        rank, same, model={"overrides": {"num_layers": 1}}, **four_steps
+    )
+    runs_by_name["more layers"] = run(
+        rank, same, model={"overrides": {"num_layers": 3}}, **four_steps
+    )
     runs_by_name["no such step"] = run(rank, same, {"load_step": 1}, **four_steps)
     runs_by_name["an older step"] = run(rank, same, {"load_step": 2})
     runs_by_name["finished"] = run(rank, same)
@@ -98,7 +108,9 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     )
     lr = {"optimizer": {"lr": 0.02}}
     changed = copy_of_good_run(rank, root, "changed", keep)
-    runs_by_name["accepted"] = run(rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four_steps)
+    runs_by_name["accepted"] = run(
+        rank, changed, {"accept_changes": ["optimizer.lr"]}, **lr, **four_steps
+    )
     runs_by_name["accepted, continued"] = run(rank, changed, **lr, training={"steps": 5})
     runs_by_name["precision accepted"] = run(
         rank,
@@ -109,7 +121,9 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
     if rank == 0:
         remove_scaler(same / "checkpoint/step-4")
     dist.barrier()
-    runs_by_name["scaler missing"] = run(rank, same, training={"steps": 5, "mixed_precision_param": "float16"})
+    runs_by_name["scaler missing"] = run(
+        rank, same, training={"steps": 5, "mixed_precision_param": "float16"}
+    )
     return runs_by_name
 
 
@@ -122,7 +136,9 @@ def remove_scaler(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_once(tmp_path_factory, "checkpoints", lambda: tmp_path_factory.mktemp("checkpoints"))
+    return made_once(
+        tmp_path_factory, "checkpoints", lambda: tmp_path_factory.mktemp("checkpoints")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +163,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_rejects_in_one_line_before_the_first_step(runs: list[dict[str, Ended]], name: str) -> None:
+def test_every_rank_rejects_in_one_line_before_the_first_step(
+    runs: list[dict[str, Ended]], name: str
+) -> None:
     for rank in runs:
         error = rank[name].error
-        kind = ConfigError if name in ("other data", "other seed", "part accepted") else CheckpointError
+        kind = (
+            ConfigError
+            if name in ("other data", "other seed", "part accepted")
+            else CheckpointError
+        )
         assert isinstance(error, kind) and error.exit_code == kind.exit_code, error
         assert REFUSED[name] in str(error) and "\n" not in str(error)
         assert rank[name].losses == []
@@ -179,7 +201,9 @@ def test_all_changed_options_are_reported_together(runs: list[dict[str, Ended]])
         ]
         assert len(error.problems) == len(changes)
         for line, change in zip(error.problems, changes, strict=True):
-            assert change in str(line) and f'checkpoint.accept_changes = ["{change.partition(":")[0]}"]' in str(line)
+            assert change in str(
+                line
+            ) and f'checkpoint.accept_changes = ["{change.partition(":")[0]}"]' in str(line)
 
 
 def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
@@ -189,8 +213,13 @@ def test_accepted_change_takes_effect_and_is_recorded_in_later_checkpoints(
         assert rank["accepted"].error is None and rank["accepted, continued"].error is None, (
             "a change needs to be accepted only once"
         )
-        assert rank["accepted"].lrs == [learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)]
-        assert rank["precision accepted"].error is None and rank["precision accepted"].scaler["scale"] > 1
+        assert rank["accepted"].lrs == [
+            learning_rate(Optimizer(lr=0.02), LRScheduler(warmup_steps=2), 4, 3)
+        ]
+        assert (
+            rank["precision accepted"].error is None
+            and rank["precision accepted"].scaler["scale"] > 1
+        )
         assert rank["freed"].error is None
     history = manifest.read(root / "changed/checkpoint/step-5").facts["accepted_changes"]
     assert [(entry["step"], entry["option"], entry["old"], entry["new"]) for entry in history] == [

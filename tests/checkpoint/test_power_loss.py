@@ -37,7 +37,10 @@ class File:
         tails = [unsynced[: size * count] for count in range(len(parts) + 1)]
         for is_kept in itertools.product((False, True), repeat=len(parts)):
             tails.append(
-                b"".join(part if keep else bytes(len(part)) for part, keep in zip(parts, is_kept, strict=True))
+                b"".join(
+                    part if keep else bytes(len(part))
+                    for part, keep in zip(parts, is_kept, strict=True)
+                )
             )
         return [self.synced + tail for tail in dict.fromkeys(tails)]
 
@@ -121,7 +124,10 @@ class Disk:
                 yield tuple(zip(names, below, strict=True))
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        real = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")}
+        real = {
+            name: getattr(os, name)
+            for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+        }
 
         def is_inside(path: Any) -> bool:
             return isinstance(path, str | Path) and Path(path).is_relative_to(self.root)
@@ -221,8 +227,12 @@ def group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("old_step", [0, 2], ids=["the first save", "a save that deletes an old checkpoint"])
-def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(old_step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "old_step", [0, 2], ids=["the first save", "a save that deletes an old checkpoint"]
+)
+def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(
+    old_step: int, tmp_path: Path
+) -> None:
     root, new_step = tmp_path / "run", old_step + 1
     manager = checkpoints(root, keep_latest_k=2)
     manager.to_continue()
@@ -245,10 +255,14 @@ def test_every_state_after_a_power_loss_has_the_old_or_the_new_checkpoint(old_st
         checkpoint = checkpoints(crashed, load_only=True).to_continue()
         step = assert_is_of_its_step(checkpoint) if checkpoint else 0
         assert step in (old_step, new_step), "neither the old nor the new checkpoint"
-        assert step == new_step or tree not in final, "the checkpoint is lost although its save returned"
+        assert step == new_step or tree not in final, (
+            "the checkpoint is lost although its save returned"
+        )
         found_new += step == new_step
         shutil.rmtree(crashed)
-    print(f"\n{total} changes of the disk, {len(disk.states)} states, {found_new} with the new checkpoint")
+    print(
+        f"\n{total} changes of the disk, {len(disk.states)} states, {found_new} with the new checkpoint"
+    )
     assert 0 < found_new < len(disk.states)
 
 

@@ -51,7 +51,9 @@ def runs(rank: int, root: Path) -> dict[str, Ended]:
     dist.barrier()
     runs_by_name["resumed"] = train_whole(rank, config(node_folder / "run", **first))
     two_stages = {"pipeline_parallel_degree": 2}
-    runs_by_name["other mesh"] = train_whole(rank, config(node_folder / "run", two_stages, **first, load_step=2))
+    runs_by_name["other mesh"] = train_whole(
+        rank, config(node_folder / "run", two_stages, **first, load_step=2)
+    )
     if rank == 0:
         path = node_folder / "run/checkpoint/step-4/rank-00001.bin"
         path.write_bytes(path.read_bytes()[:-1])
@@ -80,16 +82,24 @@ def ended(root: Path) -> list[dict[str, Ended]]:
     return run_ranks(2, runs, root)
 
 
-def test_unshared_disks_are_reported_before_the_first_step(root: Path, ended: list[dict[str, Ended]]) -> None:
+def test_unshared_disks_are_reported_before_the_first_step(
+    root: Path, ended: list[dict[str, Ended]]
+) -> None:
     for rank in ended:
         error = rank["refused"].error
-        assert isinstance(error, StorageError) and error.exit_code == 8 and rank["refused"].losses == []
+        assert (
+            isinstance(error, StorageError)
+            and error.exit_code == 8
+            and rank["refused"].losses == []
+        )
         assert f"{os.uname().nodename} does not see" in str(error) and "\n" not in str(error)
         assert 'checkpoint.storage = "first_node"' in str(error) and "job.dump_folder" in str(error)
     assert not [*root.glob("node-0/refused/checkpoint/*"), *root.glob("shared/checkpoint/probe-*")]
 
 
-def test_first_node_stores_the_checkpoints_of_all(root: Path, ended: list[dict[str, Ended]]) -> None:
+def test_first_node_stores_the_checkpoints_of_all(
+    root: Path, ended: list[dict[str, Ended]]
+) -> None:
     for rank in ended:
         straight, resumed = rank["straight"], rank["resumed"]
         assert resumed.error is None and resumed.losses == straight.losses[SAVED:]
@@ -100,7 +110,9 @@ def test_first_node_stores_the_checkpoints_of_all(root: Path, ended: list[dict[s
             root / "shared/checkpoint/step-2" / name,
             root / "node-0/run/checkpoint/step-2" / name,
         )
-        assert shared_file.read_bytes() == node_file.read_bytes(), "bytes differ from those in a shared folder"
+        assert shared_file.read_bytes() == node_file.read_bytes(), (
+            "bytes differ from those in a shared folder"
+        )
     assert not (root / "node-1/run/checkpoint").exists()
 
 
@@ -114,8 +126,12 @@ def test_checkpoint_of_the_first_node_is_loaded_on_another_mesh(
 
 def test_damage_and_a_full_disk_are_reported_on_all_ranks(ended: list[dict[str, Ended]]) -> None:
     for rank in ended:
-        assert isinstance(rank["damaged"].error, CheckpointError) and "rank-00001.bin" in str(rank["damaged"].error)
-        assert isinstance(rank["full"].error, StorageError) and "errno 28" in str(rank["full"].error)
+        assert isinstance(rank["damaged"].error, CheckpointError) and "rank-00001.bin" in str(
+            rank["damaged"].error
+        )
+        assert isinstance(rank["full"].error, StorageError) and "errno 28" in str(
+            rank["full"].error
+        )
 
 
 def write_to_a_full_disk(rank: int, folder: Path) -> str:

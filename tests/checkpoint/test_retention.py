@@ -144,7 +144,9 @@ class Folder(RuleBasedStateMachine):
         self.note_saved(step)
         after = self.valid_steps()
         assert step in after
-        assert {s for s in before if s > step} <= after, "later steps of an abandoned history must not be deleted"
+        assert {s for s in before if s > step} <= after, (
+            "later steps of an abandoned history must not be deleted"
+        )
         if self.manager.best.is_new(step):
             assert self.manager.best.kept == step == read_pointer(self.folder)["step"]
 
@@ -166,7 +168,9 @@ class Folder(RuleBasedStateMachine):
         assert writing is not None
         self.manager.close()
         GO.set()
-        assert writing.wait(patience.seconds(60.0)) and writing.failed, "a writer without its lease must not commit"
+        assert writing.wait(patience.seconds(60.0)) and writing.failed, (
+            "a writer without its lease must not commit"
+        )
         assert self.valid_steps() == before
         self.in_flight = False
         self.continue_from(self.start())
@@ -248,7 +252,11 @@ class Folder(RuleBasedStateMachine):
         valid = self.valid_steps()
         assert valid or not self.step or self.in_flight
         assert all(is_complete(self.folder / f"step-{s}") for s in valid)
-        assert not any(is_complete(self.folder / f"step-{s}") for s in self.damaged if s in self.manager.steps())
+        assert not any(
+            is_complete(self.folder / f"step-{s}")
+            for s in self.damaged
+            if s in self.manager.steps()
+        )
 
     @invariant()
     def permanent_and_best_checkpoints_exist(self) -> None:
@@ -263,7 +271,9 @@ class Folder(RuleBasedStateMachine):
 
 
 TestFolder = Folder.TestCase
-TestFolder.settings = settings(max_examples=RUNS, stateful_step_count=15, suppress_health_check=list(HealthCheck))
+TestFolder.settings = settings(
+    max_examples=RUNS, stateful_step_count=15, suppress_health_check=list(HealthCheck)
+)
 
 
 def test_deletion_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +286,9 @@ def test_deletion_renames_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(names) == 1 and names[0].startswith("step-2.trash-")
 
 
-def test_a_save_does_not_wait_until_old_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_does_not_wait_until_old_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """16,384 files at 1 ms would be 16 seconds of every save, for all ranks."""
     may_remove = threading.Event()
     removed: list[str] = []
@@ -285,7 +297,9 @@ def test_a_save_does_not_wait_until_old_files_are_removed(tmp_path: Path, monkey
         assert may_remove.wait(patience.seconds(30))
         removed.append(path.name)
 
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: slow_rmtree(path) if ".trash-" in path.name else None)
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **_: slow_rmtree(path) if ".trash-" in path.name else None
+    )
     manager = checkpoints(tmp_path, keep_latest_k=2)
     for step in (1, 2, 3, 4):
         save(manager, step)
@@ -356,7 +370,9 @@ def test_leftovers_of_a_dead_writer_are_deleted_immediately_and_others_after_an_
     ]
 
 
-def test_manifest_is_read_once_however_many_saves_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_is_read_once_however_many_saves_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed: list[Path] = []
     monkeypatch.setattr(retention, "read", lambda path: parsed.append(path) or manifest.read(path))
     manager = checkpoints(tmp_path, keep_latest_k=3)
@@ -375,8 +391,12 @@ def test_save_checks_only_keep_checkpoints_however_many_are_permanent(tmp_path, 
     for step in range(10, 3010, 10):
         (tmp_path / f"step-{step}").mkdir()
     checked: list[str] = []
-    monkeypatch.setattr(retention, "is_complete", lambda path, origin: (checked.append(path.name), True)[1])
+    monkeypatch.setattr(
+        retention, "is_complete", lambda path, origin: (checked.append(path.name), True)[1]
+    )
     monkeypatch.setattr(retention, "is_of", lambda path, origin: True)
-    retention.delete_old(tmp_path, saved=3000, keep=2, forever=10, spare=0, origin="", removals=retention.Removals())
+    retention.delete_old(
+        tmp_path, saved=3000, keep=2, forever=10, spare=0, origin="", removals=retention.Removals()
+    )
     assert checked == ["step-3000", "step-2990"]
     assert len(list(tmp_path.iterdir())) == 300

@@ -95,7 +95,9 @@ def assert_nothing_is_lost(root: Path, reported: int) -> int:
         to_continue = reader.to_continue()
     newest = max(steps, default=0)
     assert newest >= reported, "a step reported as saved is missing"
-    assert (to_continue is None and newest == 0) or (to_continue is not None and to_continue.name == f"step-{newest}")
+    assert (to_continue is None and newest == 0) or (
+        to_continue is not None and to_continue.name == f"step-{newest}"
+    )
     return newest
 
 
@@ -104,7 +106,9 @@ def assert_nothing_is_lost(root: Path, reported: int) -> int:
     ("size", "mode", "share"),
     [(1, "disabled", 0.4), (1, "async", 0.3), (2, "disabled", 0.1), (2, "async", 0.2)],
 )
-def test_random_kills_lose_nothing(size: int, mode: str, share: float, kills: int, tmp_path: Path) -> None:
+def test_random_kills_lose_nothing(
+    size: int, mode: str, share: float, kills: int, tmp_path: Path
+) -> None:
     dice, newest, gained = random.Random(size), 0, 0
     for number in range(int(kills * share)):
         ranks, receiver = start_ranks(size, tmp_path, number, mode)
@@ -121,7 +125,9 @@ def test_random_kills_lose_nothing(size: int, mode: str, share: float, kills: in
         victim = dice.randrange(size + 1)  # one rank, or all
         for process in ranks if victim == size else [ranks[victim]]:
             os.kill(process.pid, signal.SIGKILL)
-        newest_after_kill = assert_nothing_is_lost(tmp_path, max(reported, kill_ranks(ranks, receiver)))
+        newest_after_kill = assert_nothing_is_lost(
+            tmp_path, max(reported, kill_ranks(ranks, receiver))
+        )
         gained += newest_after_kill > newest
         newest = newest_after_kill
     assert gained > (kills * share / 4 if kills == KILLS else 0), (
@@ -155,7 +161,9 @@ def kill_at(operation: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("every", cases([9], nightly=[1]))
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_kill_before_each_change_of_the_disk_loses_nothing(tmp_path: Path, mode: str, every: int) -> None:
+def test_kill_before_each_change_of_the_disk_loses_nothing(
+    tmp_path: Path, mode: str, every: int
+) -> None:
     """Three saves of one rank make about 80 changes: the first save, a second, and one that deletes a checkpoint."""
     newest = 0
     for operation in range(1, 82, every):

@@ -23,7 +23,9 @@ from shardtrain.checkpoint.save_plan import compress
 from shardtrain.facts.dtypes import ITEM_BYTES
 
 
-def write_tensors(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int]]]], rng: Any = None) -> Manifest:
+def write_tensors(
+    folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int]]]], rng: Any = None
+) -> Manifest:
     """Write tensors in shards with the given sizes along each dimension.
 
     Box i is in file i, or in a file drawn by ``rng``.
@@ -46,11 +48,15 @@ def write_tensors(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list
         box_array = np.array(boxes, np.int64).reshape(len(boxes), len(cells), 2)
         placement = order[: len(boxes)], np.array(begins, np.int64)
         grids = compress(box_array[:, :, 0], box_array[:, :, 1], *placement)
-        stored[name] = StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(grids))
+        stored[name] = StoredTensor(
+            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(grids)
+        )
     listed = []
     for number, data in enumerate(written):
         (folder / f"rank-{number:05d}.bin").write_bytes(data)
-        listed.append(TensorFile(f"rank-{number:05d}.bin", len(data), hashlib.sha256(data).hexdigest()))
+        listed.append(
+            TensorFile(f"rank-{number:05d}.bin", len(data), hashlib.sha256(data).hexdigest())
+        )
     return Manifest(1, count, "run", "test", tuple(listed), stored, {})
 
 
@@ -61,10 +67,16 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
     tensors, boxes = {}, {}
     for name in ("model.a", "model.b"):
         dims = data.draw(st.integers(0, 3))
-        cells = [data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)) for _ in range(dims)]
-        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]))
+        cells = [
+            data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)) for _ in range(dims)
+        ]
+        dtype = data.draw(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
+        )
         shape = [sum(sizes) for sizes in cells]
-        numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % (2 if dtype == torch.bool else 120)
+        numbers = torch.arange(np.prod(shape, dtype=int)).reshape(shape) % (
+            2 if dtype == torch.bool else 120
+        )
         tensors[name] = numbers.to(dtype), cells
         low = [data.draw(st.integers(0, size - 1)) for size in shape]
         boxes[name] = (
@@ -76,11 +88,15 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
         data.draw(st.sampled_from([1, 5, 2**17])),
     )
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        manifest = write_tensors(Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99))))
+        manifest = write_tensors(
+            Path(name), tensors, np.random.default_rng(data.draw(st.integers(0, 99)))
+        )
         filled, expected, box_of_tensor = {}, {}, {}
         for key, (low, sizes) in boxes.items():
             saved = tensors[key][0]
-            expected[key] = saved[tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))]
+            expected[key] = saved[
+                tuple(slice(at, at + size) for at, size in zip(low, sizes, strict=True))
+            ]
             types = [saved.dtype, torch.float32] if saved.is_floating_point() else [saved.dtype]
             filled[key] = torch.zeros(sizes, dtype=data.draw(st.sampled_from(types)))
             if data.draw(st.booleans()):  # reversed memory order: rows are not contiguous
@@ -99,15 +115,23 @@ def test_any_box_of_tensors_saved_by_any_mesh_is_read_exactly(data: st.DataObjec
 def write_layers(folder: Path, count: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """Write ``count`` tensors of shape [8, 6], each split by rows into 8 files."""
     weights = {f"model.layers.{n}.w": torch.arange(48.0).reshape(8, 6) + n for n in range(count)}
-    return write_tensors(folder, {name: (tensor, [[1] * 8, [6]]) for name, tensor in weights.items()}), weights
+    return write_tensors(
+        folder, {name: (tensor, [[1] * 8, [6]]) for name, tensor in weights.items()}
+    ), weights
 
 
-def test_overlaps_are_computed_once_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlaps_are_computed_once_for_all_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """40 layers take as many overlap computations and opened files as one layer."""
     computed, opened = [], []
     overlaps, open_stored = Grid.overlaps, files.open_stored
-    monkeypatch.setattr(Grid, "overlaps", lambda grid, box: (computed.append(grid), overlaps(grid, box))[1])
-    monkeypatch.setattr(files, "open_stored", lambda path: (opened.append(path), open_stored(path))[1])
+    monkeypatch.setattr(
+        Grid, "overlaps", lambda grid, box: (computed.append(grid), overlaps(grid, box))[1]
+    )
+    monkeypatch.setattr(
+        files, "open_stored", lambda path: (opened.append(path), open_stored(path))[1]
+    )
     for count in (1, 40):
         (tmp_path / str(count)).mkdir()
         manifest, saved = write_layers(tmp_path / str(count), count)
@@ -133,11 +157,14 @@ def test_at_most_one_piece_is_read_at_a_time(
             return super().read_into_all(views, position)
 
     monkeypatch.setattr(files, "FileReader", Counted)
-    monkeypatch.setattr(files, "PIECE_BYTES", 60)  # two rows of 7 numbers; less than one row of 5 x 7
+    # two rows of 7 numbers; less than one row of 5 x 7
+    monkeypatch.setattr(files, "PIECE_BYTES", 60)
     filled = {"model.experts": torch.zeros_like(saved, dtype=dtype)}
     tensor_reader.read(filled, manifest, tmp_path)
     assert torch.equal(filled["model.experts"], saved.to(dtype))
-    assert bytes_read == 2 * [56, 56, 28] and sum(bytes_read) == saved.numel() * ITEM_BYTES["float32"]
+    assert (
+        bytes_read == 2 * [56, 56, 28] and sum(bytes_read) == saved.numel() * ITEM_BYTES["float32"]
+    )
 
 
 def test_pieces_of_16384_files_are_stored_in_arrays(monkeypatch: pytest.MonkeyPatch) -> None:

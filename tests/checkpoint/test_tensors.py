@@ -37,12 +37,16 @@ def write_checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
         path = folder / f"rank-{number:05d}.bin"
         if not path.exists():
             path.write_bytes(b"".join(parts))
-        listed.append(TensorFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest()))
+        listed.append(
+            TensorFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest())
+        )
     return Manifest(1, FILES, "run", "test", tuple(listed), stored, {}), saved
 
 
 @pytest.mark.parametrize("most", [1, 3, 2 * FILES])
-def test_only_one_file_is_open_at_a_time(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_file_is_open_at_a_time(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest, saved = write_checkpoint(tmp_path)
     opened: list[files.StoredFileReader] = []
     closed: list[files.StoredFileReader] = []
@@ -66,7 +70,9 @@ def test_only_one_file_is_open_at_a_time(most: int, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("most_bytes", [16, 40, 2**23])
-def test_adjacent_pieces_are_read_together(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_pieces_are_read_together(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tensors of the stored dtype are filled in place; other dtypes and transposed tensors use a buffer."""
     manifest, saved = write_checkpoint(tmp_path)
     buffers_per_read: list[int] = []
@@ -83,9 +89,8 @@ def test_adjacent_pieces_are_read_together(most_bytes: int, tmp_path: Path, monk
         filled["model.a"] = filled["model.a"].T.contiguous().T  # transposed memory layout
         tensor_reader.read(filled, manifest, tmp_path)
         assert all(torch.equal(filled[name], saved[name].to(dtype)) for name in saved)
-    assert buffers_per_read == 3 * (
-        [2] * FILES if most_bytes >= 40 else [1] * 3 * FILES
-    )  # with 16 bytes, one row at a time
+    # with 16 bytes, one row at a time
+    assert buffers_per_read == 3 * ([2] * FILES if most_bytes >= 40 else [1] * 3 * FILES)
 
 
 def test_truncated_file_is_rejected(tmp_path: Path) -> None:
@@ -93,7 +98,9 @@ def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     last = tmp_path / manifest.files[-1].name
     last.write_bytes(last.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="became shorter"):
-        tensor_reader.read({name: torch.zeros_like(tensor) for name, tensor in saved.items()}, manifest, tmp_path)
+        tensor_reader.read(
+            {name: torch.zeros_like(tensor) for name, tensor in saved.items()}, manifest, tmp_path
+        )
 
 
 def read_by_check(rank: int, folder: Path) -> dict[str, int]:

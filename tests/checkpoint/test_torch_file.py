@@ -27,17 +27,31 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_file_of_dcp_to_torch_imports_like_its_folder(good: Path, tmp_path: Path, capsys: Any) -> None:
+def test_file_of_dcp_to_torch_imports_like_its_folder(
+    good: Path, tmp_path: Path, capsys: Any
+) -> None:
     for source in (good, good.with_name("checkpoint.pt")):
-        assert cli.main(["checkpoint", "from-dcp", str(source), str(tmp_path / source.stem), *words()]) == 0
+        assert (
+            cli.main(["checkpoint", "from-dcp", str(source), str(tmp_path / source.stem), *words()])
+            == 0
+        )
         assert "weights and the optimizer's state" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "diff", str(tmp_path / "step-3"), str(tmp_path / "checkpoint")]) == 0
+    assert (
+        cli.main(["checkpoint", "diff", str(tmp_path / "step-3"), str(tmp_path / "checkpoint")])
+        == 0
+    )
 
 
 @pytest.mark.parametrize("form", ["model", "flat", "parameters", "old optimizer"])
-def test_weights_in_any_layout_of_torch_save_are_imported(form: str, good: Path, tmp_path: Path, capsys: Any) -> None:
+def test_weights_in_any_layout_of_torch_save_are_imported(
+    form: str, good: Path, tmp_path: Path, capsys: Any
+) -> None:
     folder = DcpFolder(good)
-    model = {name: folder.tensor(name) for name in folder.tensors if not name.startswith(("optim", "train"))}
+    model = {
+        name: folder.tensor(name)
+        for name in folder.tensors
+        if not name.startswith(("optim", "train"))
+    }
     saved: Any = {"model": model}
     if form == "flat":
         saved = model
@@ -65,16 +79,21 @@ def test_weights_in_any_layout_of_torch_save_are_imported(form: str, good: Path,
         == 0
     )
     capsys.readouterr()
+    # the step differs
     assert cli.main(["checkpoint", "diff", str(out), str(tmp_path / "same")]) in (
         0,
         1,
-    )  # the step differs
+    )
     output = capsys.readouterr().out
     assert ": equal" in output and "0 of 21 tensors differ" in output
 
 
-@pytest.mark.parametrize("name", ["pickle-0", "pickle-2", "pickle-5", "torch-zip", "7z", "old format", "twice", "text"])
-def test_hostile_file_runs_no_code_and_is_rejected_in_one_line(name: str, tmp_path: Path, capfd: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["pickle-0", "pickle-2", "pickle-5", "torch-zip", "7z", "old format", "twice", "text"]
+)
+def test_hostile_file_runs_no_code_and_is_rejected_in_one_line(
+    name: str, tmp_path: Path, capfd: Any
+) -> None:
     file, canary = tmp_path / "checkpoint.pt", tmp_path / "canary"
     table = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
     if name == "old format":
@@ -96,7 +115,9 @@ def test_names_in_nested_tables_and_lists_are_joined_by_dots(tmp_path: Path) -> 
     assert file.value("a.b.1") == 3 and file.value("c") == "text" and file.value("d") is None
 
 
-def test_training_from_a_torchtitan_checkpoint_names_the_import_command(good: Path, tmp_path: Path) -> None:
+def test_training_from_a_torchtitan_checkpoint_names_the_import_command(
+    good: Path, tmp_path: Path
+) -> None:
     """As initial weights (folder or file), and as a step in the run's own folder."""
     titan = tmp_path / "run" / "checkpoint" / "step-3"
     shutil.copytree(good, titan)
@@ -119,4 +140,7 @@ def test_training_from_a_torchtitan_checkpoint_names_the_import_command(good: Pa
         done = forked.run(line, cwd=tmp_path, capture_output=True, text=True)
         errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
         assert done.returncode == 5 and len(errors) == 1, done.stderr[-2000:]
-        assert f"`shardtrain checkpoint from-dcp {place} NEW`" in errors[0] and errors[0].count("use another") <= 1
+        assert (
+            f"`shardtrain checkpoint from-dcp {place} NEW`" in errors[0]
+            and errors[0].count("use another") <= 1
+        )

@@ -13,7 +13,9 @@ from shardtrain.utils.errors import CheckpointError
 def test_step_counts_samples_tokens_and_applied_updates() -> None:
     state = TrainState()
     for step, applied in enumerate((True, False, False, True, False)):
-        state.advance(samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied)
+        state.advance(
+            samples_consumed=8 * (step + 1), tokens=500, row_hashes=2**62, applied=applied
+        )
     assert state == TrainState(
         step=5,
         updates=2,
@@ -43,7 +45,9 @@ def test_counters_round_trip_through_json() -> None:
 @pytest.mark.parametrize("bad", [None, "5", 5.0, True, -1, [5]])
 def test_invalid_counter_is_rejected_with_its_name(bad: object) -> None:
     values = {**TrainState().to_dict(), "updates": bad}
-    with pytest.raises(CheckpointError, match=r"^train state: updates=.* is not a count; use another checkpoint$"):
+    with pytest.raises(
+        CheckpointError, match=r"^train state: updates=.* is not a count; use another checkpoint$"
+    ):
         TrainState().load(values)
 
 

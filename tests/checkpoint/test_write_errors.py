@@ -35,7 +35,11 @@ class Faults:
 
     def _watched(self, name: str, original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            if name == "open" and not arguments[1] & os.O_CREAT and not arguments[1] & os.O_DIRECTORY:
+            if (
+                name == "open"
+                and not arguments[1] & os.O_CREAT
+                and not arguments[1] & os.O_DIRECTORY
+            ):
                 return original(*arguments, **options)
             self.counts[name] = self.counts.get(name, 0) + 1
             if self.target and self.target[:2] == (name, self.counts[name]):
@@ -61,9 +65,13 @@ def save_to_the_end(manager: Checkpoints, step: int) -> None:
     manager.finish()
 
 
-@pytest.mark.parametrize(("keep", "mode"), [(0, "disabled"), (2, "disabled"), (0, "async"), (2, "async")])
+@pytest.mark.parametrize(
+    ("keep", "mode"), [(0, "disabled"), (2, "disabled"), (0, "async"), (2, "async")]
+)
 @pytest.mark.usefixtures("group")
-def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(tmp_path: Path, keep: int, mode: str) -> None:
+def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(
+    tmp_path: Path, keep: int, mode: str
+) -> None:
     manager = checkpoints(tmp_path, keep_latest_k=keep, async_mode=mode)
     for step in (1, 2):
         save_to_the_end(manager, step)
@@ -72,7 +80,9 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(tmp_path: 
         faults = Faults(patch)
         save_to_the_end(manager, 3)  # this save also deletes step 1, so it makes every kind of call
         calls = dict(faults.counts)
-    assert calls["write"] >= 2 and calls["fsync"] >= 4 and calls["rename"] >= 1 and calls["mkdir"] == 1, calls
+    assert (
+        calls["write"] >= 2 and calls["fsync"] >= 4 and calls["rename"] >= 1 and calls["mkdir"] == 1
+    ), calls
     step, failed_saves = 3, 0
     for name, count in calls.items():
         for number in range(1, count + 1):
@@ -92,8 +102,14 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(tmp_path: 
                 assert not list(folder.glob("*.tmp-*")), (name, number)
                 if message:
                     failed_saves += 1
-                    assert f"errno {code}" in message and str(tmp_path) in message and "\n" not in message, message
-    if not keep:  # otherwise, calls that delete a checkpoint follow the commit, and their errors stop nothing
+                    assert (
+                        f"errno {code}" in message
+                        and str(tmp_path) in message
+                        and "\n" not in message
+                    ), message
+    if (
+        not keep
+    ):  # otherwise, calls that delete a checkpoint follow the commit, and their errors stop nothing
         assert failed_saves == len(ERRORS) * (sum(calls.values()) - 3), (
             "every error except those of opening and syncing the parent folder"
         )
@@ -139,7 +155,9 @@ def save_split(manager: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_error_on_one_rank_fails_the_save_on_all_without_blocking(tmp_path: Path, mode: str) -> None:
+def test_error_on_one_rank_fails_the_save_on_all_without_blocking(
+    tmp_path: Path, mode: str
+) -> None:
     answers = run_ranks(2, faulty_saves, tmp_path, mode)
     for first, second, (name, culprit, _) in zip(*answers, SITES, strict=False):
         assert first[0] == second[0], "ranks report different messages"
@@ -176,13 +194,17 @@ def test_file_size_limit_of_the_kernel_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_save_without_enough_free_space_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_without_enough_free_space_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = checkpoints(tmp_path)
     save(manager, 1)
     monkeypatch.setattr(files, "free_bytes", lambda _: 100)
     created: list[Any] = []
     monkeypatch.setattr(Path, "mkdir", lambda *a, **_: created.append(a))
-    with pytest.raises(StorageError, match=r"100 bytes are free and \d+ are needed; nothing was changed"):
+    with pytest.raises(
+        StorageError, match=r"100 bytes are free and \d+ are needed; nothing was changed"
+    ):
         save(manager, 2)
     assert not created and manager.steps() == [1]
 
@@ -198,7 +220,9 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("group")
-def test_files_are_synced_before_the_checkpoint_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_the_checkpoint_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Order that survives a power loss: fsync of shards, manifest and draft folder, rename, fsync of the parent."""
     order: list[str] = []
     opened: dict[int, str] = {}
@@ -211,7 +235,9 @@ def test_files_are_synced_before_the_checkpoint_is_renamed(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "open", noted_open)
     monkeypatch.setattr(os, "fsync", lambda d: (order.append(f"fsync {opened[d]}"), os_fsync(d))[1])
-    monkeypatch.setattr(os, "rename", lambda a, b, **at: (order.append("rename"), os_rename(a, b, **at))[1])
+    monkeypatch.setattr(
+        os, "rename", lambda a, b, **at: (order.append("rename"), os_rename(a, b, **at))[1]
+    )
     manager = checkpoints(tmp_path)
     manager.to_continue()
     order.clear()

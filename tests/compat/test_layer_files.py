@@ -27,7 +27,12 @@ STEP = "global_step001"
 def write_layer_folder(folder: Path, family: str, shards: int, **changed: Any) -> Path:
     """Write a folder with one file per layer, next to the Hugging Face folder of its model."""
     hf = hf_folder(folder / "hf", family, **changed)
-    assert cli.main(["checkpoint", "to-fmengine", str(hf), str(folder / "fm"), f"--mp_world_size={shards}"]) == 0
+    assert (
+        cli.main(
+            ["checkpoint", "to-fmengine", str(hf), str(folder / "fm"), f"--mp_world_size={shards}"]
+        )
+        == 0
+    )
     return folder / "fm"
 
 
@@ -40,14 +45,19 @@ def good_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("family", "shards", "layers"),
     cases(
         [("llama2", 2, 2), ("mistral", 1, 2), ("neox", 2, 2), ("llama3-tied", 1, 2)],
-        nightly=[("llama2", n, k) for n in (1, 2, 4) for k in (4, 12)] + [("neox", 4, 12), ("mistral", 2, 4)],
+        nightly=[("llama2", n, k) for n in (1, 2, 4) for k in (4, 12)]
+        + [("neox", 4, 12), ("mistral", 2, 4)],
     ),
 )
 def test_a_model_survives_a_round_trip_through_layer_files(
     tmp_path: Path, family: str, shards: int, layers: int
 ) -> None:
     folder = write_layer_folder(tmp_path, family, shards, num_hidden_layers=layers)
-    expected = {f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n in range(layers + 3) for s in range(shards)}
+    expected = {
+        f"layer_{n:02d}-model_{s:02d}-model_states.pt"
+        for n in range(layers + 3)
+        for s in range(shards)
+    }
     expected |= {f"mp_rank_{s:02d}_model_states.pt" for s in range(shards)}
     assert {path.name for path in (folder / STEP).iterdir()} == expected
     assert (folder / "latest").read_text() == STEP
@@ -71,10 +81,15 @@ def test_layer_files_match_fmengine_s_format(good_folder: Path) -> None:
         same(file(4, shard), {"weight": full_weights["lm_head.weight"][rows]})
         for layer in (0, 1):
             parts, prefix = file(layer + 1, shard), f"model.layers.{layer}."
-            assert parts.keys() == {n.removeprefix(prefix) for n in full_weights if n.startswith(prefix)}
+            assert parts.keys() == {
+                n.removeprefix(prefix) for n in full_weights if n.startswith(prefix)
+            }
             for name, part in parts.items():
                 full = full_weights[prefix + name]
-                if any(projection in name for projection in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+                if any(
+                    projection in name
+                    for projection in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+                ):
                     full = full.chunk(2, 0)[shard]
                 elif "o_proj" in name or "down_proj" in name:
                     full = full.chunk(2, 1)[shard]
@@ -96,7 +111,9 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
         parts[3] = {"weight": torch.nn.Parameter(hf["model.norm.weight"])}
         for layer in (0, 1):
             prefix = f"model.layers.{layer}."
-            parts[layer + 1] = {n.removeprefix(prefix): t for n, t in hf.items() if n.startswith(prefix)}
+            parts[layer + 1] = {
+                n.removeprefix(prefix): t for n, t in hf.items() if n.startswith(prefix)
+            }
             parts[layer + 1]["self_attn.rotary_emb.inv_freq"] = torch.ones(4)
         for layer, table in parts.items():
             torch.save(
@@ -108,7 +125,9 @@ def test_files_as_fmengine_writes_them_are_read(good_folder: Path, tmp_path: Pat
     base = ["--base-model", str(good_folder.parent / "hf")]
     for step, row in (("latest", 10.0), ("global_step5", 5.0)):
         out = str(tmp_path / step)
-        assert cli.main(["checkpoint", "from-fmengine", str(folder), out, *base, "--step", step]) == 0
+        assert (
+            cli.main(["checkpoint", "from-fmengine", str(folder), out, *base, "--step", step]) == 0
+        )
         assert cli.main(["export", out, "--to", f"{out}-hf", "--check=weights"]) == 0
         imported = tensors(Path(f"{out}-hf"))
         assert bool((imported["model.embed_tokens.weight"][-1] == row).all())
@@ -144,11 +163,15 @@ def test_adapters_of_a_step_become_a_peft_folder(tmp_path: Path) -> None:
     adapters = load_file(str(tmp_path / "out/adapter_model.safetensors"))
     prefix = "base_model.model.model.layers.0."
     assert adapters.keys() == {f"{prefix}{name}.weight" for name in parts}
-    assert all(torch.equal(adapters[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items())
+    assert all(
+        torch.equal(adapters[f"{prefix}{name}.weight"], tensor) for name, tensor in parts.items()
+    )
     import peft
     from hub_folders import build
 
-    model = peft.PeftModel.from_pretrained(build("llama2", num_hidden_layers=1), str(tmp_path / "out"))
+    model = peft.PeftModel.from_pretrained(
+        build("llama2", num_hidden_layers=1), str(tmp_path / "out")
+    )
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     assert layer.scaling["default"] == 4.0
     assert torch.equal(layer.lora_A["default"].weight, parts["self_attn.q_proj.lora_A"])
@@ -164,7 +187,9 @@ def resaved(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path, Path], N
     return write
 
 
-def zipped(change: Callable[[str, bytes], tuple[str, bytes]], kind: int = zipfile.ZIP_STORED) -> Any:
+def zipped(
+    change: Callable[[str, bytes], tuple[str, bytes]], kind: int = zipfile.ZIP_STORED
+) -> Any:
     """Rewrite the archive with changed members."""
 
     def write(file: Path, canary: Path) -> None:
@@ -197,12 +222,17 @@ def bomb(name: str) -> Callable[[Path, Path], None]:
 
 
 HOSTILE: dict[str, Callable[[Path, Path], None]] = {
-    **{name: bomb(name) for name in ("pickle-0", "pickle-2", "pickle-4", "pickle-5", "torch-zip", "7z")},
+    **{
+        name: bomb(name)
+        for name in ("pickle-0", "pickle-2", "pickle-4", "pickle-5", "torch-zip", "7z")
+    },
     "a function": resaved(lambda table: {**table, "x": operator.attrgetter("x")}),
     "cut": lambda file, _: file.write_bytes(file.read_bytes()[:-400]) and None,
     "empty": lambda file, _: file.write_bytes(b"") and None,
     "compressed": zipped(lambda name, data: (name, data), zipfile.ZIP_DEFLATED),
-    "another byte": lambda file, _: file.write_bytes(bytes(b ^ (i == 3000) for i, b in enumerate(file.read_bytes()))),
+    "another byte": lambda file, _: file.write_bytes(
+        bytes(b ^ (i == 3000) for i, b in enumerate(file.read_bytes()))
+    ),
     "no storage": zipped(lambda name, data: (name.replace("/data/0", "/other/0"), data)),
     "big-endian": zipped(lambda name, data: (name, b"big" if name.endswith("byteorder") else data)),
     "expanded": resaved(lambda table: {**table, "x": torch.ones(1).expand(2**30)}),
@@ -215,7 +245,9 @@ HOSTILE: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good_folder: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_hostile_file_runs_nothing_and_is_one_line(
+    name: str, good_folder: Path, tmp_path: Path, capfd: Any
+) -> None:
     folder, canary = tmp_path / "fm", tmp_path / "canary"
     shutil.copytree(good_folder, folder)
     HOSTILE[name](folder / STEP / "layer_01-model_00-model_states.pt", canary)
@@ -225,7 +257,11 @@ def test_a_hostile_file_runs_nothing_and_is_one_line(name: str, good_folder: Pat
     ):
         assert cli.main([*arguments, str(tmp_path / "out")]) == 5
         error = capfd.readouterr().err
-        assert len(error.strip().splitlines()) == 1 and "layer_01-model_00" in error and "\x1b" not in error
+        assert (
+            len(error.strip().splitlines()) == 1
+            and "layer_01-model_00" in error
+            and "\x1b" not in error
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
@@ -281,7 +317,9 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
     elif change == "adapters":
         each(2, lambda table: table.update({"self_attn.q_proj.lora_A": torch.ones(4, 32)}))
     else:
-        (folder / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+        (folder / "config.json").write_text(
+            '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
+        )
     for arguments in (
         ["checkpoint", "from-fmengine", str(folder)],
         ["checkpoint", "to-fmengine", str(folder)],
@@ -293,7 +331,9 @@ def test_missing_and_surplus_tensors_are_named_without_writing(
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 
-def test_an_indivisible_model_is_rejected_with_a_fix(good_folder: Path, tmp_path: Path, capfd: Any) -> None:
+def test_an_indivisible_model_is_rejected_with_a_fix(
+    good_folder: Path, tmp_path: Path, capfd: Any
+) -> None:
     for shards, message in (
         (3, "--vocab_size 513"),
         (8, "heads"),

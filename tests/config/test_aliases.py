@@ -42,7 +42,9 @@ def test_files_of_every_age_check_without_errors(file: Path) -> None:
     loaded = load(file)
     assert check(loaded) == []
     # The flavors of qwen3 with experts have a separate model file.
-    assert (loaded.notices == ()) == (file.parent.name == "torchtitan_v0_2_2" and "moe" not in file.stem)
+    assert (loaded.notices == ()) == (
+        file.parent.name == "torchtitan_v0_2_2" and "moe" not in file.stem
+    )
 
 
 def test_there_are_fixtures_of_every_age() -> None:
@@ -53,7 +55,9 @@ def test_there_are_fixtures_of_every_age() -> None:
 def test_every_key_of_a_file_is_set_or_mentioned(file: Path) -> None:
     """Each ``key = value`` line must be the origin of an option or of a notice."""
     loaded = load(file)
-    mentioned = set(loaded.origins.values()) | {notice.partition(": ")[0] for notice in loaded.notices}
+    mentioned = set(loaded.origins.values()) | {
+        notice.partition(": ")[0] for notice in loaded.notices
+    }
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if "=" in line:
             assert f"{file.name}:{number}" in mentioned, line
@@ -123,7 +127,11 @@ def test_torchtitan_2024_04(
         option,
     )
     assert (c.checkpoint.enable, c.checkpoint.last_save_model_only) == (False, False)
-    assert c.profiling.enable_profiling and not c.metrics.disable_color_printing and not c.compile.enable
+    assert (
+        c.profiling.enable_profiling
+        and not c.metrics.disable_color_printing
+        and not c.compile.enable
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,9 @@ def test_torchtitan_v0_2_2_runs_under_its_own_names(name: str) -> None:
     assert c.checkpoint.last_save_model_only is (name != "debug_model")
     assert c.model.converters == (["quantize.linear.float8"] if name == "llama3_405b" else [])
     assert c.quantize.linear.float8.filter_fqns == ["output"]
-    assert shape(read_model_file(c.model.name), c.model.flavor, c.model.overrides)["num_layers"] in (6, 32, 80, 126)
+    assert shape(read_model_file(c.model.name), c.model.flavor, c.model.overrides)[
+        "num_layers"
+    ] in (6, 32, 80, 126)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}/{f.stem}")
@@ -257,20 +267,28 @@ def test_the_resolved_form_of_an_old_file_needs_no_alias(file: Path, tmp_path: P
     ],
     ids=lambda v: v.replace("\n", " ") if isinstance(v, str) else None,
 )
-def test_an_old_value_keeps_its_meaning(tmp_path: Path, text: str, option: str, value: object) -> None:
+def test_an_old_value_keeps_its_meaning(
+    tmp_path: Path, text: str, option: str, value: object
+) -> None:
     assert read(tmp_path, text).value(option) == value
 
 
 def test_an_alias_carries_its_origin_and_one_notice(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[training]\n\nbatch_size = 3\n")
     assert loaded.origins["training.local_batch_size"] == "old.toml:3"
-    assert loaded.notices == ("old.toml:3: training.batch_size is called training.local_batch_size now",)
+    assert loaded.notices == (
+        "old.toml:3: training.batch_size is called training.local_batch_size now",
+    )
 
 
 def test_the_command_line_takes_old_names_and_beats_the_file(tmp_path: Path) -> None:
     text = "[training]\nbatch_size = 3\nwarmup_pct = 0.5\nsteps = 10\n"
-    loaded = read(tmp_path, text, "--training.compile", "--training.local_batch_size=5", "--training.steps=40")
-    assert values(loaded, "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps") == (True, 5, 20)
+    loaded = read(
+        tmp_path, text, "--training.compile", "--training.local_batch_size=5", "--training.steps=40"
+    )
+    assert values(
+        loaded, "compile.enable", "training.local_batch_size", "lr_scheduler.warmup_steps"
+    ) == (True, 5, 20)
     assert loaded.origins["compile.enable"] == "command line"
     loaded = read(
         tmp_path,
@@ -376,7 +394,9 @@ def test_options_of_older_torchtitan_versions_are_accepted_with_a_notice(
         ("[model]\nattn_mask_type = 'sliding'", "block_causal"),
     ],
 )
-def test_an_unsupported_old_value_is_rejected_by_name(tmp_path: Path, text: str, names: str) -> None:
+def test_an_unsupported_old_value_is_rejected_by_name(
+    tmp_path: Path, text: str, names: str
+) -> None:
     with pytest.raises(ConfigError, match=names):
         read(tmp_path, text)
 
@@ -401,9 +421,8 @@ def test_one_option_given_alike_under_two_names_is_not_a_mistake(tmp_path: Path)
 
 
 def test_transformers_modeling_backend_is_a_model_of_transformers(tmp_path: Path) -> None:
-    model = (
-        "[model]\nname = 'transformers_modeling_backend'\nflavor = 'full'\n[hf_transformers]\nmodel = 'Qwen/Qwen3-4B'"
-    )
+    model = "[model]\nname = 'transformers_modeling_backend'\nflavor = 'full'\n"
+    model += "[hf_transformers]\nmodel = 'Qwen/Qwen3-4B'"
     loaded = read(tmp_path, model)
     assert loaded.config.model.name == "transformers"
     assert any("hf_assets_path" in notice for notice in loaded.notices)
@@ -415,10 +434,14 @@ def test_torch_spmd_is_ignored_with_a_notice(tmp_path: Path) -> None:
     assert any("experimental.torch_spmd is ignored" in notice for notice in loaded.notices)
 
 
-@pytest.mark.parametrize("switch", ["compile.enable", "metrics.enable_tensorboard", "checkpoint.enable"])
+@pytest.mark.parametrize(
+    "switch", ["compile.enable", "metrics.enable_tensorboard", "checkpoint.enable"]
+)
 def test_a_switch_that_is_off_is_not_called_without_effect(tmp_path: Path, switch: str) -> None:
     section, _, key = switch.partition(".")
-    assert not [note for note in notes(read(tmp_path, f"[{section}]\n{key} = false")) if switch in note]
+    assert not [
+        note for note in notes(read(tmp_path, f"[{section}]\n{key} = false")) if switch in note
+    ]
 
 
 def test_ineffective_options_are_reported(tmp_path: Path) -> None:
@@ -443,7 +466,9 @@ def test_ineffective_options_are_reported(tmp_path: Path) -> None:
         ("deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite", "16B"),
     ],
 )
-def test_a_flavor_of_another_name_is_found_with_a_notice(tmp_path: Path, name: str, flavor: str, today: str) -> None:
+def test_a_flavor_of_another_name_is_found_with_a_notice(
+    tmp_path: Path, name: str, flavor: str, today: str
+) -> None:
     loaded = read(tmp_path, f"[model]\nname = '{name}'\nflavor = '{flavor}'")
     assert check(loaded) == [] and loaded.config.model.flavor == today
     assert any("model.flavor" in notice for notice in loaded.notices)
@@ -464,7 +489,9 @@ def test_an_unsupported_torchtitan_model_names_an_alternative(tmp_path: Path, na
         ("[float8]\nunheard_of = 1", "lora"),
     ],
 )
-def test_an_unknown_key_is_not_mistaken_for_another(tmp_path: Path, text: str, misleading: str) -> None:
+def test_an_unknown_key_is_not_mistaken_for_another(
+    tmp_path: Path, text: str, misleading: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, text)
     assert misleading not in str(raised.value)
@@ -515,8 +542,13 @@ def test_files_of_other_systems_have_no_note_about_torchtitan_s_angles(tmp_path)
     )
     (tmp_path / "config.yaml").write_text(text)
     migration = migrate([tmp_path / "config.yaml"])
-    loaded = load_settings(migration.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False)
-    assert migration.entries and angles(dataclasses.replace(loaded, renames=tuple(map(str, migration.entries)))) == ""
+    loaded = load_settings(
+        migration.settings, ["--model.name", "llama3", "--model.flavor", "8B"], follow=False
+    )
+    assert (
+        migration.entries
+        and angles(dataclasses.replace(loaded, renames=tuple(map(str, migration.entries)))) == ""
+    )
 
 
 def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
@@ -530,7 +562,9 @@ def test_a_notice_of_a_rename_is_not_a_warning(tmp_path):
         warnings = [notice for notice in loaded.notices if notice not in loaded.renames]
         assert len(warnings) == 1 and "positions restart in each" in warnings[0]
     loaded = read(tmp_path, "[training]\nbatch_size = 2\nlocal_batch_size = 2\n")
-    assert ["too, as here" in notice for notice in loaded.notices if notice not in loaded.renames] == [True]
+    assert [
+        "too, as here" in notice for notice in loaded.notices if notice not in loaded.renames
+    ] == [True]
 
 
 def test_expert_tensor_parallelism_is_accepted_like_in_torchtitan(tmp_path):
@@ -547,4 +581,6 @@ def test_a_dashboard_of_2024_finds_its_tag(tmp_path):
     old = "[training]\ndata_parallel_degree = -1\n[metrics]\nenable_tensorboard = true\n"
     assert read(tmp_path, old).config.metrics.legacy_tags is True
     assert read(tmp_path, old + "legacy_tags = false\n").config.metrics.legacy_tags is False
-    assert read(tmp_path, "[metrics]\nenable_tensorboard = true\n").config.metrics.legacy_tags is False
+    assert (
+        read(tmp_path, "[metrics]\nenable_tensorboard = true\n").config.metrics.legacy_tags is False
+    )

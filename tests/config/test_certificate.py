@@ -38,7 +38,9 @@ def state(path: Path, *options: str) -> certificate.CertificateState:
 def test_an_unchanged_configuration_keeps_its_certificate(tmp_path):
     path = write(tmp_path / "c.json")
     assert state(path).applies
-    assert str(state(path)).startswith(f"{path} (sha256 ") and str(state(path)).endswith(") applies")
+    assert str(state(path)).startswith(f"{path} (sha256 ") and str(state(path)).endswith(
+        ") applies"
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,9 @@ def test_a_check_does_not_import_torch(tmp_path):
     path = write(tmp_path / "c.json")
     code = f"import sys; from shardtrain import cli; print(cli.main(['verify', '--check', {str(path)!r}]))"
     code += "; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.splitlines()[1:] == ["0", "False"], result
 
 
@@ -197,7 +201,9 @@ def test_a_dataset_file_and_a_reference_model_are_part_of_the_certificate(tmp_pa
         certified = write(tmp_path / "c.json", *options)
         assert state(certified, *options).applies
         file.write_text("other = 1")
-        assert list(state(certified, *options).changes) == [f"{option}: the file or folder has other contents"]
+        assert list(state(certified, *options).changes) == [
+            f"{option}: the file or folder has other contents"
+        ]
 
 
 def test_a_dimension_that_the_configuration_did_not_have_is_a_change(tmp_path):

@@ -34,14 +34,18 @@ def changed(config: Config, option: str) -> Config:
     return node
 
 
-def differing(old: Config, new: Config, excluded: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2)) -> list[str]:
+def differing(
+    old: Config, new: Config, excluded: tuple[str, ...] = (), ranks: tuple[int, int] = (2, 2)
+) -> list[str]:
     record = json.loads(json.dumps(changes.to_record(old, ranks[0]), allow_nan=False))
     return [change.option for change in changes.find(record, new, ranks[1], excluded)]
 
 
 def test_every_option_has_a_class_and_the_tables_name_no_other() -> None:
     unknown = [name for name in options() if changes.class_of(name) is None]
-    assert not unknown, f"classify {unknown} in config/changes.py: what does a change mean for a resumed run?"
+    assert not unknown, (
+        f"classify {unknown} in config/changes.py: what does a change mean for a resumed run?"
+    )
     assert set(changes.OPTIONS) <= set(options())
     assert set(changes.SECTIONS) <= {name.partition(".")[0] for name in options()}
     assert {*changes.OPTIONS.values(), *changes.SECTIONS.values()} == set(get_args(changes.Class))
@@ -51,7 +55,9 @@ def test_every_option_has_a_class_and_the_tables_name_no_other() -> None:
 def test_a_change_is_detected_exactly_if_it_matters(option: str) -> None:
     config = Config()
     # An unset batch size follows from the mesh, and is compared as its resolved number.
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=64))
+    config = dataclasses.replace(
+        config, training=dataclasses.replace(config.training, global_batch_size=64)
+    )
     wanted = [option] if option in COMPARED else []
     assert differing(config, changed(config, option)) == wanted
     assert differing(config, config) == []
@@ -61,7 +67,9 @@ def test_another_mesh_with_the_same_batch_is_the_same_run() -> None:
     of_mesh, fixed = Config(), changed(Config(), "training.global_batch_size")
     assert differing(fixed, fixed, ranks=(2, 4)) == []
     assert differing(of_mesh, of_mesh, ranks=(2, 4)) == ["training.global_batch_size"]
-    halved = dataclasses.replace(of_mesh, training=dataclasses.replace(of_mesh.training, local_batch_size=4))
+    halved = dataclasses.replace(
+        of_mesh, training=dataclasses.replace(of_mesh.training, local_batch_size=4)
+    )
     assert differing(of_mesh, halved, ranks=(2, 4)) == []
 
 
@@ -76,24 +84,32 @@ def test_a_part_that_restarts_frees_its_options() -> None:
         for other in others:
             assert differing(config, changed(config, other), (part,)) == [other]
     # Weights are loaded, so the model must be the same.
-    assert differing(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == ["model.norm_type"]
+    assert differing(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == [
+        "model.norm_type"
+    ]
 
 
 def test_writing_out_a_default_is_not_a_change() -> None:
     plain = Config(training=Training(steps=60), model=Model(overrides={"num_layers": 2}))
     schedule = dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=60))
     assert differing(plain, schedule) == [] == differing(schedule, plain)
-    assert differing(plain, dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=61))) == [
-        "lr_scheduler.total_steps"
-    ]
+    assert differing(
+        plain, dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=61))
+    ) == ["lr_scheduler.total_steps"]
     longer = dataclasses.replace(schedule, training=Training(steps=90))
     assert differing(plain, longer) == []  # the schedule of the original run continues
-    assert differing(plain, dataclasses.replace(plain, training=Training(steps=90))) == ["training.steps"]
+    assert differing(plain, dataclasses.replace(plain, training=Training(steps=90))) == [
+        "training.steps"
+    ]
     facts = read_model_file(plain.model.name)
     sizes = shape(facts, plain.model.flavor, plain.model.overrides)
-    explicit = dataclasses.replace(plain, model=Model(overrides={"num_layers": 2, "vocab_size": sizes["vocab_size"]}))
+    explicit = dataclasses.replace(
+        plain, model=Model(overrides={"num_layers": 2, "vocab_size": sizes["vocab_size"]})
+    )
     assert differing(plain, explicit) == [] == differing(explicit, plain)
-    assert differing(plain, dataclasses.replace(plain, model=Model(overrides={"num_layers": 3}))) == ["model.overrides"]
+    assert differing(
+        plain, dataclasses.replace(plain, model=Model(overrides={"num_layers": 3}))
+    ) == ["model.overrides"]
 
 
 @pytest.mark.parametrize("record", [None, [], 3, {}, {"no.option": 1}])
@@ -102,7 +118,9 @@ def test_options_missing_in_an_older_checkpoint_are_not_compared(record: Any) ->
 
 
 def test_infinite_numbers_and_hostile_records_stay_one_line_of_json() -> None:
-    config = dataclasses.replace(Config(), training=dataclasses.replace(Config().training, max_norm=float("inf")))
+    config = dataclasses.replace(
+        Config(), training=dataclasses.replace(Config().training, max_norm=float("inf"))
+    )
     assert differing(config, config) == []
     hostile = {"optimizer.lr": "\n\x1b[31m" + "x" * 9999, "training.max_norm": {"a": [None]}}
     for change in changes.find(hostile, Config(), 1):
@@ -111,7 +129,10 @@ def test_infinite_numbers_and_hostile_records_stay_one_line_of_json() -> None:
 
 def problems(*options: str) -> list[str]:
     checkpoint = dataclasses.replace(Config().checkpoint, enable=True, accept_changes=list(options))
-    return [str(problem) for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=checkpoint)))]
+    return [
+        str(problem)
+        for problem in check(Loaded(dataclasses.replace(Config(), checkpoint=checkpoint)))
+    ]
 
 
 def test_only_acceptable_changes_can_be_listed() -> None:

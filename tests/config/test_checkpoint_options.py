@@ -61,7 +61,9 @@ def written(tmp_path: Path, text: str) -> Path:
         ),
     ],
 )
-def test_impossible_checkpoint_options_are_rejected(tmp_path: Path, text: str, message: str) -> None:
+def test_impossible_checkpoint_options_are_rejected(
+    tmp_path: Path, text: str, message: str
+) -> None:
     lines = [str(problem) for problem in check(load(written(tmp_path, ON + text)))]
     assert any(message in line for line in lines), lines
 
@@ -69,8 +71,12 @@ def test_impossible_checkpoint_options_are_rejected(tmp_path: Path, text: str, m
 @pytest.mark.parametrize(
     "text",
     [
-        ON + 'keep_best = "validation.perplexity"\nbest_mode = "max"\n' + VALIDATION + "patience = 3",
-        ON + 'async_mode = "async"\non_save_error = "continue"\nmax_stall_seconds = 0.0\nkeep_every_n_steps = 1000',
+        ON
+        + 'keep_best = "validation.perplexity"\nbest_mode = "max"\n'
+        + VALIDATION
+        + "patience = 3",
+        ON
+        + 'async_mode = "async"\non_save_error = "continue"\nmax_stall_seconds = 0.0\nkeep_every_n_steps = 1000',
         ON + 'interval_type = "automatic"\nmean_time_to_failure_hours = 7.9',
         ON + 'interval_type = "seconds"\ninterval = 600',
         ON + "create_seed_checkpoint = true",

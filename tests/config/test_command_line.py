@@ -36,7 +36,9 @@ def test_a_list_ends_at_the_next_option_and_may_be_repeated() -> None:
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "1.5", "x", "\u0663", "9" * 5000])
 def test_a_number_is_whole_and_above_zero(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="must be a whole number of files above 0; write it like --n 4"):
+    with pytest.raises(
+        ConfigError, match="must be a whole number of files above 0; write it like --n 4"
+    ):
         take([f"--n={wrong}"], {"--n": VerbOption(number_of("files"), "4")})
 
 
@@ -53,7 +55,11 @@ def test_an_option_without_a_value_or_given_twice_is_refused() -> None:
 def test_launch_options_of_train_are_split_from_overrides() -> None:
     taken = split(["--nproc=3", "run.toml", "--nnodes", "1:4", "--a.b", "x", "--node_rank", "0"])
     assert taken == CommandLine("run.toml", 3, ("--a.b", "x"), nnodes="1:4", node_rank=0)
-    assert split(["--a.b", "1", "--job.config_file", "run.toml"]) == CommandLine("run.toml", None, ("--a.b", "1"))
+    assert split(["--a.b", "1", "--job.config_file", "run.toml"]) == CommandLine(
+        "run.toml", None, ("--a.b", "1")
+    )
     assert split(["run.toml", "--help", "--nproc", "none"]).help
-    with pytest.raises(ConfigError, match="is a second configuration file, in addition to run.toml"):
+    with pytest.raises(
+        ConfigError, match="is a second configuration file, in addition to run.toml"
+    ):
         split(["run.toml", "--job.config-file=other.toml"])

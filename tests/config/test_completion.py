@@ -17,7 +17,11 @@ VERBS = [name for name in cli.VERBS if not name.startswith("-")]
 
 def completed(*arguments: str) -> set[str]:
     """Return what bash offers for the last argument. Arguments are split at "=", like in readline."""
-    parts = [part for argument in arguments for part in ((argument,) if "=" not in argument else _split(argument))]
+    parts = [
+        part
+        for argument in arguments
+        for part in ((argument,) if "=" not in argument else _split(argument))
+    ]
     setup = f"COMP_WORDS=({' '.join(map(repr, parts))}); COMP_CWORD={len(parts) - 1}; _shardtrain"
     text = completion.script("bash", VERBS) + f'\n{setup}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     result = subprocess.run(

@@ -59,7 +59,11 @@ def test_defaults_are_those_of_the_file(module: str) -> None:
     assert (reward.scale, reward.kind, reward.limit, reward.cap) == (1.0, "mean", None, 3)
     assert isinstance(reward.scale, float), "an integer default of a float option is a float"
     assert reward.names == ["x"] and reward.weights == {}
-    assert (config.optimizer.trust, config.optimizer.lr, config.optimizer.beta1) == (0.5, 0.125, 0.9)
+    assert (config.optimizer.trust, config.optimizer.lr, config.optimizer.beta1) == (
+        0.5,
+        0.125,
+        0.9,
+    )
 
 
 def test_values_and_origins_come_from_file_and_command_line(tmp_path: Path, module: str) -> None:
@@ -67,7 +71,9 @@ def test_values_and_origins_come_from_file_and_command_line(tmp_path: Path, modu
     run.write_text(
         f'[job]\ncustom_config_module = "{module}"\n[reward]\nscale = 2\nweights.a = 3\n[optimizer]\ntrust = 1\n'
     )
-    loaded = load(run, ["--reward.kind", "last", "--reward.names", "p", "q", "--reward.weights.b=4"])
+    loaded = load(
+        run, ["--reward.kind", "last", "--reward.names", "p", "q", "--reward.weights.b=4"]
+    )
     reward = loaded.config.reward
     assert (reward.scale, reward.kind, reward.names) == (2.0, "last", ["p", "q"])
     assert reward.weights == {"a": 3.0, "b": 4.0}
@@ -89,7 +95,9 @@ def test_values_and_origins_come_from_file_and_command_line(tmp_path: Path, modu
     ],
     ids=str,
 )
-def test_wrong_options_get_the_usual_errors(module: str, arguments: list[str], message: str) -> None:
+def test_wrong_options_get_the_usual_errors(
+    module: str, arguments: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         load(None, ["--job.custom_config_module", module, *arguments])
     assert message in str(error.value)
@@ -103,7 +111,10 @@ def test_options_of_a_file_are_unknown_without_it(module: str) -> None:
 
 
 def test_saved_configuration_loads_to_an_equal_one(tmp_path: Path, module: str) -> None:
-    config = load(None, ["--job.custom_config_module", module, "--reward.scale", "2", "--optimizer.trust", "3"]).config
+    config = load(
+        None,
+        ["--job.custom_config_module", module, "--reward.scale", "2", "--optimizer.trust", "3"],
+    ).config
     saved = tmp_path / "saved.toml"
     saved.write_text(resolved_toml(config))
     assert "[reward]" in saved.read_text()
@@ -135,13 +146,17 @@ def test_help_has_the_docstrings(module: str) -> None:
     text = help_text("reward", schema)
     assert "Rewards of my task." in text and "Factor of the reward." in text
     assert "--optimizer.trust  (number; default 0.5)" in help_text("optimizer", schema)
-    assert "dtype" in help_text("optimizer.state_dtype", schema), "inherited options keep their texts"
+    assert "dtype" in help_text("optimizer.state_dtype", schema), (
+        "inherited options keep their texts"
+    )
 
 
 def test_changed_value_on_resume_is_an_error_that_can_be_accepted(module: str) -> None:
     arguments = ["--job.custom_config_module", module]
     saved = changes.to_record(load(None, arguments).config, 1)
-    loaded = load(None, [*arguments, "--reward.scale", "2", "--checkpoint.accept_changes", "reward.scale"])
+    loaded = load(
+        None, [*arguments, "--reward.scale", "2", "--checkpoint.accept_changes", "reward.scale"]
+    )
     (change,) = changes.find(saved, loaded.config, 1)
     assert (change.option, change.kind) == ("reward.scale", "error")
     assert not list(changes.check_accepted(loaded))
@@ -181,7 +196,9 @@ def test_invalid_file_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(None, ["--job.custom_config_module", module])
     message = str(error.value)
-    assert INVALID[text] in message and "\n" not in message and "job.custom_config_module" in message
+    assert (
+        INVALID[text] in message and "\n" not in message and "job.custom_config_module" in message
+    )
 
 
 @pytest.mark.parametrize("path", ["missing.py", "torchtitan.experiments.flux", "."])

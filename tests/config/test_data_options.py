@@ -77,9 +77,14 @@ def test_tables_of_a_file_become_dataclasses_with_a_line_for_each_key(tmp_path: 
         "data.stages.1.weights": 12,
         "data.stages.1.weights.web": 13,
     }
-    assert {name: loaded.origins[name] for name in lines} == {name: f"run.toml:{line}" for name, line in lines.items()}
+    assert {name: loaded.origins[name] for name in lines} == {
+        name: f"run.toml:{line}" for name, line in lines.items()
+    }
     assert not loaded.is_set("data.sources.web.epochs") and not loaded.is_set("data.format")
-    assert loaded.value("data.sources.my-code.epochs") == 2 and loaded.value("data.stages.1.weights.web") == 2.0
+    assert (
+        loaded.value("data.sources.my-code.epochs") == 2
+        and loaded.value("data.stages.1.weights.web") == 2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,9 @@ def test_the_entries_of_an_array_of_tables_have_separate_lines() -> None:
     )
     assert lines[("a", "0", "x")] == 2 and lines[("a", "0", "b", "y")] == 4
     assert (
-        lines[("a", "1", "x")] == 6 and lines[("a", "1", "c", "0", "z")] == 8 and lines[("a", "1", "c", "1", "z")] == 10
+        lines[("a", "1", "x")] == 6
+        and lines[("a", "1", "c", "0", "z")] == 8
+        and lines[("a", "1", "c", "1", "z")] == 10
     )
     assert lines[("d", "e", "0", "f")] == 13 and lines[("d", "e", "1", "f")] == 14
 
@@ -121,7 +128,11 @@ def test_arguments_change_add_and_replace_entries(tmp_path: Path) -> None:
     assert sources["my-code"] == DataSource("text", "code", epochs=2, text_field="body")
     assert sources["new"] == DataSource("tsv")
     assert stages == [STAGES[0], DataStage(2_000_000, {"web": 2.0})]
-    assert loaded.origins["data.sources.web.weight"] == loaded.origins["data.sources.new"] == "command line"
+    assert (
+        loaded.origins["data.sources.web.weight"]
+        == loaded.origins["data.sources.new"]
+        == "command line"
+    )
     assert loaded.origins["data.sources.web.dataset_path"] == "run.toml:2"
 
 
@@ -140,8 +151,18 @@ def test_a_table_argument_is_merged_and_a_list_replaces_the_old_one(tmp_path: Pa
     }
     assert data.stages == [DataStage(0, {"x": 1.0})]
     assert read(tmp_path, TEXT, ["--data.stages", "[]"]).config.data.stages == []
-    assert read(tmp_path, TEXT, ["--data.sources.web", "{weight = 5}"]).config.data.sources["web"].weight == 5.0
-    assert read(tmp_path, TEXT, ["--data.sources.my-code.epochs=none"]).config.data.sources["my-code"].epochs is None
+    assert (
+        read(tmp_path, TEXT, ["--data.sources.web", "{weight = 5}"])
+        .config.data.sources["web"]
+        .weight
+        == 5.0
+    )
+    assert (
+        read(tmp_path, TEXT, ["--data.sources.my-code.epochs=none"])
+        .config.data.sources["my-code"]
+        .epochs
+        is None
+    )
 
 
 def test_a_switch_that_may_be_unset_needs_no_value() -> None:
@@ -410,7 +431,9 @@ TWO = f"{WEB}[data.sources.code]\ndataset = 'python_stdlib'\n"
         ),
     ],
 )
-def test_an_impossible_value_is_one_problem_with_a_fix(tmp_path: Path, text: str, fragments: list[str]) -> None:
+def test_an_impossible_value_is_one_problem_with_a_fix(
+    tmp_path: Path, text: str, fragments: list[str]
+) -> None:
     problems = [str(problem) for problem in check(read(tmp_path, text))]
     assert len(problems) == 1, problems
     assert "\n" not in problems[0]
@@ -427,9 +450,8 @@ def test_a_weight_next_to_stages_is_noted_as_ineffective(tmp_path: Path) -> None
 
 
 def test_all_problems_of_a_mixture_are_reported_together(tmp_path: Path) -> None:
-    text = (
-        "[data.sources.a]\ndataset = 'x'\nweight = -1\n[data.sources.b]\nepochs = 0\n[[data.stages]]\nweights.c = 1\n"
-    )
+    text = "[data.sources.a]\ndataset = 'x'\nweight = -1\n[data.sources.b]\nepochs = 0\n"
+    text += "[[data.stages]]\nweights.c = 1\n"
     options = {problem.option for problem in check(read(tmp_path, text))}
     assert options == {
         "data.sources.a.dataset",
@@ -486,8 +508,14 @@ def test_questionable_data_options_are_notes(tmp_path: Path, text: str, fragment
 
 
 def test_a_disabled_document_mask_is_not_noted_without_shared_sequences(tmp_path: Path) -> None:
-    assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\npacking = 'padded'\nformat = 'chat'\n")) == []
-    assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\n")) == []  # concatenated text, as in torchtitan
+    assert (
+        notes(
+            read(tmp_path, "[data]\ndocument_mask = 'off'\npacking = 'padded'\nformat = 'chat'\n")
+        )
+        == []
+    )
+    # concatenated text, as in torchtitan
+    assert notes(read(tmp_path, "[data]\ndocument_mask = 'off'\n")) == []
 
 
 def test_paths_of_all_sources_must_exist_and_patterns_match(tmp_path: Path) -> None:

@@ -17,5 +17,7 @@ from shardtrain.config.schema import Model
         ({"dim": 64, "num_layers": 2}, None, "qwen2"),
     ],
 )
-def test_a_model_with_overrides_is_labelled_by_its_counted_parameters(overrides, num_params, label) -> None:
+def test_a_model_with_overrides_is_labelled_by_its_counted_parameters(
+    overrides, num_params, label
+) -> None:
     assert model_label(Model("qwen2", "0.5B", overrides=overrides), num_params) == label

@@ -41,7 +41,9 @@ def config_of(family: str) -> dict[str, Any]:
     if family == "moonlight":
         return dict(MOONLIGHT)
     name, fields = FAMILIES[family]
-    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**fields, architectures=[f"{name}ForCausalLM"])
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(
+        **fields, architectures=[f"{name}ForCausalLM"]
+    )
     return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
 
 
@@ -56,7 +58,9 @@ def class_of(hub: Any) -> Any:
 
 
 def test_every_model_file_with_a_form_is_known_without_torch() -> None:
-    having = {name: module.HUB for name in model_names() if hasattr(module := models.find(name), "HUB")}
+    having = {
+        name: module.HUB for name in model_names() if hasattr(module := models.find(name), "HUB")
+    }
     assert having == HUBS
 
 
@@ -68,7 +72,9 @@ def test_a_reader_states_every_field(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "moonlight"])
-def test_the_choice_of_the_nearest_flavor_does_not_change_the_model(family: str, tmp_path: Path) -> None:
+def test_the_choice_of_the_nearest_flavor_does_not_change_the_model(
+    family: str, tmp_path: Path
+) -> None:
     described = describe(write(config_of(family), tmp_path / "hf"))
     neighbours = [(name, flavor) for name, flavor in FLAVORS if HUBS[name] is described.hub]
     assert neighbours
@@ -77,7 +83,9 @@ def test_the_choice_of_the_nearest_flavor_does_not_change_the_model(family: str,
         built = dataclasses.asdict(models.shape_of(models.find(name), flavor, overrides, "rmsnorm"))
         aside = described.hub.unused(described.values)
         differ = {
-            key: built[key] for key, value in described.values.items() if built[key] != value and key not in aside
+            key: built[key]
+            for key, value in described.values.items()
+            if built[key] != value and key not in aside
         }
         assert not differ, (name, flavor)
         assert described.hub.unused(built) == aside, (name, flavor)
@@ -85,14 +93,20 @@ def test_the_choice_of_the_nearest_flavor_does_not_change_the_model(family: str,
 
 def test_a_sigmoid_router_is_kept_with_a_softmax_flavor(tmp_path: Path) -> None:
     described = recognise(write(MOONLIGHT, tmp_path / "hf"))
-    assert (described.name, described.flavor) == ("deepseek_v3", "16B"), "expected the neighbouring flavor"
-    config = models.shape_of(models.find(described.name), described.flavor, described.overrides, "rmsnorm")
+    assert (described.name, described.flavor) == ("deepseek_v3", "16B"), (
+        "expected the neighbouring flavor"
+    )
+    config = models.shape_of(
+        models.find(described.name), described.flavor, described.overrides, "rmsnorm"
+    )
     assert (config.score_func, config.group_top_k, config.load_balance_coeff) == (
         "sigmoid",
         2,
         1e-3,
     )
-    with pytest.raises(ConfigError, match="scoring_func='softmax' is implemented neither here nor in transformers"):
+    with pytest.raises(
+        ConfigError, match="scoring_func='softmax' is implemented neither here nor in transformers"
+    ):
         recognise(write({**MOONLIGHT, "scoring_func": "softmax"}, tmp_path / "hf"))
 
 
@@ -103,12 +117,16 @@ def test_a_sigmoid_router_is_kept_with_a_softmax_flavor(tmp_path: Path) -> None:
 def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) -> None:
     described = describe(write(config_of(family), tmp_path / "hf"))
     values = (
-        {**described.values, "num_groups": 1, "top_groups": 1} if "num_groups" in described.values else described.values
+        {**described.values, "num_groups": 1, "top_groups": 1}
+        if "num_groups" in described.values
+        else described.values
     )
     module, unused = models.find(described.name), described.hub.unused(values)
     pair = []
     for factor in (1, 2):
-        config = module.Config(**{**values, **{key: values[key] * factor for key in unused - {"top_groups"}}})
+        config = module.Config(
+            **{**values, **{key: values[key] * factor for key in unused - {"top_groups"}}}
+        )
         torch.manual_seed(0)
         model = module.Model(config)
         for parameter in model.parameters():
@@ -122,7 +140,11 @@ def test_fields_reported_as_unused_change_no_logit(family: str, tmp_path: Path) 
 def test_a_reader_knows_every_key_of_the_class_in_transformers(name: str) -> None:
     """Unknown keys are therefore unused in transformers, and have no effect."""
     hub, cls = HUBS[name], class_of(HUBS[name])
-    keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | {"rope_scaling", "rope_theta"}
+    keys = (
+        {field.name for field in dataclasses.fields(cls)}
+        | set(cls.attribute_map)
+        | {"rope_scaling", "rope_theta"}
+    )
     values = {**dict.fromkeys(keys), **hub.defaults}
     fields = Fields(values, "config.json", hub.defaults)
     hub.read(fields)
@@ -202,29 +224,40 @@ def test_a_key_that_nothing_uses_is_a_notice(key: str, tmp_path: Path) -> None:
         ("neox", {"attention_bias": False}),
     ],
 )
-def test_unsupported_variants_use_transformers_with_a_notice(family: str, changes: Any, tmp_path: Path) -> None:
+def test_unsupported_variants_use_transformers_with_a_notice(
+    family: str, changes: Any, tmp_path: Path
+) -> None:
     described = recognise(write({**config_of(family), **changes}, tmp_path / "hf"))
-    assert described.name == "transformers" and described.overrides == {"path": str(tmp_path / "hf")}
+    assert described.name == "transformers" and described.overrides == {
+        "path": str(tmp_path / "hf")
+    }
     assert len(described.notices) == 1 and "; using " in described.notices[0]
 
 
-def test_an_import_compares_logits_and_reports_the_difference(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_an_import_compares_logits_and_reports_the_difference(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     folder = save(build("llama3"), tmp_path / "hf")
     assert main(["import", str(folder), "--to", str(tmp_path / "a")]) == 0
     captured = capsys.readouterr()
     assert (
-        "transformers returns the same logits: largest error" in captured.out and "Loading weights" not in captured.err
+        "transformers returns the same logits: largest error" in captured.out
+        and "Loading weights" not in captured.err
     )
     read = importing.recognise
 
     def wrong(*arguments: Any) -> Any:
         model = read(*arguments)
-        return dataclasses.replace(model, config=dataclasses.replace(model.config, rope_theta=100.0))
+        return dataclasses.replace(
+            model, config=dataclasses.replace(model.config, rope_theta=100.0)
+        )
 
     monkeypatch.setattr(importing, "recognise", wrong)
     assert main(["import", str(folder), "--to", str(tmp_path / "b")]) != 0
     assert "transformers' logits differ by" in capsys.readouterr().err
     assert main(["import", str(folder), "--to", str(tmp_path / "c"), "--check", "weights"]) == 0
-    monkeypatch.setattr("shardtrain.hf.logits.why_not", lambda _: "two float32 copies require too much")
+    monkeypatch.setattr(
+        "shardtrain.hf.logits.why_not", lambda _: "two float32 copies require too much"
+    )
     assert main(["import", str(folder), "--to", str(tmp_path / "d")]) == 0
     assert "logits were not compared: two float32 copies" in capsys.readouterr().out

@@ -89,13 +89,17 @@ def fixed(problem: Problem, command_line: Given) -> Iterator[Given]:
 
 def leads_to_none(preset: str, command_line: Given, rounds: int = 4) -> bool:
     """True if fixes of the reported problems lead to a configuration without problems."""
-    problems = [problem for problem in find(preset, command_line) if not NEEDS_USER.search(problem.rule)]
+    problems = [
+        problem for problem in find(preset, command_line) if not NEEDS_USER.search(problem.rule)
+    ]
     if not problems or not rounds:
         return not problems
     return any(leads_to_none(preset, more, rounds - 1) for more in fixed(problems[0], command_line))
 
 
-@pytest.mark.parametrize("section", cases(DEFAULT, nightly=[name for name in SECTIONS if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "section", cases(DEFAULT, nightly=[name for name in SECTIONS if name not in DEFAULT])
+)
 def test_the_fixes_of_every_problem_of_an_option_work(section: str) -> None:
     preset = "debug"
     for name, option in options().items():
@@ -112,7 +116,9 @@ def test_the_fixes_of_every_problem_of_an_option_work(section: str) -> None:
                     ]
                     assert not same, f"{problem}: still there with {command_line}"
                 if fixes:
-                    assert any(leads_to_none(preset, command_line) for command_line in fixes), f"{problem}: {fixes}"
+                    assert any(leads_to_none(preset, command_line) for command_line in fixes), (
+                        f"{problem}: {fixes}"
+                    )
 
 
 @pytest.mark.nightly("it counts the cases of the test above")
@@ -129,7 +135,9 @@ def test_most_fixes_can_be_applied() -> None:
     assert len(named) > 60 and len(named) / len(reported) > 0.7
 
 
-@pytest.mark.parametrize("preset", cases(["debug"], nightly=[name for name in presets.names() if name != "debug"]))
+@pytest.mark.parametrize(
+    "preset", cases(["debug"], nightly=[name for name in presets.names() if name != "debug"])
+)
 def test_no_fix_removes_an_option_of_a_preset(preset: str) -> None:
     """The option is in a file of the package, so an override that makes it ineffective must be allowed."""
     before = {str(problem) for problem in find(preset, {})}

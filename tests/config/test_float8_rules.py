@@ -100,7 +100,9 @@ def test_an_unknown_optimizer_is_the_only_problem_of_early_steps():
         "--training.max_norm=inf",
         "--optimizer.name=SGD",
     ]
-    assert problems(*arguments).count("optimizer.") == problems("--optimizer.name=SGD").count("optimizer.")
+    assert problems(*arguments).count("optimizer.") == problems("--optimizer.name=SGD").count(
+        "optimizer."
+    )
     assert "early_step_in_backward" not in problems(*arguments)
 
 
@@ -113,11 +115,21 @@ def test_float8_on_a_cpu_is_rejected_with_a_fix():
 
 def test_mx_on_a_cpu_is_rejected_with_a_fix():
     (problem,) = machine_notes(load("debug", MX[:1]), 1, "cpu", 0)
-    assert "needs MXFP8 matmuls (CUDA capability 10.0 or higher), which a CPU does not support" in str(problem)
-    assert 'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(problem) and len(str(problem).splitlines()) == 1
+    assert (
+        "needs MXFP8 matmuls (CUDA capability 10.0 or higher), which a CPU does not support"
+        in str(problem)
+    )
+    assert (
+        'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(problem)
+        and len(str(problem).splitlines()) == 1
+    )
     (problem,) = machine_notes(load("debug", MX[:1]), 1, "xpu", 1)
     assert "which xpu does not support" in str(problem)
-    assert machine_notes(load("debug", MX[:1]), 1, "cuda", 1) == machine_notes(load("debug", MX), 1, "cpu", 0) == []
+    assert (
+        machine_notes(load("debug", MX[:1]), 1, "cuda", 1)
+        == machine_notes(load("debug", MX), 1, "cpu", 0)
+        == []
+    )
 
 
 def test_a_recipe_of_mx_is_one_of_three():
@@ -127,7 +139,9 @@ def test_a_recipe_of_mx_is_one_of_three():
 
 def test_experts_in_mx_are_not_available():
     (problem,) = unavailable(load("debug", ["--model.converters=quantize.grouped_mm.mx"]))
-    assert "not available yet" in str(problem) and 'use "quantize.grouped_mm.float8"' in str(problem)
+    assert "not available yet" in str(problem) and 'use "quantize.grouped_mm.float8"' in str(
+        problem
+    )
     assert unavailable(load("debug", MX)) == []
 
 
@@ -151,7 +165,9 @@ def test_experts_in_mx_are_not_available():
     ids=str,
 )
 def test_ineffective_and_mesh_dependent_mx_options_are_reported(arguments, message):
-    reported = [note for note in notes(load("debug", [*MX, *arguments])) if "mx." in note or "MX" in note]
+    reported = [
+        note for note in notes(load("debug", [*MX, *arguments])) if "mx." in note or "MX" in note
+    ]
     assert message in "".join(reported) and bool(reported) == bool(message)
 
 
@@ -161,9 +177,14 @@ def test_an_update_in_backward_and_accumulation_exclude_each_other():
         "--training.max_norm=inf",
         "--training.global_batch_size=64",
     ]
-    (problem,) = machine_notes(load("debug", [*arguments, "--training.local_batch_size=8"]), 2, "cpu", 0)
+    (problem,) = machine_notes(
+        load("debug", [*arguments, "--training.local_batch_size=8"]), 2, "cpu", 0
+    )
     assert "is more than one pass of 2 data-parallel ranks" in str(problem)
-    assert machine_notes(load("debug", [*arguments, "--training.local_batch_size=32"]), 2, "cpu", 0) == []
+    assert (
+        machine_notes(load("debug", [*arguments, "--training.local_batch_size=32"]), 2, "cpu", 0)
+        == []
+    )
 
 
 def test_gathering_in_float8_on_one_shard_is_reported():

@@ -43,7 +43,9 @@ def at(folder: Path, *arguments: str) -> Any:
     return load(None, ["--model.hf_assets_path", str(folder), *arguments])
 
 
-@pytest.mark.parametrize("arguments", [(), ("--model.flavor", "from_folder"), ("--model.name", "llama2")])
+@pytest.mark.parametrize(
+    "arguments", [(), ("--model.flavor", "from_folder"), ("--model.name", "llama2")]
+)
 def test_the_folder_determines_the_sizes(arguments: tuple[str, ...], folder: Path) -> None:
     loaded = at(folder, *arguments)
     model = loaded.config.model
@@ -51,7 +53,11 @@ def test_the_folder_determines_the_sizes(arguments: tuple[str, ...], folder: Pat
     assert {key: model.overrides[key] for key in ("dim", "num_layers", "ffn_dim", "vocab_size")} == {
         "dim": 64, "num_layers": 2, "ffn_dim": 96, "vocab_size": 512,
     }  # fmt: skip
-    assert loaded.origins["model.overrides.dim"] == f"{folder}/config.json" == loaded.origins["model.flavor"]
+    assert (
+        loaded.origins["model.overrides.dim"]
+        == f"{folder}/config.json"
+        == loaded.origins["model.flavor"]
+    )
     assert any("with the sizes of" in notice for notice in loaded.notices)
     assert any("my_key is not used by LlamaForCausalLM" in notice for notice in loaded.notices)
     assert not [problem for problem in check(loaded) if "model" in str(problem)]
@@ -59,7 +65,11 @@ def test_the_folder_determines_the_sizes(arguments: tuple[str, ...], folder: Pat
 
 def test_a_folder_used_for_sizes_may_have_another_tokenizer(folder: Path, tmp_path: Path) -> None:
     arguments = ("--model.tokenizer_path", "bytes")
-    assert not [problem for problem in check(at(folder, *arguments)) if "model.hf_assets_path" in str(problem)]
+    assert not [
+        problem
+        for problem in check(at(folder, *arguments))
+        if "model.hf_assets_path" in str(problem)
+    ]
     (tmp_path / "empty").mkdir()
     problems = [str(problem) for problem in check(at(tmp_path / "empty", *arguments))]
     assert any("has no effect with model.tokenizer_path" in line for line in problems)
@@ -67,7 +77,10 @@ def test_a_folder_used_for_sizes_may_have_another_tokenizer(folder: Path, tmp_pa
 
 def test_options_of_the_user_override_the_folder(folder: Path) -> None:
     loaded = at(folder, "--model.overrides.num_layers", "1")
-    assert loaded.config.model.overrides["num_layers"] == 1 and loaded.config.model.overrides["dim"] == 64
+    assert (
+        loaded.config.model.overrides["num_layers"] == 1
+        and loaded.config.model.overrides["dim"] == 64
+    )
     assert loaded.origins["model.overrides.num_layers"] == "command line"
     named = at(folder, "--model.flavor", "debugmodel").config.model
     assert (named.name, named.flavor, dict(named.overrides)) == ("llama3", "debugmodel", {})
@@ -110,7 +123,9 @@ def test_a_folder_with_only_a_tokenizer_keeps_the_default(tmp_path: Path) -> Non
         (("--model.flavor", "from_folder", "--model.name", "mine.py"), "is a model file of yours"),
     ],
 )
-def test_an_impossible_folder_is_one_problem(arguments: tuple[str, ...], message: str, folder: Path) -> None:
+def test_an_impossible_folder_is_one_problem(
+    arguments: tuple[str, ...], message: str, folder: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
         load(
             None,
@@ -133,7 +148,9 @@ def test_a_folder_that_describes_nothing_is_named(tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_named_immediately(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = write(tmp_path / "hf", {**LLAMA, "model_type": "gpt9"})
-    with pytest.raises(ConfigError, match="model_type 'gpt9', which neither this package nor transformers has"):
+    with pytest.raises(
+        ConfigError, match="model_type 'gpt9', which neither this package nor transformers has"
+    ):
         at(folder)
 
 

@@ -19,7 +19,9 @@ def test_no_line_of_help_is_wider_than_the_terminal(
         arguments = ["help"] if verb == "help" else [verb, "--help"]
         answers = []
         for is_terminal in (False, True):
-            monkeypatch.setattr(cli.sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+            monkeypatch.setattr(
+                cli.sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False
+            )
             try:
                 code = cli.main(arguments)
             except SystemExit as end:  # raised by argparse
@@ -29,5 +31,7 @@ def test_no_line_of_help_is_wider_than_the_terminal(
         piped, wrapped = answers
         assert wrapped.split() == piped.split(), verb  # the same text in the same order
         # Text without spaces may be longer, such as a list of choices.
-        assert not [line for line in wrapped.splitlines() if len(line) > columns and " " in line.strip()], verb
+        assert not [
+            line for line in wrapped.splitlines() if len(line) > columns and " " in line.strip()
+        ], verb
         assert fitted(piped, 200) == piped

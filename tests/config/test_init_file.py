@@ -31,9 +31,16 @@ def test_the_file_is_the_configuration_of_the_preset(preset: str, tmp_path: Path
         assert any(name.rpartition(".")[2] in line for line in lines)
 
 
-def test_given_options_are_written_and_the_next_commands_printed(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_given_options_are_written_and_the_next_commands_printed(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["init", "mine.toml", "--training.dataset", "text", "--training.dataset_path", "a.txt"]) == 0
+    assert (
+        cli.main(
+            ["init", "mine.toml", "--training.dataset", "text", "--training.dataset_path", "a.txt"]
+        )
+        == 0
+    )
     table = tomllib.loads(Path("mine.toml").read_text())
     assert table["training"]["dataset_path"] == "a.txt" and table["model"]["flavor"] == "2.6M"
     assert "shardtrain train mine.toml" in capsys.readouterr().out
@@ -62,7 +69,9 @@ def test_a_wrong_argument_is_one_line_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
 
 
-def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(tmp_path, capsys, monkeypatch) -> None:
+def test_an_existing_schema_is_kept_if_equal_or_replaced_with_a_note(
+    tmp_path, capsys, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     schema = Path("shardtrain.schema.json")
     assert cli.main(["init", "first.toml"]) == 0
@@ -99,7 +108,11 @@ def test_the_next_commands_can_be_pasted_for_any_file_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "my run's.toml", "debug"]) == 0
-    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  shardtrain ")]
+    commands = [
+        shlex.split(line)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("  shardtrain ")
+    ]
     assert len(commands) == 3 and all(command[-1] == "my run's.toml" for command in commands)
 
 
@@ -137,7 +150,9 @@ TINY_GPT2 = {
         (TINY_GPT2, ["--model.hf_assets_path", "FOLDER"], "transformers"),
     ],
 )
-def test_a_hugging_face_folder_replaces_the_model_of_the_preset(config, options, name, tmp_path, monkeypatch) -> None:
+def test_a_hugging_face_folder_replaces_the_model_of_the_preset(
+    config, options, name, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_model_folder(tmp_path / "folder", **config)
     arguments = [folder if option == "FOLDER" else option for option in options]
@@ -149,7 +164,9 @@ def test_a_hugging_face_folder_replaces_the_model_of_the_preset(config, options,
     assert model.name == name and (name == "transformers" or model.overrides["dim"] == 64)
 
 
-def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(tmp_path, monkeypatch) -> None:
+def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_model_folder(tmp_path / "folder", **TINY_QWEN)
     options = [
@@ -168,8 +185,13 @@ def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(tmp_pa
     assert tomllib.loads(Path("tokenizer.toml").read_text())["model"]["flavor"] == "2.6M"
 
 
-def test_a_folder_that_describes_another_model_than_named_is_an_error(tmp_path, monkeypatch, capsys) -> None:
+def test_a_folder_that_describes_another_model_than_named_is_an_error(
+    tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_model_folder(tmp_path / "folder", **TINY_QWEN)
-    assert cli.main(["init", "a.toml", "--model.hf_assets_path", folder, "--model.name", "llama3"]) == 2
+    assert (
+        cli.main(["init", "a.toml", "--model.hf_assets_path", folder, "--model.name", "llama3"])
+        == 2
+    )
     assert "qwen2" in capsys.readouterr().err and not Path("a.toml").exists()

@@ -69,16 +69,23 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_schema_next_to_the_presets_is_up_to_date() -> None:
     file = ROOT / "configs" / FILE
-    assert file.read_text(encoding="utf-8") == json_schema_text(), "run python -m shardtrain.config.options_page"
+    assert file.read_text(encoding="utf-8") == json_schema_text(), (
+        "run python -m shardtrain.config.options_page"
+    )
 
 
 def test_the_first_line_of_each_preset_and_recipe_names_the_schema_for_editors() -> None:
     for path in [*OWN, ROOT / "examples/custom_task/config.toml"]:
         directive, name = path.read_text(encoding="utf-8").splitlines()[0].split(" ")
-        assert directive == "#:schema" and (path.parent / name).resolve() == ROOT / "configs" / FILE, path
+        assert (
+            directive == "#:schema" and (path.parent / name).resolve() == ROOT / "configs" / FILE
+        ), path
 
 
 def test_init_writes_the_schema_that_its_first_line_names(tmp_path: Path) -> None:
     assert cli.main(["init", str(tmp_path / "a.toml"), "debug"]) == 0
     directive, name = (tmp_path / "a.toml").read_text(encoding="utf-8").splitlines()[0].split(" ")
-    assert directive == "#:schema" and (tmp_path / name).read_text(encoding="utf-8") == json_schema_text()
+    assert (
+        directive == "#:schema"
+        and (tmp_path / name).read_text(encoding="utf-8") == json_schema_text()
+    )

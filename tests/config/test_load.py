@@ -46,7 +46,10 @@ def test_without_a_file_the_preset_is_used_and_reported() -> None:
         load("llama3_8b", preset=presets.FIRST),
         load(None, ["--job.config_file", "llama3_8b"], preset="x"),
     ):
-        assert named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model and named.notices == ()
+        assert (
+            named.config.model == load(ROOT / "configs/llama3_8b.toml").config.model
+            and named.notices == ()
+        )
 
 
 def test_every_preset_has_a_name_and_a_file_of_that_name_takes_precedence(
@@ -156,7 +159,9 @@ def test_an_argument_sets_its_option(arguments: list[str], option: str, value: o
 
 
 def test_a_switch_does_not_take_the_next_option_for_its_value() -> None:
-    config = load(None, ["--compile.enable", "--training.steps", "1", "--debug.deterministic"]).config
+    config = load(
+        None, ["--compile.enable", "--training.steps", "1", "--debug.deterministic"]
+    ).config
     assert (config.compile.enable, config.training.steps, config.debug.deterministic) == (
         True,
         1,
@@ -244,7 +249,9 @@ def test_load_and_check_never_import_torch(tmp_path: Path) -> None:
         f"l = load({str(file)!r}, ['--training.seq_len=32']); assert check(l) == []; show(l); unavailable(l); "
         "machine_notes(l, 2, 'cpu', 0); print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.split() == ["False", "False"]
 
 

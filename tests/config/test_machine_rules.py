@@ -142,7 +142,10 @@ def test_a_missing_folder_of_a_pretrained_model_requires_the_model(tmp_path: Pat
     weights = f'[checkpoint]\nenable = true\ninitial_load_in_hf = true\ninitial_load_path = "{tmp_path}/none"\n'
     problems = machine_notes(read(tmp_path, folder + weights))
     assert {p.option for p in problems} == {"model.hf_assets_path", "checkpoint.initial_load_path"}
-    assert all("download the model (shardtrain data download --repo_id OWNER/NAME --all)" in p.fix for p in problems)
+    assert all(
+        "download the model (shardtrain data download --repo_id OWNER/NAME --all)" in p.fix
+        for p in problems
+    )
     assert not any("tokenizer" in p.fix for p in problems)
 
 
@@ -162,7 +165,9 @@ def test_a_tokenizer_must_exist_be_readable_and_fit_the_model(tmp_path: Path) ->
     write_tokenizer(tmp_path, 16)
     assert machine_notes(read(tmp_path, assets)) == []
     write_tokenizer(tmp_path, 17)
-    assert_one(machine_notes(read(tmp_path, assets)), "has 17 ids", "vocab_size of 16", "to 17 or more")
+    assert_one(
+        machine_notes(read(tmp_path, assets)), "has 17 ids", "vocab_size of 16", "to 17 or more"
+    )
     (tmp_path / "tokenizer.json").write_text("{")
     assert_one(machine_notes(read(tmp_path, assets)), "cannot be read")
     assert_one(
@@ -187,12 +192,16 @@ def test_the_byte_tokenizer_needs_258_rows(tmp_path: Path) -> None:
     assert machine_notes(read(tmp_path, "[model.overrides]\nvocab_size = 258\n")) == []
 
 
-def test_packages_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_not_installed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     sinks = {f"enable_{name}": "true" for name in ("wandb", "tensorboard", "mlflow", "trackio")} | {
         "prometheus_port": "9000"
     }
-    problems = machine_notes(read(tmp_path, "[metrics]\n" + "".join(f"{k} = {v}\n" for k, v in sinks.items())))
+    problems = machine_notes(
+        read(tmp_path, "[metrics]\n" + "".join(f"{k} = {v}\n" for k, v in sinks.items()))
+    )
     assert [p.option for p in problems] == [f"metrics.{name}" for name in sinks]
     assert "pip install wandb" in problems[0].fix
 
@@ -216,14 +225,19 @@ def test_the_table_of_unavailable_options_names_options_whose_defaults_are_avail
         ("[lr_scheduler]\nwarmup_min_lr = 1e-6", "lr_scheduler.warmup_min_lr"),
     ],
 )
-def test_an_unavailable_option_stops_a_run_with_a_message(tmp_path: Path, text: str, option: str) -> None:
+def test_an_unavailable_option_stops_a_run_with_a_message(
+    tmp_path: Path, text: str, option: str
+) -> None:
     if not any(name == option for name, *_ in UNAVAILABLE):
         pytest.skip(f"{option} is available now")
     loaded = read(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         require(loaded)
     lines = [str(p) for p in caught.value.problems]
-    assert any(option in line and "not available yet" in line and line.startswith("run.toml:2") for line in lines)
+    assert any(
+        option in line and "not available yet" in line and line.startswith("run.toml:2")
+        for line in lines
+    )
 
 
 def test_a_run_is_refused_with_all_its_problems_at_once(tmp_path: Path) -> None:
@@ -236,7 +250,9 @@ def test_a_run_is_refused_with_all_its_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_reports_renamed_and_ineffective_options(tmp_path: Path) -> None:
-    lines = require(read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0)
+    lines = require(
+        read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0
+    )
     assert len(lines) == 2 and "batch_size" in lines[0] and "validation.freq" in lines[1]
 
 
@@ -258,8 +274,14 @@ def test_too_many_nodes_for_the_hang_timeout_are_rejected_with_a_fix(
     assert (problem is None) == (least is None)
     nodes = ranks // local_ranks
     if problem is not None:
-        assert problem.option == "comm.hang_timeout_seconds" and problem.fix == f"set it to {least} or more"
+        assert (
+            problem.option == "comm.hang_timeout_seconds"
+            and problem.fix == f"set it to {least} or more"
+        )
         loaded = load("debug", [f"--comm.hang_timeout_seconds={least}"])
         assert watching_problem(loaded, ranks, local_ranks) is None
         assert nodes / beat_seconds(least, nodes) <= NODES_PER_SECOND
-    assert watching_problem(load("debug", ["--comm.hang_timeout_seconds=0"]), ranks, local_ranks) is None
+    assert (
+        watching_problem(load("debug", ["--comm.hang_timeout_seconds=0"]), ranks, local_ranks)
+        is None
+    )

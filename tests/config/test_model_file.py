@@ -58,7 +58,9 @@ def test_facts_are_read_from_the_text_and_the_file_is_never_run(tmp_path: Path) 
 
 
 def test_overrides_beat_the_flavor_and_the_flavor_beats_the_defaults(tmp_path: Path) -> None:
-    facts = read_model_file(write(tmp_path, BASE + 'FLAVORS: dict = {"tiny": {"dim": 8, "num_layers": 3}}\n'))
+    facts = read_model_file(
+        write(tmp_path, BASE + 'FLAVORS: dict = {"tiny": {"dim": 8, "num_layers": 3}}\n')
+    )
     sizes = shape(facts, "tiny", {"num_layers": 4})
     assert (sizes["dim"], sizes["num_layers"], sizes["num_heads"]) == (8, 4, 6)
     with pytest.raises(KeyError):
@@ -70,7 +72,9 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
 ) -> None:
     monkeypatch.setattr(model_file, "MODELS_FOLDER", tmp_path)
     write(tmp_path, BASE, "base.py")
-    write(tmp_path, 'from shardtrain.models.base import Config\nFLAVORS = {"a": {}}\n', "imported.py")
+    write(
+        tmp_path, 'from shardtrain.models.base import Config\nFLAVORS = {"a": {}}\n', "imported.py"
+    )
     text = "from shardtrain.models.base import Config as Base\nclass Config(Base):\n    extra: int = 1\nFLAVORS = {}\n"
     write(tmp_path, text, "extended.py")
     assert read_model_file("imported").fields["dim"] == ("int", 64)
@@ -89,7 +93,9 @@ def test_config_may_come_from_another_model_file_or_extend_its_config(
         ("def (:\n", "cannot be read as Python"),
     ],
 )
-def test_an_incomplete_model_file_is_a_config_error(tmp_path: Path, text: str, fragment: str) -> None:
+def test_an_incomplete_model_file_is_a_config_error(
+    tmp_path: Path, text: str, fragment: str
+) -> None:
     name = write(tmp_path, text)
     with pytest.raises(ConfigError, match=fragment):
         read_model_file(name)

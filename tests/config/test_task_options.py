@@ -56,12 +56,15 @@ def problems(tmp_path: Path, text: str) -> list[str]:
             "parallelism.disable_loss_parallel=false",
         ),
         (
-            CLASSIFICATION + "num_labels = 2\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true\n"
+            CLASSIFICATION
+            + "num_labels = 2\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true\n"
             "[compile]\nenable = true",
             "compile.enable=true cannot compile tensor-parallel layers for rows of different lengths",
         ),
         (
-            CLASSIFICATION + HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.acuracy"',
+            CLASSIFICATION
+            + HELD_OUT
+            + '[checkpoint]\nenable = true\nkeep_best = "validation.acuracy"',
             'did you mean "validation.accuracy"?',
         ),
         (
@@ -95,10 +98,14 @@ def test_each_metric_has_its_direction(tmp_path: Path) -> None:
 
 def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("from shardtrain.tasks.classification import Classification\nraise SystemExit\n")
+    file.write_text(
+        "from shardtrain.tasks.classification import Classification\nraise SystemExit\n"
+    )
     assert task_file.read_task_file(str(file)) == task_file.read_task_file("classification")
     file.write_text("METRICS = {'f': 'max'}\nDEGREES = ()\n")
-    assert task_file.read_task_file(str(file)) == task_file.TaskFacts({"loss": "min", "f": "max"}, ())
+    assert task_file.read_task_file(str(file)) == task_file.TaskFacts(
+        {"loss": "min", "f": "max"}, ()
+    )
     file.write_text("METRICS = dict(f=max)\n")
     with pytest.raises(ConfigError, match="not literals of names"):
         task_file.read_task_file(str(file))

@@ -56,7 +56,8 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 
 def configs() -> st.SearchStrategy[Config]:
     """Return a strategy for configs in which a few options have arbitrary values of their type."""
-    drawn = [option for option in options().values() if option.name != "job.custom_config_module"]  # must be a file
+    # must be a file
+    drawn = [option for option in options().values() if option.name != "job.custom_config_module"]
     pairs = st.one_of([st.tuples(st.just(option.name), strategy(option.kind)) for option in drawn])
     return st.lists(pairs, max_size=12).map(lambda chosen: build("", dict(chosen)))
 
@@ -74,7 +75,9 @@ def build(section: str, values: dict[str, Any]) -> Any:
 
 @given(config=configs())
 @settings(max_examples=60, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_a_resolved_config_reloads_to_an_identical_one(config: Config, tmp_path_factory: Any) -> None:
+def test_a_resolved_config_reloads_to_an_identical_one(
+    config: Config, tmp_path_factory: Any
+) -> None:
     assume(config.checkpoint.folder)  # empty is an old name for no checkpoints, which a run rejects
     file = tmp_path_factory.getbasetemp() / "resolved.toml"
     file.write_bytes(resolved_toml(config).encode())
@@ -93,13 +96,19 @@ def test_tables_of_any_names_and_values_reload_with_a_line_for_each_key(
     file.write_bytes(resolved_toml(config).encode())
     loaded = load(file)
     assert loaded.config == config
-    keys = [name for name in loaded.origins if name.startswith(tuple(f"{table}." for table in TABLES))]
+    keys = [
+        name for name in loaded.origins if name.startswith(tuple(f"{table}." for table in TABLES))
+    ]
     assert all(loaded.origins[name].startswith("tables.toml:") for name in keys)
     file.write_bytes(show(loaded).encode())
     assert load(file).config == config
 
 
-@given(value=st.recursive(st.one_of(strategy(int), strategy(float), st.booleans(), TEXT), st.lists, max_leaves=4))
+@given(
+    value=st.recursive(
+        st.one_of(strategy(int), strategy(float), st.booleans(), TEXT), st.lists, max_leaves=4
+    )
+)
 @settings(max_examples=100, derandomize=True)
 def test_a_value_written_as_toml_reads_back_with_its_type(value: Any) -> None:
     again = tomllib.loads(f"x = {toml_value(value)}")["x"]
@@ -170,7 +179,10 @@ def test_every_option_has_help_that_its_section_shows() -> None:
     for name, option in options().items():
         assert option.help, name
         assert help_text(name).startswith(f"--{name}  (")
-    assert "--training.steps  (integer; default 10000)\n    Optimizer steps of the run." in help_text("training")
+    assert (
+        "--training.steps  (integer; default 10000)\n    Optimizer steps of the run."
+        in help_text("training")
+    )
     assert "[training]" in help_text() and "[quantize.linear.float8]" in help_text()
     with pytest.raises(ConfigError, match="trainin is neither a section nor an option"):
         help_text("trainin")
@@ -178,4 +190,6 @@ def test_every_option_has_help_that_its_section_shows() -> None:
 
 def test_the_page_of_options_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "options.md"
-    assert page.read_text(encoding="utf-8") == options_page(), "run python -m shardtrain.config.options_page"
+    assert page.read_text(encoding="utf-8") == options_page(), (
+        "run python -m shardtrain.config.options_page"
+    )

@@ -197,12 +197,16 @@ def test_an_old_option_becomes_its_current_name(
 
 
 @pytest.mark.parametrize(("option", "value", "why"), IGNORED)
-def test_an_old_option_without_a_counterpart_is_named(option: str, value: str, why: str, tmp_path: Path) -> None:
+def test_an_old_option_without_a_counterpart_is_named(
+    option: str, value: str, why: str, tmp_path: Path
+) -> None:
     notices = _load("file", option, value, tmp_path).notices
     assert any(f"{option} is ignored" in notice and why in notice for notice in notices)
 
 
 @pytest.mark.parametrize(("option", "value", "rule"), REJECTED)
-def test_an_old_value_without_a_replacement_is_rejected(option: str, value: str, rule: str, tmp_path: Path) -> None:
+def test_an_old_value_without_a_replacement_is_rejected(
+    option: str, value: str, rule: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=rule):
         _load("file", option, value, tmp_path)

@@ -28,12 +28,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def problems(folder: Path | str, *arguments: str) -> str:
-    loaded = config.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *arguments])
+    loaded = config.load(
+        None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder), *arguments]
+    )
     return "\n".join(map(str, config.check(loaded)))
 
 
 def test_the_folder_of_the_tokenizer_is_that_of_the_model(folder: Path) -> None:
-    loaded = config.load(None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder)])
+    loaded = config.load(
+        None, ["--model.name", "transformers", "--model.hf_assets_path", str(folder)]
+    )
     assert loaded.config.model.overrides == {"path": str(folder)}
     assert config.load(None, []).config.model.overrides == {}
     assert problems(folder) == ""
@@ -88,7 +92,10 @@ def test_balance_loss_of_config_json_is_rejected(folder: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "output_router_logits": True}))
     text_of_problems = problems(folder)
-    assert "output_router_logits=true" in text_of_problems and "has no balance loss of experts" in text_of_problems
+    assert (
+        "output_router_logits=true" in text_of_problems
+        and "has no balance loss of experts" in text_of_problems
+    )
 
 
 def test_experts_of_a_folder_are_left_to_the_check_of_its_network(folder: Path) -> None:
@@ -117,7 +124,11 @@ def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_p
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     text_of_problems = problems(tmp_path)
-    assert "model.hf_assets_path" in text_of_problems and message in text_of_problems and "\n" not in text_of_problems
+    assert (
+        "model.hf_assets_path" in text_of_problems
+        and message in text_of_problems
+        and "\n" not in text_of_problems
+    )
     assert 'model.hf_assets_path="bytes" has no config.json' in problems("bytes")
 
 
@@ -135,7 +146,9 @@ def test_a_folder_without_a_model_is_named(text: str | None, message: str, tmp_p
         ),
     ],
 )
-def test_options_of_hidden_tokens_are_checked(arguments: list[str], message: str, folder: Path) -> None:
+def test_options_of_hidden_tokens_are_checked(
+    arguments: list[str], message: str, folder: Path
+) -> None:
     assert problems(folder, "--task.name=masked_language_model") == ""
     assert message in problems(folder, "--task.name=masked_language_model", *arguments)
 

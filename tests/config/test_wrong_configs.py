@@ -736,7 +736,9 @@ def expect_one(problems: list[object], fragments: list[str]) -> None:
         assert fragment in line, line
 
 
-@pytest.mark.parametrize(("text", "arguments", "fragments"), [c[1:] for c in READING], ids=[c[0] for c in READING])
+@pytest.mark.parametrize(
+    ("text", "arguments", "fragments"), [c[1:] for c in READING], ids=[c[0] for c in READING]
+)
 def test_an_unreadable_value_is_one_problem_with_a_fix(
     tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
 ) -> None:
@@ -746,7 +748,9 @@ def test_an_unreadable_value_is_one_problem_with_a_fix(
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(("text", "arguments", "fragments"), [c[1:] for c in CHECKING], ids=[c[0] for c in CHECKING])
+@pytest.mark.parametrize(
+    ("text", "arguments", "fragments"), [c[1:] for c in CHECKING], ids=[c[0] for c in CHECKING]
+)
 def test_an_impossible_value_is_one_problem_with_a_fix(
     tmp_path: Path, text: str, arguments: list[str], fragments: list[str]
 ) -> None:

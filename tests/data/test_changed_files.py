@@ -43,7 +43,12 @@ def make(kind, folder):
         "--shard_tokens",
         "20000",
     ]
-    assert prepare.main([*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
+    assert (
+        prepare.main(
+            [*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]
+        )
+        == 0
+    )
     tokens = {"dataset": "tokens", "dataset_path": str(folder / "shards")}
     return tokens, Data(), folder / "shards" / "tokens-00001.bin"
 
@@ -53,7 +58,8 @@ def edit(file):
     data[1000:1004] = b"....".translate(bytes(255 - i for i in range(256)))
     with file.open("r+b") as opened:  # in place, visible through open descriptors
         opened.write(data)
-    os.utime(file, ns=(1, file.stat().st_mtime_ns + 1_000_000))  # an edit after the start of the run has a later time
+    # an edit after the start of the run has a later time
+    os.utime(file, ns=(1, file.stat().st_mtime_ns + 1_000_000))
 
 
 def replace_by_a_copy(file):
@@ -72,8 +78,12 @@ def rename(file):
 def test_file_changed_during_a_run_stops_it(kind, change, workers, tmp_path):
     options, data, file = make(kind, tmp_path)
     loader = DataLoaderOptions(num_workers=workers)
-    training = Training(seq_len=32, local_batch_size=4, on_data_end="repeat", dataloader=loader, **options)
-    stream = open_dataloader(Config(training=training, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    training = Training(
+        seq_len=32, local_batch_size=4, on_data_end="repeat", dataloader=loader, **options
+    )
+    stream = open_dataloader(
+        Config(training=training, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1
+    )
     next(stream)
     change(file)
     with pytest.raises(ConfigError) as caught:

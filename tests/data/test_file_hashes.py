@@ -28,7 +28,9 @@ ROWS, LENGTH = 24_000, 100
 
 def write_rows(path: Path, letter: str = "a", first: int = ROWS, last: int = ROWS) -> None:
     """Write rows of equal size. Rows ``first`` to ``last - 1`` have a different letter."""
-    rows = (json.dumps({"text": ("b" if first <= k < last else letter) * LENGTH}) for k in range(ROWS))
+    rows = (
+        json.dumps({"text": ("b" if first <= k < last else letter) * LENGTH}) for k in range(ROWS)
+    )
     path.write_text("".join(row + "\n" for row in rows))
 
 
@@ -58,15 +60,18 @@ def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
     )
 
 
-def run(rank: int, config: Config, small_bytes: int = file_hashes.SMALL_BYTES, waits_after: int = 1) -> tuple[str, int]:
+def run(
+    rank: int, config: Config, small_bytes: int = file_hashes.SMALL_BYTES, waits_after: int = 1
+) -> tuple[str, int]:
     """Run training. Return its error and number of steps.
 
     Step ``waits_after`` lets hashing begin and waits until it ends.
     """
+    # global state of this rank's process
     file_hashes.SMALL_BYTES, file_hashes.SETTLED_SECONDS = (
         small_bytes,
         0.0,
-    )  # global state of this rank's process
+    )
     step, threads, may_hash = trainer.step, [], threading.Event()
     hash_all = Contents._hash_all
 
@@ -91,7 +96,9 @@ def run(rank: int, config: Config, small_bytes: int = file_hashes.SMALL_BYTES, w
 
 @pytest.mark.parametrize("ranks", cases([1], nightly=[2]))
 @pytest.mark.parametrize("small_bytes", [file_hashes.SMALL_BYTES, 0], ids=["small", "large"])
-def test_changed_rows_of_equal_size_are_detected(ranks: int, small_bytes: int, tmp_path: Path) -> None:
+def test_changed_rows_of_equal_size_are_detected(
+    ranks: int, small_bytes: int, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     assert run_ranks(ranks, run, config_of(tmp_path, "rows", 4), small_bytes)[0] == ("", 4)
@@ -99,13 +106,16 @@ def test_changed_rows_of_equal_size_are_detected(ranks: int, small_bytes: int, t
     write_rows(file, "a", *between_samples(file))
     assert file.stat().st_size == size
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
-    assert "rows.jsonl" in message and "at equal size" in message and "exclude_from_loading" in message
+    assert (
+        "rows.jsonl" in message and "at equal size" in message and "exclude_from_loading" in message
+    )
     # small files are hashed before the first step, large ones in a thread that reports after at most one step here
     assert steps <= (0 if small_bytes else 1)
     if not small_bytes:
         assert "this start trained on it after step 4" in message
         [again, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0]
-        assert steps == 0 and "rows.jsonl differ at equal size" in again  # recorded in the run folder
+        # recorded in the run folder
+        assert steps == 0 and "rows.jsonl differ at equal size" in again
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 8), small_bytes)[0] == ("", 4)
 
@@ -119,7 +129,9 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     write_rows(file, "a", *between_samples(file))
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
     assert steps == 3 and "continue with checkpoint.load_step=4" in message
-    assert (tmp_path / "run/checkpoint/step-6").is_dir(), "step 6 must be saved, before the file was hashed"
+    assert (tmp_path / "run/checkpoint/step-6").is_dir(), (
+        "step 6 must be saved, before the file was hashed"
+    )
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
     assert steps == 0 and "rows.jsonl" in message and "checkpoint.load_step=4" in message
@@ -127,7 +139,9 @@ def test_checkpoint_trained_on_changed_content_is_rejected_after_the_file_is_res
     assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
 
 
-def test_file_replaced_before_it_was_hashed_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_replaced_before_it_was_hashed_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     file_entry = WholeFile("rows.jsonl", str(file), "training.dataset_path")
@@ -162,10 +176,16 @@ def test_prepared_shard_that_differs_from_its_index_stops_the_run(tmp_path: Path
         opened.seek(tokens.stat().st_size // 2)
         opened.write(b"\x07")
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "shards", 4))[0]
-    assert "tokens-00000.bin" in message and "does not match its SHA-256 in index.json" in message and steps == 0
+    assert (
+        "tokens-00000.bin" in message
+        and "does not match its SHA-256 in index.json" in message
+        and steps == 0
+    )
 
 
-def test_file_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_hashed_once_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(file_hashes, "SETTLED_SECONDS", -1e9)
     hashed: list[str] = []
     original = Contents._hash
@@ -186,12 +206,15 @@ def test_file_is_hashed_once_and_again_after_a_change(tmp_path: Path, monkeypatc
         return contents
 
     first = look()
-    assert hashed == ["one", "two"] and look().record() == first.record() and hashed == ["one", "two"]
+    assert (
+        hashed == ["one", "two"] and look().record() == first.record() and hashed == ["one", "two"]
+    )
     before = paths[0].stat()
     data = bytearray(paths[0].read_bytes())
     data[500] ^= 1
     paths[0].write_bytes(data)
-    os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))  # the modification time alone would hide the change
+    # the modification time alone would hide the change
+    os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     assert look().expect(first.record()) == ["one"]
     (tmp_path / file_hashes.NOTES).write_text("[1, {")  # broken notes only cost time
     assert look().expect(first.record()) == ["one"]
@@ -202,7 +225,8 @@ def test_hashing_ends_with_the_run_and_reports_unhashed_files(
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(file_hashes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(file_hashes, "MAX_CORE_SHARE", 1e-9)  # pause indefinitely after the first piece
+    # pause indefinitely after the first piece
+    monkeypatch.setattr(file_hashes, "MAX_CORE_SHARE", 1e-9)
     path = tmp_path / "large"
     path.write_bytes(bytes(10_000_000))
     contents = Contents([WholeFile("large", str(path), "training.dataset_path")])
@@ -210,10 +234,16 @@ def test_hashing_ends_with_the_run_and_reports_unhashed_files(
     assert contents.record() == {}
     contents.start(0)
     thread = contents._thread
-    assert thread is not None and "are identified by size and samples until their hashes are computed" in caplog.text
+    assert (
+        thread is not None
+        and "are identified by size and samples until their hashes are computed" in caplog.text
+    )
     contents.close()
     patience.wait_for(lambda: not thread.is_alive(), 10)
-    assert "1 of 1 data files were not hashed when the run ended" in caplog.text and contents.record() == {}
+    assert (
+        "1 of 1 data files were not hashed when the run ended" in caplog.text
+        and contents.record() == {}
+    )
     broken = Contents([WholeFile("large", str(path), "training.dataset_path", indexed="0" * 64)])
     broken._hash(broken._files["large"], 1.0)
     assert isinstance(broken.problem, ConfigError)

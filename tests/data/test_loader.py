@@ -30,7 +30,9 @@ SEQ_LEN, GLOBAL_BATCH, NUM_SAMPLES = 4, 8, 23
 def config(tmp_path):
     """23 rows of 4 tokens: 93 tokens including BOS and EOS."""
     (tmp_path / "a.txt").write_text("".join(chr(33 + i) for i in range(91)))
-    training = Training(dataset="text", dataset_path=str(tmp_path), local_batch_size=GLOBAL_BATCH, seq_len=SEQ_LEN)
+    training = Training(
+        dataset="text", dataset_path=str(tmp_path), local_batch_size=GLOBAL_BATCH, seq_len=SEQ_LEN
+    )
     return Config(training=replace(training, on_data_end="repeat"), debug=Debug(seed=7))
 
 
@@ -41,18 +43,25 @@ def with_training(config, **changes):
 def open_rank(config, rank=0, ranks=1, accumulation=1, **options):
     """Open the stream of one rank with a global batch of GLOBAL_BATCH."""
     config = with_training(config, local_batch_size=GLOBAL_BATCH // ranks // accumulation)
-    return open_dataloader(config, batch_rank=rank, num_batch_ranks=ranks, accumulation=accumulation, **options)
+    return open_dataloader(
+        config, batch_rank=rank, num_batch_ranks=ranks, accumulation=accumulation, **options
+    )
 
 
 def global_steps(config, ranks, accumulation, steps, samples_consumed=0):
     """Return sample ids and tokens of each step, in the order of ranks."""
-    streams = [open_rank(config, r, ranks, accumulation, samples_consumed=samples_consumed) for r in range(ranks)]
+    streams = [
+        open_rank(config, r, ranks, accumulation, samples_consumed=samples_consumed)
+        for r in range(ranks)
+    ]
     result = []
     for _ in range(steps):
         batches = [next(stream) for stream in streams for _ in range(accumulation)]
         ids = torch.cat([batch.sample_ids_B for batch in batches])
         result.append((ids.tolist(), torch.cat([batch.tokens_BT for batch in batches]).tolist()))
-    assert {stream.samples_consumed for stream in streams} == {samples_consumed + steps * GLOBAL_BATCH}
+    assert {stream.samples_consumed for stream in streams} == {
+        samples_consumed + steps * GLOBAL_BATCH
+    }
     return result
 
 
@@ -65,10 +74,13 @@ def test_ranks_accumulation_and_resumes_change_no_samples(config, ranks, accumul
 
 
 def test_ranks_are_disjoint_and_complete_over_an_epoch(config):
-    steps = global_steps(config, 4, 2, steps=NUM_SAMPLES)  # 23 steps of 8 samples are 8 epochs of 23
+    # 23 steps of 8 samples are 8 epochs of 23
+    steps = global_steps(config, 4, 2, steps=NUM_SAMPLES)
     ids = [sample for step_ids, _ in steps for sample in step_ids]
     for epoch in range(GLOBAL_BATCH):
-        assert sorted(ids[epoch * NUM_SAMPLES : (epoch + 1) * NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+        assert sorted(ids[epoch * NUM_SAMPLES : (epoch + 1) * NUM_SAMPLES]) == list(
+            range(NUM_SAMPLES)
+        )
     assert ids == sample_at(range(len(ids)), NUM_SAMPLES, seed=7).tolist()
 
 
@@ -88,11 +100,14 @@ def test_batch_contains_the_rows_of_its_samples(config):
     line = [256, *range(33, 124), 257]
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         assert batch.tokens_BT[row].tolist() == line[sample * SEQ_LEN : (sample + 1) * SEQ_LEN]
-        assert batch.targets_BT[row].tolist() == line[sample * SEQ_LEN + 1 : (sample + 1) * SEQ_LEN + 1]
+        assert (
+            batch.targets_BT[row].tolist()
+            == line[sample * SEQ_LEN + 1 : (sample + 1) * SEQ_LEN + 1]
+        )
         assert batch.positions_BT[row].tolist() == list(range(SEQ_LEN))
-    assert {t.dtype for t in (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)} == {
-        torch.int64
-    }
+    assert {
+        t.dtype for t in (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)
+    } == {torch.int64}
     assert batch.num_targets == GLOBAL_BATCH * SEQ_LEN
     assert (stream.num_samples, stream.global_batch, stream.vocab) == (
         NUM_SAMPLES,
@@ -112,9 +127,8 @@ def test_ignored_targets_are_not_counted_and_a_batch_moves_all_its_tensors():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_without_loop_all_ranks_end_together_after_each_sample_once(config, ranks):
     per_rank = [list(open_rank(config, r, ranks, accumulation=2, loop=False)) for r in range(ranks)]
-    assert {len(batches) for batches in per_rank} == {
-        2 * 3
-    }  # 23 samples in steps of 8: three steps, and one padding row
+    # 23 samples in steps of 8: three steps, and one padding row
+    assert {len(batches) for batches in per_rank} == {2 * 3}
     batches = list(itertools.chain(*per_rank))
     ids = torch.cat([batch.sample_ids_B for batch in batches]).tolist()
     assert sorted(ids) == [-1, *range(NUM_SAMPLES)]
@@ -134,7 +148,9 @@ def test_epochs_are_logged_at_powers_of_two(config, caplog):
         while stream.samples_consumed < 10 * NUM_SAMPLES:
             next(stream)
     epochs = [2, 4, 8]
-    assert [r.getMessage() for r in caplog.records] == [f"dataset text is being re-looped (epoch {n})" for n in epochs]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"dataset text is being re-looped (epoch {n})" for n in epochs
+    ]
 
 
 def test_resume_within_an_epoch_does_not_log_it_again(config, caplog):
@@ -146,7 +162,9 @@ def test_fingerprint_changes_only_with_data_tokens_length_and_seed(config, tmp_p
     first = open_rank(config).fingerprint
     assert open_rank(config, 1, 4, 2, samples_consumed=80).fingerprint == first
     assert (
-        open_dataloader(with_training(config, seq_len=5), batch_rank=0, num_batch_ranks=1, accumulation=1).fingerprint
+        open_dataloader(
+            with_training(config, seq_len=5), batch_rank=0, num_batch_ranks=1, accumulation=1
+        ).fingerprint
         != first
     )
     assert open_rank(replace(config, debug=Debug(seed=8))).fingerprint != first
@@ -156,8 +174,12 @@ def test_fingerprint_changes_only_with_data_tokens_length_and_seed(config, tmp_p
 
 
 def test_validation_reads_its_own_section(config):
-    validation = Validation(dataset="text", dataset_path=config.training.dataset_path, local_batch_size=3, seq_len=6)
-    stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=validation)
+    validation = Validation(
+        dataset="text", dataset_path=config.training.dataset_path, local_batch_size=3, seq_len=6
+    )
+    stream = open_dataloader(
+        config, batch_rank=0, num_batch_ranks=1, accumulation=1, section=validation
+    )
     assert next(stream).tokens_BT.shape == (3, 6)
     with pytest.raises(ConfigError, match=r"validation.dataset="):
         open_dataloader(
@@ -221,7 +243,9 @@ def test_epochs_take_the_fewest_steps_that_cover_every_sample(config):
 
 
 def jsonl_config(config, tmp_path, count=40, **data):
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i:02} of all"}}\n' for i in range(count)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"text": "row {i:02} of all"}}\n' for i in range(count))
+    )
     options = {"dataset": "jsonl", "dataset_path": str(tmp_path / "rows.jsonl")}
     return replace(with_training(config, **options), data=Data(mode="stream", **data))
 
@@ -229,7 +253,9 @@ def jsonl_config(config, tmp_path, count=40, **data):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stream_logs_once_that_it_starts_over(config, tmp_path, caplog, workers):
     # 40 documents of 15 tokens are 150 rows of 4
-    config = with_training(jsonl_config(config, tmp_path, readers=4), dataloader=DataLoaderOptions(num_workers=workers))
+    config = with_training(
+        jsonl_config(config, tmp_path, readers=4), dataloader=DataLoaderOptions(num_workers=workers)
+    )
     stream = open_rank(config)
     for _ in range(45):
         next(stream)
@@ -257,7 +283,9 @@ def test_source_that_starts_over_is_named_although_another_ends(config, tmp_path
     with caplog.at_level(logging.WARNING):
         stream = open_rank(mixture_of(config, tmp_path, epochs=1))
         assert len(list(stream)) == stream.end // GLOBAL_BATCH + 1
-    assert {record.getMessage()[:34] for record in caplog.records} == {"dataset first is being re-looped ("}
+    assert {record.getMessage()[:34] for record in caplog.records} == {
+        "dataset first is being re-looped ("
+    }
     assert set(stream.files) == {"first: a.txt", "second: a.txt"}
 
 
@@ -288,14 +316,20 @@ def test_weight_too_small_to_read_a_row_is_logged(config, tmp_path, caplog):
         (8, 1, 2, True),
     ],
 )
-def test_repeated_tokenization_by_several_processes_is_logged(config, tmp_path, caplog, readers, ranks, workers, warns):
-    config = with_training(jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoaderOptions(workers))
+def test_repeated_tokenization_by_several_processes_is_logged(
+    config, tmp_path, caplog, readers, ranks, workers, warns
+):
+    config = with_training(
+        jsonl_config(config, tmp_path, 300, readers=readers), dataloader=DataLoaderOptions(workers)
+    )
     stream = open_rank(config, ranks=ranks)
     assert stream.num_readers == readers
     assert ("each document is tokenized by" in caplog.text) is warns
 
 
 def test_death_of_a_worker_is_recognized_in_any_report():
-    dead = death_of_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. \nmore"))
+    dead = death_of_worker(
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. \nmore")
+    )
     assert isinstance(dead, DataError) and dead.exit_code == 3 and "\n" not in str(dead)
     assert death_of_worker(RuntimeError("shapes differ")) is None

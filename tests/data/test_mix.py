@@ -70,7 +70,9 @@ def test_positions_beyond_a_billion_are_as_cheap_as_the_first():
     mixture = Mixture([Stage((0.7, 0.2, 0.1))])
     sources, numbers = mixture.locate(np.array([10**12]))
     assert mixture.rows_before(10**12)[int(sources[0])] == int(numbers[0])
-    assert int(numbers[0]) == pytest.approx(10**12 * (0.7, 0.2, 0.1)[int(sources[0])], rel=1 / CYCLE)
+    assert int(numbers[0]) == pytest.approx(
+        10**12 * (0.7, 0.2, 0.1)[int(sources[0])], rel=1 / CYCLE
+    )
 
 
 def test_hundreds_of_sources_need_little_memory():
@@ -81,5 +83,7 @@ def test_hundreds_of_sources_need_little_memory():
     sources, numbers = mixture.locate(np.arange(10**9 - 500, 10**9 + 500))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 8 * 2**20, "a full table of 500 sources and 65,536 positions would take 250 MiB per stage"
+    assert peak < 8 * 2**20, (
+        "a full table of 500 sources and 65,536 positions would take 250 MiB per stage"
+    )
     assert np.bincount(sources, minlength=500).min() >= 1 and numbers.max() >= 10**9 // 500 - 1

@@ -90,14 +90,19 @@ def test_option_is_rejected_exactly_if_it_changes_no_document(
         after = documents(reader, tmp_path, {"chat_template": "chat.jinja", option: value})
         arguments = ["--data.format", reader] if reader in FORMATS else ["--task.name", reader]
         problems = check(load(None, [*arguments, f"--data.{option}", str(value).lower()]))
-        refused = [problem for problem in problems if getattr(problem, "option", "") == f"data.{option}"]
+        refused = [
+            problem for problem in problems if getattr(problem, "option", "") == f"data.{option}"
+        ]
         assert bool(refused) == (after == before), (option, refused, before, after)
 
 
 @pytest.mark.parametrize("form", ["text", "prompt_completion", "chat"])
 def test_text_column_of_a_source_is_rejected_if_its_format_has_none(form: str) -> None:
     arguments = ["--data.sources.web.dataset_path=x.jsonl", f"--data.sources.web.format={form}"]
-    problems = [str(problem) for problem in check(load(None, [*arguments, "--data.sources.web.text_field=body"]))]
+    problems = [
+        str(problem)
+        for problem in check(load(None, [*arguments, "--data.sources.web.text_field=body"]))
+    ]
     expected = f'data.sources.web.text_field="body" has no effect on the format {form}; remove it'
     assert (problems == []) if form == "text" else any(expected in problem for problem in problems)
 
@@ -105,7 +110,10 @@ def test_text_column_of_a_source_is_rejected_if_its_format_has_none(form: str) -
 def test_add_bos_of_sample_prompts_may_be_set_for_conversations() -> None:
     arguments = ["--data.format=chat", "--data.add_bos=true"]
     assert any("data.add_bos" in str(problem) for problem in check(load(None, arguments)))
-    assert check(load(None, [*arguments, "--metrics.sample_prompt=Once", "--metrics.sample_freq=5"])) == []
+    assert (
+        check(load(None, [*arguments, "--metrics.sample_prompt=Once", "--metrics.sample_freq=5"]))
+        == []
+    )
 
 
 def test_messages_prompt_is_trained_with_the_template_file(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ def test_sample_of_a_position_does_not_depend_on_the_batch(n, seed, positions):
 @pytest.mark.parametrize("n", [63, 64, 65, 1003, 4096])
 def test_epochs_and_seeds_give_different_orders(n):
     orders = {
-        (seed, epoch): sample_at(epoch * n + np.arange(n), n, seed).tobytes() for seed in range(4) for epoch in range(8)
+        (seed, epoch): sample_at(epoch * n + np.arange(n), n, seed).tobytes()
+        for seed in range(4)
+        for epoch in range(8)
     }
     assert len(set(orders.values())) == len(orders)
 
@@ -86,7 +88,9 @@ def test_result_has_the_shape_of_the_positions():
     assert sample_at([], 10, 0).shape == (0,)
 
 
-@pytest.mark.parametrize(("position", "n"), [(0, 0), (0, -3), (0, MAX_SAMPLES + 1), (-1, 5), (MAX_SAMPLES + 1, 5)])
+@pytest.mark.parametrize(
+    ("position", "n"), [(0, 0), (0, -3), (0, MAX_SAMPLES + 1), (-1, 5), (MAX_SAMPLES + 1, 5)]
+)
 def test_numbers_out_of_range_are_rejected(position, n):
     with pytest.raises(ValueError, match=r"2\*\*62"):
         sample_at(position, n, 0)

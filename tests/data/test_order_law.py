@@ -85,7 +85,12 @@ def make_tokens(folder):
         "--shard_tokens",
         "3000",
     ]
-    assert prepare.main([*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]) == 0
+    assert (
+        prepare.main(
+            [*arguments, "--model.hf_assets_path", "bytes", "--output", str(folder / "shards")]
+        )
+        == 0
+    )
     return {"dataset": "tokens", "dataset_path": str(folder / "shards")}
 
 
@@ -147,18 +152,26 @@ def config_of(kind, folder):
 
 
 def open_ranks(config, ranks, workers, samples_consumed, cursors):
-    accumulation = 2 if ranks == 2 else 1  # accumulation changes with the ranks, because the global batch is fixed
+    # accumulation changes with the ranks, because the global batch is fixed
+    accumulation = 2 if ranks == 2 else 1
     local = GLOBAL_BATCH // ranks // accumulation
-    training = replace(config.training, local_batch_size=local, dataloader=DataLoaderOptions(num_workers=workers))
+    training = replace(
+        config.training, local_batch_size=local, dataloader=DataLoaderOptions(num_workers=workers)
+    )
     options = {"num_batch_ranks": ranks, "accumulation": accumulation}
-    streams = [open_dataloader(replace(config, training=training), batch_rank=rank, **options) for rank in range(ranks)]
+    streams = [
+        open_dataloader(replace(config, training=training), batch_rank=rank, **options)
+        for rank in range(ranks)
+    ]
     for stream in streams:
         stream.seek(samples_consumed, cursors)
     return streams, accumulation
 
 
 def rows_of(batch):
-    for sample, tokens, targets in zip(batch.sample_ids_B.tolist(), batch.tokens_BT, batch.targets_BT, strict=True):
+    for sample, tokens, targets in zip(
+        batch.sample_ids_B.tolist(), batch.tokens_BT, batch.targets_BT, strict=True
+    ):
         yield (
             sample,
             hashlib.sha256(torch.stack((tokens, targets)).numpy().tobytes()).hexdigest()[:16],
@@ -172,7 +185,9 @@ def sequence(config, plan, workers):
     """
     result, order_hash, samples, cursors = [], 0, 0, None
     for ranks, steps, *own_workers in plan:
-        streams, accumulation = open_ranks(config, ranks, *(own_workers or [workers]), samples, cursors)
+        streams, accumulation = open_ranks(
+            config, ranks, *(own_workers or [workers]), samples, cursors
+        )
         for _ in range(steps):
             for stream in streams:
                 for _ in range(accumulation):
@@ -189,7 +204,9 @@ def sequence(config, plan, workers):
 FIRST = ("tokens", "jsonl as a stream", "documents fitted and masked", "mixture with streams")
 
 
-@pytest.mark.parametrize("kind", cases(FIRST, nightly=[kind for kind in KINDS if kind not in FIRST]))
+@pytest.mark.parametrize(
+    "kind", cases(FIRST, nightly=[kind for kind in KINDS if kind not in FIRST])
+)
 def test_ranks_workers_and_resumes_change_no_samples_or_tokens(kind, tmp_path):
     config = config_of(kind, tmp_path)
     expected = sequence(config, [(1, STEPS)], workers=0)
@@ -212,7 +229,9 @@ def test_seed_changes_the_order_and_its_hash(tmp_path):
     assert first[1] != other_sequence[1]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "mixture" not in kind and kind != "python_stdlib"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if "mixture" not in kind and kind != "python_stdlib"]
+)
 def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp_path):
     config = config_of(kind, tmp_path)
     config = replace(config, training=replace(config.training, on_data_end="stop"))
@@ -221,7 +240,10 @@ def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp
         training = replace(config.training, local_batch_size=3)
         rows, targets = {}, 0
         options = {"num_batch_ranks": ranks, "accumulation": 1}
-        streams = [open_dataloader(replace(config, training=training), batch_rank=r, **options) for r in range(ranks)]
+        streams = [
+            open_dataloader(replace(config, training=training), batch_rank=r, **options)
+            for r in range(ranks)
+        ]
         empty = 0
         while not streams[0].ends_without_notice or empty < streams[0].num_readers:
             try:
@@ -229,7 +251,11 @@ def test_every_token_is_a_target_once_per_epoch_on_any_number_of_ranks(kind, tmp
             except StopIteration:
                 break
             # like the trainer: the data ends when no reader has another row
-            empty = empty + streams[0].global_batch if all(batch.num_rows == 0 for batch in batches) else 0
+            empty = (
+                empty + streams[0].global_batch
+                if all(batch.num_rows == 0 for batch in batches)
+                else 0
+            )
             for batch in batches:
                 for (sample, digest), row in zip(rows_of(batch), batch.targets_BT, strict=True):
                     assert sample == -1 or sample not in rows

@@ -58,7 +58,9 @@ TEMPLATES = [
 ]
 
 
-@pytest.mark.parametrize("text", cases(TEMPLATES[::4], nightly=[t for i, t in enumerate(TEMPLATES) if i % 4]))
+@pytest.mark.parametrize(
+    "text", cases(TEMPLATES[::4], nightly=[t for i, t in enumerate(TEMPLATES) if i % 4])
+)
 def test_template_that_multiplies_its_text_is_rejected(text: str) -> None:
     with pytest.raises((Unusable, ConfigError)) as refused:
         ChatTemplate(text, {}).render([{"role": "user", "content": "hello"}])
@@ -125,7 +127,9 @@ def test_parquet_bomb_is_rejected(tmp_path: Path) -> None:
 
 def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    nothing = pa.ListArray.from_arrays(pa.array([0, 60_000_000], pa.int32()), pa.nulls(60_000_000, pa.int8()))
+    nothing = pa.ListArray.from_arrays(
+        pa.array([0, 60_000_000], pa.int32()), pa.nulls(60_000_000, pa.int8())
+    )
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"text": ["hello"], "more": nothing}), path, compression="none")
     assert path.stat().st_size < 1000
@@ -158,7 +162,9 @@ def _arrow_bomb(name: str, folder: Path) -> str:
     if name == "dictionary":
         eight = pa.DictionaryArray.from_arrays(pa.array([0] * 8, pa.int8()), text)
         return _arrow(folder / "a.arrow", eight, compression="zstd")
-    if name == "length":  # the uncompressed length, stored before the compressed bytes, determines the allocation
+    if (
+        name == "length"
+    ):  # the uncompressed length, stored before the compressed bytes, determines the allocation
         file = Path(_arrow(folder / "a.arrow", text, compression="zstd"))
         number = (40_000_000).to_bytes(8, "little")
         assert file.read_bytes().count(number) == 1 or name
@@ -210,7 +216,9 @@ def test_row_counts_its_memory_in_python(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     from shardtrain.data.sources._batches import rows_of_batch
 
-    many = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int8()), pa.array(["a" * 8_000_000]))
+    many = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 2000, pa.int8()), pa.array(["a" * 8_000_000])
+    )
     bounds = pa.array([0, 2000], pa.int32())
     for column in (
         pa.ListArray.from_arrays(bounds, many),
@@ -238,7 +246,9 @@ def test_config_with_too_many_layers_or_heads_is_rejected(key: str, tmp_path: Pa
         read_json(tmp_path / "config.json")
 
 
-def test_accepted_artifact_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_artifact_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trials: list[object] = []
     monkeypatch.setattr(sandbox, "_ask", lambda request: trials.append(request) or "")
     for _ in range(2):

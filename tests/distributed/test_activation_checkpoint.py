@@ -89,7 +89,9 @@ def _watch(options: dict[str, Any]) -> Observations:
         logits = model(tokens, torch.arange(32).expand(2, -1))
         forward, between = watch.operations.copy(), watch.bytes_alive()
         (logits.square().sum() * 1e-3).backward()
-    return Observations(runs, forward, watch.operations, between, {n: p.grad for n, p in model.named_parameters()})
+    return Observations(
+        runs, forward, watch.operations, between, {n: p.grad for n, p in model.named_parameters()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +140,16 @@ def _attention(observed: dict[str, Observations]) -> str:
 
 
 def test_full_runs_every_matmul_and_attention_again(observed) -> None:
-    assert observed["none"].forward["mm"] == 7 * LAYERS + 1  # q, k, v, o, three of the feed-forward, and the head
+    # q, k, v, o, three of the feed-forward, and the head
+    assert observed["none"].forward["mm"] == 7 * LAYERS + 1
     assert _recomputed(observed, "full", "mm") == 7 * LAYERS
     assert _recomputed(observed, "full", _attention(observed)) == LAYERS
     assert _recomputed(observed, "every 2nd", "mm") == 7 * LAYERS // 2
 
 
 def test_op_runs_every_second_matmul_again_and_no_attention(observed) -> None:
-    assert _recomputed(observed, "op", "mm") == 3 * LAYERS  # every second of seven is saved, beginning with the first
+    # every second of seven is saved, beginning with the first
+    assert _recomputed(observed, "op", "mm") == 3 * LAYERS
     assert _recomputed(observed, "op", _attention(observed)) == 0
 
 
@@ -154,7 +158,9 @@ def test_op_recomputes_named_matmuls(observed) -> None:
     observed = {**observed, "forced": _watch(forced)}
     # w1 and w3 have the same shape, so both; and every second of the other five
     assert _recomputed(observed, "forced", "mm") == (2 + 2) * LAYERS
-    assert torch.equal(observed["forced"].gradients["embed.weight"], observed["none"].gradients["embed.weight"])
+    assert torch.equal(
+        observed["forced"].gradients["embed.weight"], observed["none"].gradients["embed.weight"]
+    )
 
 
 def test_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
@@ -163,7 +169,9 @@ def test_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
     class Toy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            layer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh())
+            layer = nn.Sequential(
+                nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh()
+            )
             self.layers = nn.ModuleDict({"0": layer})
 
         def forward(self, x: Tensor) -> Tensor:
@@ -185,11 +193,14 @@ def test_linear_with_bias_is_named_by_the_shape_of_its_weight() -> None:
 def test_inputs_are_offloaded_to_the_host_only_if_configured(monkeypatch) -> None:
     opened = []
     original = torch.autograd.graph.save_on_cpu
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda **k: opened.append(k) or original(**k))
+    monkeypatch.setattr(
+        torch.autograd.graph, "save_on_cpu", lambda **k: opened.append(k) or original(**k)
+    )
     _watch(MODES["full"])
     assert opened == []
     _watch({**MODES["every 2nd"], "cpu_offload": True})
-    assert opened == [{"pin_memory": False}] * 2  # one per recomputed layer; pinned memory needs an accelerator
+    # one per recomputed layer; pinned memory needs an accelerator
+    assert opened == [{"pin_memory": False}] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -198,7 +209,9 @@ def test_names_never_change(mode: str) -> None:
     before = list(model.state_dict())
     activation_checkpoint.apply(model, module.LAYOUT, MESH, _config(MODES[mode]))
     assert list(model.state_dict()) == before
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in _model()[1].named_modules()]
+    assert [name for name, _ in model.named_modules()] == [
+        name for name, _ in _model()[1].named_modules()
+    ]
 
 
 def test_memory_budget_configures_the_compiler_and_wraps_no_layers(monkeypatch) -> None:

@@ -118,7 +118,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("run", BROKEN, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_data_path_other_than_x_is_rejected(run: Callable[[Model, Tensor, Tensor], Tensor], is_frozen: bool) -> None:
+def test_data_path_other_than_x_is_rejected(
+    run: Callable[[Model, Tensor, Tensor], Tensor], is_frozen: bool
+) -> None:
     model = built(run)
     if is_frozen:  # frozen like a model with adapters: gradients reveal nothing
         model.requires_grad_(False)
@@ -126,7 +128,11 @@ def test_data_path_other_than_x_is_rejected(run: Callable[[Model, Tensor, Tensor
     with pytest.raises(ConfigError) as raised:
         chain.check(model, LAYOUT, PARTS, 2)
     message = str(raised.value)
-    expected = BROKEN[run] if not is_frozen else BROKEN[run].replace("layers.0.linear.", "the output of embed")
+    expected = (
+        BROKEN[run]
+        if not is_frozen
+        else BROKEN[run].replace("layers.0.linear.", "the output of embed")
+    )
     assert expected in message and "\n" not in message
 
 
@@ -138,7 +144,8 @@ def test_weight_of_another_module_is_rejected() -> None:
     model = built(None)
     with torch.device("meta"):
         model.head = Head(8, 16)
-    model.head.others = [model.embed]  # not a submodule, so no parameter name shows that the weight is shared
+    # not a submodule, so no parameter name shows that the weight is shared
+    model.head.others = [model.embed]
     with pytest.raises(ConfigError, match="head uses embed.weight in addition to x"):
         chain.check(model, LAYOUT, PARTS, 2)
 

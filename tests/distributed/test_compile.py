@@ -28,7 +28,9 @@ def _config(**options: Any) -> Config:
 
 def _mesh(tensor_parallel: int) -> Any:
     device = torch.device("cpu")
-    return SimpleNamespace(device=device, size=lambda *axes: tensor_parallel if axes == ("tp",) else 1)
+    return SimpleNamespace(
+        device=device, size=lambda *axes: tensor_parallel if axes == ("tp",) else 1
+    )
 
 
 def _apply(tensor_parallel: int = 1, **options: Any) -> tuple[nn.Module, list[str]]:
@@ -39,7 +41,9 @@ def _apply(tensor_parallel: int = 1, **options: Any) -> tuple[nn.Module, list[st
     torch.manual_seed(0)
     model = module.Model(shape)
     compile.apply(model, module.LAYOUT, _mesh(tensor_parallel), _config(**options))
-    return model, [path for path, part in model.named_modules() if part._compiled_call_impl is not None]
+    return model, [
+        path for path, part in model.named_modules() if part._compiled_call_impl is not None
+    ]
 
 
 def test_each_layer_is_compiled_and_no_other_module() -> None:
@@ -77,7 +81,9 @@ def _decided(num_ranks: int = 1, flops: int = FLOPS, **sections: Any) -> bool | 
 
     device_mesh = SimpleNamespace(size=lambda: math.prod(sizes.values()))
     device = torch.device(sections["training"].get("device", "cpu"))
-    mesh = SimpleNamespace(device=device, size=size, device_mesh=device_mesh, sum_of_all=lambda tensor: tensor)
+    mesh = SimpleNamespace(
+        device=device, size=size, device_mesh=device_mesh, sum_of_all=lambda tensor: tensor
+    )
     try:
         return compile.decided(config, mesh, flops).compile.enable
     finally:
@@ -87,11 +93,16 @@ def _decided(num_ranks: int = 1, flops: int = FLOPS, **sections: Any) -> bool | 
 def test_long_run_on_a_cpu_is_compiled_unless_disabled(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert _decided() is True and _decided(num_ranks=2) is True
-    assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True  # also with AMX
+    # also with AMX
+    assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True
     assert _decided(compile={"enable": False}) is False
     short = {"steps": 200}  # 400 seconds of the fastest core
-    assert _decided(training=short) is None and _decided(training=short, compile={"enable": True}) is True
-    assert _decided(flops=10**5, training={"steps": 10**7}) is None  # equally long, in steps of 2 ms
+    assert (
+        _decided(training=short) is None
+        and _decided(training=short, compile={"enable": True}) is True
+    )
+    # equally long, in steps of 2 ms
+    assert _decided(flops=10**5, training={"steps": 10**7}) is None
     assert _decided(training={"epochs": 1}) is None
 
 
@@ -109,7 +120,9 @@ def test_long_run_on_a_cpu_is_compiled_unless_disabled(monkeypatch) -> None:
     ],
     ids=str,
 )
-def test_unmeasured_configurations_are_compiled_only_on_request(sections: dict[str, Any], monkeypatch) -> None:
+def test_unmeasured_configurations_are_compiled_only_on_request(
+    sections: dict[str, Any], monkeypatch
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert _decided(**sections) is None
 
@@ -119,7 +132,9 @@ def test_machine_without_a_cpp_compiler_compiles_nothing_by_default(monkeypatch)
     assert _decided() is None
 
 
-def test_result_of_the_vector_instruction_check_is_cached_only_on_success(tmp_path, monkeypatch) -> None:
+def test_result_of_the_vector_instruction_check_is_cached_only_on_success(
+    tmp_path, monkeypatch
+) -> None:
     inductor = pytest.importorskip("torch._inductor.config")
     cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -172,7 +187,8 @@ def test_truncated_libraries_of_killed_runs_are_removed(tmp_path, monkeypatch, c
         remaining = {path.name for path in folder.iterdir()}
     assert remaining == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
     assert sorted(record.args or record.getMessage() for record in caplog.records) == [
-        f"removed {folder / name}.main.so, which a killed run left half written" for name in ("cut", "empty", "zeros")
+        f"removed {folder / name}.main.so, which a killed run left half written"
+        for name in ("cut", "empty", "zeros")
     ]
 
 
@@ -186,7 +202,9 @@ def _trained(rank: int, enable: bool | None, lasts: bool) -> tuple[int, list[flo
         run = make_run(rank, config)
         layers = run.runner.parts[0].layers.values()
         losses = [float(trainer.step(run).loss_sum) for _ in range(2)]
-        assert bool(run.config.compile.enable) == any(layer._compiled_call_impl is not None for layer in layers)
+        assert bool(run.config.compile.enable) == any(
+            layer._compiled_call_impl is not None for layer in layers
+        )
         return sum(layer._compiled_call_impl is not None for layer in layers), losses
 
 
@@ -204,9 +222,8 @@ def test_names_never_change_and_numbers_match_eager_mode() -> None:
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert not any("_orig_mod" in name for name, _ in compiled.named_modules())
     tokens, positions = torch.arange(16).view(1, 16), torch.arange(16)[None]
-    assert torch.equal(
-        compiled(tokens, positions), plain(tokens, positions)
-    )  # the backend "eager" uses the same kernels
+    # the backend "eager" uses the same kernels
+    assert torch.equal(compiled(tokens, positions), plain(tokens, positions))
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,21 @@ def _config(kind: str, setting: str) -> tuple[int, Config]:
     if "model" in sections and sections["model"].get("name") == "mixtral":
         del config.model.overrides["ffn_dim"]  # the experts define it
     linear = dataclasses.replace(config.quantize.linear.float8, emulate=True)
-    quantize = dataclasses.replace(config.quantize, linear=dataclasses.replace(config.quantize.linear, float8=linear))
+    quantize = dataclasses.replace(
+        config.quantize, linear=dataclasses.replace(config.quantize.linear, float8=linear)
+    )
     return num_ranks, dataclasses.replace(config, quantize=quantize)
 
 
 def _products(graph: torch.fx.GraphModule) -> int:
     """Count linear layers of a graph and of its nested graphs, such as a recomputed region."""
-    graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    graphs = [
+        module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)
+    ]
     targets = [node.target for inner in graphs for node in inner.nodes]
-    return targets.count(torch.nn.functional.linear) + targets.count(torch.ops.shardtrain.onednn_product.default)
+    return targets.count(torch.nn.functional.linear) + targets.count(
+        torch.ops.shardtrain.onednn_product.default
+    )
 
 
 def _compiled(rank: int, config: Config) -> Compiled:
@@ -123,8 +129,11 @@ def _compiled(rank: int, config: Config) -> Compiled:
     trainer.step(run)
     graphs.append(len(products_of_graphs))
     breaks = [str(reason) for reason in counters["graph_break"]]
-    is_float8 = bool(config.model.converters)  # float8 products are not linear layers: one graph per layer
-    return Compiled(ran["graphs" if is_float8 else "products"], graphs, breaks, dict(counters["frames"]))
+    # float8 products are not linear layers: one graph per layer
+    is_float8 = bool(config.model.converters)
+    return Compiled(
+        ran["graphs" if is_float8 else "products"], graphs, breaks, dict(counters["frames"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +165,9 @@ def test_entire_layer_is_compiled_with_every_kind_of_recomputation(kind: str, se
         assert compiled.graphs[0] == compiled.graphs[1] > 0  # a later step compiles nothing
         assert compiled.frames["total"] == compiled.frames["ok"]
         allowed = BREAKS.get(setting)
-        assert all(allowed is not None and allowed in reason for reason in compiled.breaks), compiled.breaks
+        assert all(allowed is not None and allowed in reason for reason in compiled.breaks), (
+            compiled.breaks
+        )
 
 
 def _arguments(kind: str, setting: str) -> tuple[int, Any, Config]:
@@ -190,7 +201,9 @@ class Kinds(nn.Module):
 
 def _toy_config(**options: Any) -> Config:
     compiled = Compile(enable=True, backend="counted", components=["model"])
-    return dataclasses.replace(Config(), compile=compiled, activation_checkpoint=ActivationCheckpoint(**options))
+    return dataclasses.replace(
+        Config(), compile=compiled, activation_checkpoint=ActivationCheckpoint(**options)
+    )
 
 
 def _graphs_of_kinds(rank: int, num_layers: int, config: Config, kinds: type[Kinds] = Kinds) -> int:
@@ -241,8 +254,12 @@ def test_layer_with_a_graph_break_is_logged(options: dict[str, Any]) -> None:
 def test_product_named_in_one_layer_is_recomputed_only_there(pattern: str, graphs: int) -> None:
     """Layers share a graph only if they save the same activations."""
     num_ranks, config = _config("op", "dense")
-    options = dataclasses.replace(config.activation_checkpoint, per_op_sac_force_recompute_mm_shapes_by_fqns=[pattern])
-    (compiled,) = run_ranks(num_ranks, _compiled, dataclasses.replace(config, activation_checkpoint=options))
+    options = dataclasses.replace(
+        config.activation_checkpoint, per_op_sac_force_recompute_mm_shapes_by_fqns=[pattern]
+    )
+    (compiled,) = run_ranks(
+        num_ranks, _compiled, dataclasses.replace(config, activation_checkpoint=options)
+    )
     assert compiled.graphs == [graphs, graphs]
 
 
@@ -256,8 +273,12 @@ def _operations_in_backward(rank: int, config: Config) -> list[Counter[str]]:
 
     def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         # attention is recomputed with the saved random state, an argument of the operation that sets it
-        called = [operation for node in graph.graph.nodes for operation in (node.target, *node.args)]
-        names = Counter(getattr(operation, "__name__", "").partition(".")[0] for operation in called)
+        called = [
+            operation for node in graph.graph.nodes for operation in (node.target, *node.args)
+        ]
+        names = Counter(
+            getattr(operation, "__name__", "").partition(".")[0] for operation in called
+        )
         backward.append(names)
         return make_boxed_func(graph.forward)
 
@@ -307,14 +328,19 @@ def _offloaded_shapes(rank: int, config: Config) -> list[tuple[int, ...]]:
     return moved
 
 
-@pytest.mark.parametrize("setting", cases(["dense"], nightly=["fsdp", "documents", "tp", "experts"]))
+@pytest.mark.parametrize(
+    "setting", cases(["dense"], nightly=["fsdp", "documents", "tp", "experts"])
+)
 def test_inputs_of_a_compiled_layer_are_offloaded_and_its_weights_are_not(setting: str) -> None:
     """Backward of a compiled layer also reads its weights. Moving them would copy the entire model in every step."""
     num_ranks, config = _config("full, on cpu", setting)
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, backend="aot_eager"))
+    config = dataclasses.replace(
+        config, compile=dataclasses.replace(config.compile, backend="aot_eager")
+    )
     for moved in run_ranks(num_ranks, _offloaded_shapes, config):
         assert sum(shape[-1] == SHAPE["dim"] and len(shape) == 3 for shape in moved) == LAYERS
-        assert not [shape for shape in moved if len(shape) < 2 or shape[0] != 2]  # two rows, or weights
+        # two rows, or weights
+        assert not [shape for shape in moved if len(shape) < 2 or shape[0] != 2]
 
 
 def _warnings(rank: int, config: Config) -> list[str]:
@@ -333,5 +359,7 @@ def _warnings(rank: int, config: Config) -> list[str]:
 
 def test_pytorch_warning_about_selective_recomputation_is_suppressed() -> None:
     num_ranks, config = _config("op", "dense")
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, backend="aot_eager"))
+    config = dataclasses.replace(
+        config, compile=dataclasses.replace(config.compile, backend="aot_eager")
+    )
     assert run_ranks(num_ranks, _warnings, config) == [["another"]]

@@ -46,8 +46,12 @@ def _config(**sections: Any) -> Config:
     model = sections.pop("model", {})
     config = tiny_config(**{**sections, "training": {**MIXED, **sections.get("training", {})}})
     if "name" in model:
-        sizes = {name: size for name, size in {**SHAPE, "num_layers": 2}.items() if name != "ffn_dim"}
-        sizes = {key: size for key, size in (sizes | model["overrides"]).items() if size is not None}
+        sizes = {
+            name: size for name, size in {**SHAPE, "num_layers": 2}.items() if name != "ffn_dim"
+        }
+        sizes = {
+            key: size for key, size in (sizes | model["overrides"]).items() if size is not None
+        }
         config = replace(config, model=replace(config.model, **{**model, "overrides": sizes}))
     elif model:
         config = replace(
@@ -74,7 +78,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "micro-batches": {"training": {"local_batch_size": 1, "global_batch_size": 3}},
     "tied ends": {"model": {"overrides": {"tied_embeddings": True}}},
     "recomputed layers": {"activation_checkpoint": {"mode": "full"}},
-    "recomputed operations": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    "recomputed operations": {
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}
+    },
     "compiled": {"compile": {"enable": True, "backend": "aot_eager"}},
     "compiled and recomputed": {
         "compile": {"enable": True, "backend": "aot_eager"},
@@ -92,7 +98,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 DEFAULT = ["micro-batches", "adapters", "tied ends"]
 
 
-@pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in OPTIONS if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT, nightly=[name for name in OPTIONS if name not in DEFAULT])
+)
 def test_copies_are_bitwise_equal_to_fsdp(name: str) -> None:
     """FSDP is the reference: on one process it casts, computes, accumulates and reduces without communication."""
     config = _config(**OPTIONS[name])
@@ -107,7 +115,11 @@ def test_copies_are_bitwise_equal_to_fsdp(name: str) -> None:
 PEERS: dict[str, dict[str, Any]] = {
     "nothing else": {},
     "float32": {"training": {"mixed_precision_param": "float32"}},
-    **{name: OPTIONS[name] for name in OPTIONS if name not in ("nothing else", "experts", "updates in backward")},
+    **{
+        name: OPTIONS[name]
+        for name in OPTIONS
+        if name not in ("nothing else", "experts", "updates in backward")
+    },
     # gradients of biases after a sum over ranks are partial on each rank
     "biases": {"model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX}},
     "biases in float32": {
@@ -156,7 +168,10 @@ def test_tensor_parallel_ranks_are_bitwise_equal_to_fsdp(name: str) -> None:
     config = _peers(name)
     assert derived.does_without_fsdp(config, 2, has_experts="experts" in name)
     for without_fsdp, sharded in run_ranks(2, _both_ways, config):
-        assert without_fsdp.losses == sharded.losses and without_fsdp.losses[-1] != without_fsdp.losses[0]
+        assert (
+            without_fsdp.losses == sharded.losses
+            and without_fsdp.losses[-1] != without_fsdp.losses[0]
+        )
         # squares are summed in float64; an update in backward sums them in the order of gradients
         assert without_fsdp.grad_norms == pytest.approx(sharded.grad_norms, rel=1e-12)
         assert_bitwise(without_fsdp.gradients, sharded.gradients)
@@ -176,7 +191,8 @@ def test_fsdp_is_used_where_it_shards_or_reduces() -> None:
     tp = {"tensor_parallel_degree": 2}
     assert does_without(1) and does_without(1, has_experts=True) and does_without(2, **tp)
     assert does_without(2, has_experts=True, expert_parallel_degree=2, **tp)
-    assert not does_without(2, has_experts=True, **tp)  # experts are sharded over tensor-parallel ranks
+    # experts are sharded over tensor-parallel ranks
+    assert not does_without(2, has_experts=True, **tp)
     assert not does_without(2) and not does_without(4, **tp)
     assert not does_without(4, context_parallel_degree=2, **tp) and not does_without(
         4, pipeline_parallel_degree=2, **tp
@@ -203,7 +219,9 @@ def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
         copy_references.extend(weakref.ref(copy) for copy in model.parameters())
 
     def look(*_: Any) -> None:
-        held_at_last_backward.update(p.dtype for key, p in last.named_parameters() if p.requires_grad)
+        held_at_last_backward.update(
+            p.dtype for key, p in last.named_parameters() if p.requires_grad
+        )
 
     last.register_forward_hook(note)
     first.register_full_backward_pre_hook(look)
@@ -213,10 +231,14 @@ def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
     trained = [p for p in parameters.values() if p.requires_grad]
     facts = {
         "wrapped": isinstance(model, FSDPModule),
-        "bytes of copies": sum(local_tensor(copy).nbytes for copy in copies if copy.dtype == torch.bfloat16),
+        "bytes of copies": sum(
+            local_tensor(copy).nbytes for copy in copies if copy.dtype == torch.bfloat16
+        ),
         "last layer during backward of the first": held_at_last_backward,
         "gradients": {p.grad.dtype for p in trained},
-        "whole": all(getattr(p.grad, "placements", None) == getattr(p, "placements", None) for p in trained),
+        "whole": all(
+            getattr(p.grad, "placements", None) == getattr(p, "placements", None) for p in trained
+        ),
         "same": all(p is parameters[key] for key, p in model.named_parameters()),
         "finite": bool(torch.isfinite(total)),
     }
@@ -313,7 +335,9 @@ class _Scaled(nn.Module):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, (Replicate(),), run_check=False))
+        self.weight = nn.Parameter(
+            DTensor.from_local(torch.ones(4), mesh, (Replicate(),), run_check=False)
+        )
 
     def forward(self, input: torch.Tensor, gradient: Placement) -> torch.Tensor:
         return self.weight.to_local(grad_placements=(gradient,)) * input  # type: ignore[attr-defined]
@@ -323,13 +347,19 @@ def _gradient_of_two_ways(rank: int, ways: list[Placement]) -> torch.Tensor:
     model = _Scaled(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     compute_copies.use(model, torch.bfloat16)
     for way in ways:
-        model(torch.full((4,), 3.0 if isinstance(way, Replicate) else rank + 1.0).bfloat16(), way).sum().backward()
+        model(
+            torch.full((4,), 3.0 if isinstance(way, Replicate) else rank + 1.0).bfloat16(), way
+        ).sum().backward()
     partial_gradients.make_whole(model.weight)
-    assert model.weight.grad.placements == (Replicate(),) and model.weight.grad.dtype == torch.float32
+    assert (
+        model.weight.grad.placements == (Replicate(),) and model.weight.grad.dtype == torch.float32
+    )
     return local_tensor(model.weight.grad)
 
 
-@pytest.mark.parametrize("ways", [[Partial(), Replicate()], [Replicate(), Partial(), Partial()]], ids=str)
+@pytest.mark.parametrize(
+    "ways", [[Partial(), Replicate()], [Replicate(), Partial(), Partial()]], ids=str
+)
 def test_partial_and_replicated_gradients_add_up(ways: list[Placement]) -> None:
     expected = sum(3.0 if isinstance(way, Replicate) else 1.0 + 2.0 for way in ways)
     for gradient in run_ranks(2, _gradient_of_two_ways, ways):

@@ -198,7 +198,9 @@ def config_of(family: str, sections: dict[str, dict[str, Any]], num_ranks: int =
 
 
 def build(rank: int, config: Config) -> tuple[Runner, distributed.Mesh]:
-    mesh = distributed.build(config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    mesh = distributed.build(
+        config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
+    )
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
     model = models.build(module, shape)
@@ -214,14 +216,22 @@ def own_rows(batch: Batch, mesh: distributed.Mesh) -> Batch:
     return batch._each(lambda x: x[mesh.rank("dp_shard") * share :][:share])
 
 
-def measure(rank: int, config: Config, batches: Sequence[Batch]) -> tuple[float, float, dict[str, Tensor]]:
+def measure(
+    rank: int, config: Config, batches: Sequence[Batch]
+) -> tuple[float, float, dict[str, Tensor]]:
     """Return the loss sums of training and evaluation over all ranks, and full gradients of this rank's parameters."""
     runner, mesh = build(rank, config)
     own_batches = [own_rows(batch, mesh) for batch in batches]
-    loss = mesh.sum(runner.forward_backward(own_batches, torch.ones(())).double(), over=("pp", *LOSS_AXES)).item()
+    loss = mesh.sum(
+        runner.forward_backward(own_batches, torch.ones(())).double(), over=("pp", *LOSS_AXES)
+    ).item()
     parameters = runner.parameters()
-    gradients = {name: to_full(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
-    evaluated = mesh.sum(sum(runner.evaluate(batch).double() for batch in own_batches), over=("pp", *LOSS_AXES)).item()
+    gradients = {
+        name: to_full(p.grad).clone() for name, p in parameters.items() if p.grad is not None
+    }
+    evaluated = mesh.sum(
+        sum(runner.evaluate(batch).double() for batch in own_batches), over=("pp", *LOSS_AXES)
+    ).item()
     return loss, evaluated, gradients
 
 
@@ -230,7 +240,9 @@ def reference(family: str) -> tuple[float, float, dict[str, Tensor]]:
     return run_ranks(1, measure, config_of(family, {}), split_documents(packed_batch()))[0]
 
 
-def assert_same(results: list[Any], expected: tuple[float, float, dict[str, Tensor]], tolerance: float) -> None:
+def assert_same(
+    results: list[Any], expected: tuple[float, float, dict[str, Tensor]], tolerance: float
+) -> None:
     """Compare with a tolerance relative to the loss and to the norm of each gradient."""
     compared: set[str] = set()
     for loss, evaluated, gradients in results:
@@ -238,7 +250,9 @@ def assert_same(results: list[Any], expected: tuple[float, float, dict[str, Tens
         assert evaluated == pytest.approx(expected[1], rel=tolerance)
         compared |= gradients.keys()
         for name, gradient in gradients.items():
-            error = float((gradient - expected[2][name]).norm() / expected[2][name].norm().clamp_min(1e-30))
+            error = float(
+                (gradient - expected[2][name]).norm() / expected[2][name].norm().clamp_min(1e-30)
+            )
             assert error <= tolerance, f"gradient of {name} is off by {error:.1e} of its norm"
     assert compared == expected[2].keys()
 
@@ -249,7 +263,9 @@ FIRST = ("plain", "fsdp", "tp", "cp gather", "cp ring", "cp ulysses", "pp 1F1B",
 @pytest.mark.parametrize("run", cases(FIRST, nightly=[run for run in RUNS if run not in FIRST]))
 def test_packed_documents_match_separate_ones(run: str) -> None:
     num_ranks, sections = RUNS[run]
-    results = run_ranks(num_ranks, measure, config_of("llama3", sections, num_ranks), [packed_batch()])
+    results = run_ranks(
+        num_ranks, measure, config_of("llama3", sections, num_ranks), [packed_batch()]
+    )
     assert_same(results, reference("llama3"), 1e-5)
 
 
@@ -290,14 +306,20 @@ def test_packed_documents_match_separate_ones(run: str) -> None:
             *itertools.product(("mistral",), ("cp ring", "cp ulysses", "tp")),
             *itertools.product(("mistral",), ("recompute op", "recompute, cp ring", "pp 1F1B")),
             *itertools.product(("qwen2", "neox"), ("tp",)),
-            *itertools.product(("llama4",), ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile")),
-            *itertools.product(("gpt_oss",), ("cp gather", "cp ring", "tp", "pp 1F1B", "recompute op", "compile")),
+            *itertools.product(
+                ("llama4",), ("cp gather", "cp ulysses", "tp", "pp 1F1B", "recompute op", "compile")
+            ),
+            *itertools.product(
+                ("gpt_oss",), ("cp gather", "cp ring", "tp", "pp 1F1B", "recompute op", "compile")
+            ),
         ],
     ),
 )
 def test_packed_documents_of_every_family_match_separate_ones(family: str, run: str) -> None:
     num_ranks, sections = RUNS[run]
-    results = run_ranks(num_ranks, measure, config_of(family, sections, num_ranks), [packed_batch()])
+    results = run_ranks(
+        num_ranks, measure, config_of(family, sections, num_ranks), [packed_batch()]
+    )
     assert_same(results, reference(family), 1e-5)
 
 
@@ -321,11 +343,15 @@ def test_one_document_id_for_all_tokens_changes_nothing(run: str) -> None:
     constant = dataclasses.replace(batch, documents_BT=torch.full_like(batch.tokens_BT, 7))
     config = config_of("llama3", sections, num_ranks)
     without = run_ranks(num_ranks, measure, config, [batch])
-    for with_one_id, without_ids in zip(run_ranks(num_ranks, measure, config, [constant]), without, strict=True):
+    for with_one_id, without_ids in zip(
+        run_ranks(num_ranks, measure, config, [constant]), without, strict=True
+    ):
         assert with_one_id[:2] == pytest.approx(without_ids[:2], rel=1e-6)
         for name, gradient in without_ids[2].items():
             # each entry within 1e-6 of the largest; float32 rounds to 6e-8
-            torch.testing.assert_close(with_one_id[2][name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max()))
+            torch.testing.assert_close(
+                with_one_id[2][name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max())
+            )
 
 
 def test_micro_batches_with_and_without_documents_are_rejected() -> None:

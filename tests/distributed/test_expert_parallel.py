@@ -66,7 +66,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def degrees(ep: int = 1, tp: int = 1, cp: int = 1, replicate: int = 1, pp: int = 1) -> dict[str, Any]:
+def degrees(
+    ep: int = 1, tp: int = 1, cp: int = 1, replicate: int = 1, pp: int = 1
+) -> dict[str, Any]:
     return {
         "expert_parallel_degree": ep,
         "tensor_parallel_degree": tp,
@@ -91,14 +93,21 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def family_config(family: str, overrides: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def family_config(
+    family: str, overrides: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
     flavor, sizes = FAMILIES[family]
     parallelism = sections.get("parallelism", {})
-    if parallelism.get("tensor_parallel_degree", 1) * parallelism.get("context_parallel_degree", 1) > 1:
+    if (
+        parallelism.get("tensor_parallel_degree", 1) * parallelism.get("context_parallel_degree", 1)
+        > 1
+    ):
         # ranks that share rows would need four micro-batches, and two are sufficient
         sections = {**sections, "training": {"local_batch_size": 4, **sections.get("training", {})}}
     config = tiny_config(**sections)
-    model = dataclasses.replace(config.model, name=family, flavor=flavor, overrides={**sizes, **(overrides or {})})
+    model = dataclasses.replace(
+        config.model, name=family, flavor=flavor, overrides={**sizes, **(overrides or {})}
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -108,16 +117,23 @@ def one_process(family: str, steps: int = STEPS) -> Result:
 
 
 CASES = [("deepseek_v3", mesh) for mesh in MESHES]  # the family with all mechanisms, on all meshes
-CASES += [(family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in ("tp 2", "ep 4", "fsdp 2 x tp 2, ep 2")]
+CASES += [
+    (family, mesh)
+    for family in ("qwen3_moe", "mixtral")
+    for mesh in ("tp 2", "ep 4", "fsdp 2 x tp 2, ep 2")
+]
+# test_grid.py covers the others
 FIRST = [
     ("deepseek_v3", "tp 2, ep 2"),
     ("qwen3_moe", "tp 2"),
     ("mixtral", "ep 4"),
-]  # test_grid.py covers the others
+]
 
 
 @pytest.mark.nightly("at other sizes", by="tests/test_grid.py::test_each_family_equals_one_process")
-@pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
+@pytest.mark.parametrize(
+    ("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST])
+)
 def test_meshes_change_no_number(family: str, mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
     for result in run_tiny(num_ranks, family_config(family, parallelism=parallelism)):
@@ -125,12 +141,16 @@ def test_meshes_change_no_number(family: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mode", cases(["none"], nightly=["full", "selective"]))
-def test_fused_experts_match_step_by_step_experts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_experts_match_step_by_step_experts(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On two FSDP ranks, with many rows per expert, or treated as if there were many."""
     results = []
     for many_rows in (1 << 30, 0):
         monkeypatch.setattr(expert_mix, "_MANY_ROWS", many_rows)
-        results.append(run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0])
+        results.append(
+            run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0]
+        )
     assert_same_numbers(*results)
 
 
@@ -158,16 +178,24 @@ def test_ten_steps_with_changing_biases_choose_the_same_experts() -> None:
     "one family more",
     by="tests/test_grid.py::test_each_family_equals_one_process",
 )
-def test_meshes_change_no_number_of_the_dense_qwen3(num_ranks: int, parallelism: dict[str, Any]) -> None:
+def test_meshes_change_no_number_of_the_dense_qwen3(
+    num_ranks: int, parallelism: dict[str, Any]
+) -> None:
     for result in run_tiny(num_ranks, family_config("qwen3", parallelism=parallelism)):
         assert_same_numbers(result, one_process("qwen3"))
 
 
-@pytest.mark.parametrize(("q_lora_rank", "disabled"), cases([(0, False)], nightly=[(0, True), (32, False), (32, True)]))
-def test_latent_attention_without_query_compression_splits_over_heads(q_lora_rank: int, disabled: bool) -> None:
+@pytest.mark.parametrize(
+    ("q_lora_rank", "disabled"), cases([(0, False)], nightly=[(0, True), (32, False), (32, True)])
+)
+def test_latent_attention_without_query_compression_splits_over_heads(
+    q_lora_rank: int, disabled: bool
+) -> None:
     overrides = {"q_lora_rank": q_lora_rank}
     parallelism = {**degrees(tp=2), "disable_loss_parallel": disabled}
-    expected = run_tiny(1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 3)[0]
+    expected = run_tiny(
+        1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 3
+    )[0]
     for result in run_tiny(2, family_config("deepseek_v3", overrides, parallelism=parallelism), 3):
         assert_same_numbers(result, expected)
 
@@ -224,7 +252,9 @@ MORE_OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("name", cases([name for name in OPTIONS if name not in MORE_OPTIONS], nightly=MORE_OPTIONS))
+@pytest.mark.parametrize(
+    "name", cases([name for name in OPTIONS if name not in MORE_OPTIONS], nightly=MORE_OPTIONS)
+)
 def test_options_change_no_number_of_experts(name: str) -> None:
     num_ranks, sections = OPTIONS[name]
     # with 8 or 11 bits, near ties of expert scores sometimes flip, which changes the entire output of a token
@@ -245,13 +275,17 @@ TEXT_TOKENS = 24
 def texts() -> str:
     """Write a file of documents with equal length: BOS, bytes, EOS."""
     letters = random.Random(0).choices("abcdefghijklmnop ", k=64 * (TEXT_TOKENS - 1))
-    rows = ["".join(letters[i : i + TEXT_TOKENS - 1]) for i in range(0, len(letters), TEXT_TOKENS - 1)]
+    rows = [
+        "".join(letters[i : i + TEXT_TOKENS - 1]) for i in range(0, len(letters), TEXT_TOKENS - 1)
+    ]
     path = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     return str(path)
 
 
-def config_of_texts(family: str, seq_len: int, local_batch_size: int = 4, **parallelism: int) -> Config:
+def config_of_texts(
+    family: str, seq_len: int, local_batch_size: int = 4, **parallelism: int
+) -> Config:
     """Configuration with one document per row, padded to ``seq_len``."""
     training = {
         "dataset": "jsonl",
@@ -282,13 +316,17 @@ def test_padded_rows_have_the_gradients_of_unpadded_rows(family: str) -> None:
     if family == "deepseek_v3":
         meshes += [(2, {"ep": 2}), (4, {"tp": 2, "cp": 2})]
     for num_ranks, mesh in meshes:
-        for result in run_tiny(num_ranks, config_of_texts(family, 64, 8 if num_ranks == 1 else 4, **mesh), 2):
+        for result in run_tiny(
+            num_ranks, config_of_texts(family, 64, 8 if num_ranks == 1 else 4, **mesh), 2
+        ):
             assert result.facts["filler"] > 0
             expected_initial = {name: expected.initial[name] for name in result.initial}
             assert_same_numbers(result, dataclasses.replace(expected, initial=expected_initial))
             for name, gradient in result.gradients.items():
                 expected_gradient = expected.gradients[name]
-                assert (gradient - expected_gradient).norm() <= 1e-5 * expected_gradient.norm() + 1e-7, name
+                assert (
+                    gradient - expected_gradient
+                ).norm() <= 1e-5 * expected_gradient.norm() + 1e-7, name
             for name, weight in result.final.items():
                 assert (weight - expected.final[name]).abs().max() <= 1e-6, name
 
@@ -302,21 +340,27 @@ def biases(rank: int, config: Config, steps: int) -> tuple[list[Tensor], dict[st
 
 @functools.cache
 def biases_of_one_process(steps: int) -> tuple[list[Tensor], dict[str, float]]:
-    return run_ranks(1, biases, family_config("deepseek_v3", training={"local_batch_size": 8}), steps)[0]
+    return run_ranks(
+        1, biases, family_config("deepseek_v3", training={"local_batch_size": 8}), steps
+    )[0]
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "sections"),
     cases(
         [(2, {"parallelism": degrees(tp=2, ep=2), "activation_checkpoint": {"mode": "full"}})],
-        nightly=[(4, {"parallelism": degrees(replicate=2, ep=2), "training": {"local_batch_size": 1}})],
+        nightly=[
+            (4, {"parallelism": degrees(replicate=2, ep=2), "training": {"local_batch_size": 1}})
+        ],
     ),
 )
 def test_biases_and_metrics_match_one_process(num_ranks: int, sections: dict[str, Any]) -> None:
     """Counts are integers, so biases are bitwise equal with recomputation, accumulation and any mesh."""
     expected, measures = biases_of_one_process(3)
     assert all(0.0 < bias.abs().max() <= 0.0301 for bias in expected)
-    for biases_of_rank, metrics in run_ranks(num_ranks, biases, family_config("deepseek_v3", **sections), 3):
+    for biases_of_rank, metrics in run_ranks(
+        num_ranks, biases, family_config("deepseek_v3", **sections), 3
+    ):
         for bias, expected_bias in zip(biases_of_rank, expected, strict=True):
             assert torch.equal(bias, expected_bias)
         assert metrics["moe_max_load"] == measures["moe_max_load"]
@@ -326,7 +370,9 @@ def test_biases_and_metrics_match_one_process(num_ranks: int, sections: dict[str
 
 def test_pipeline_reports_the_experts_of_all_stages() -> None:
     _, expected = biases_of_one_process(3)
-    for _, metrics in run_ranks(2, biases, family_config("deepseek_v3", parallelism=degrees(pp=2)), 3):
+    for _, metrics in run_ranks(
+        2, biases, family_config("deepseek_v3", parallelism=degrees(pp=2)), 3
+    ):
         assert metrics["moe_max_load"] == expected["moe_max_load"]
         assert metrics["moe_aux_loss"] == pytest.approx(expected["moe_aux_loss"], rel=1e-5)
 
@@ -347,12 +393,16 @@ def test_bias_increases_for_experts_with_few_tokens() -> None:
 
 
 def test_forced_balance_loads_all_experts_equally() -> None:
-    config = family_config("qwen3_moe", parallelism=degrees(ep=2), debug={"moe_force_load_balance": True})
+    config = family_config(
+        "qwen3_moe", parallelism=degrees(ep=2), debug={"moe_force_load_balance": True}
+    )
     for _, measures in run_ranks(2, biases, config, 1):
         assert measures["moe_max_load"] == 1.0
 
 
-@pytest.mark.nightly("one mesh", by="tests/test_search.py::test_faults_of_earlier_searches_stay_fixed")
+@pytest.mark.nightly(
+    "one mesh", by="tests/test_search.py::test_faults_of_earlier_searches_stay_fixed"
+)
 def test_forced_balance_assigns_experts_along_the_sequence_on_any_mesh() -> None:
     # a count per rank would restart at the first token of the rank, and depend on the rows of its batch
     def forced(parallelism: dict[str, int], **training: int) -> Config:
@@ -413,7 +463,9 @@ def test_experts_are_split_over_all_ranks_with_different_tokens(
     w2: tuple[int, ...],
 ) -> None:
     """Ranks get entire experts if there are enough, and otherwise parts of each."""
-    for placement in run_ranks(num_ranks, placements, family_config("deepseek_v3", overrides, parallelism=parallelism)):
+    for placement in run_ranks(
+        num_ranks, placements, family_config("deepseek_v3", overrides, parallelism=parallelism)
+    ):
         assert (placement["w1"][0], placement["w2"][0]) == (w1, w2)
 
 
@@ -423,8 +475,12 @@ def test_experts_are_split_over_all_ranks_with_different_tokens(
 )
 def test_more_ranks_than_experts_change_no_number() -> None:
     overrides = {"num_experts": 2, "num_groups": 1, "top_groups": 1, "top_k": 1}
-    expected = run_tiny(1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 4)[0]
-    for result in run_tiny(4, family_config("deepseek_v3", overrides, parallelism=degrees(ep=2)), 4):
+    expected = run_tiny(
+        1, family_config("deepseek_v3", overrides, training={"local_batch_size": 8}), 4
+    )[0]
+    for result in run_tiny(
+        4, family_config("deepseek_v3", overrides, parallelism=degrees(ep=2)), 4
+    ):
         assert_same_numbers(result, expected)
 
 
@@ -443,7 +499,9 @@ def write_and_continue(rank: int, folder: str) -> tuple[list[float], list[float]
     ):
         sections["training"]["local_batch_size"] = 8 if "tp" in parallelism else 4
         job = {"dump_folder": f"{folder}/{name}"}
-        config = family_config("deepseek_v3", parallelism=degrees(**parallelism), job=job, **sections)
+        config = family_config(
+            "deepseek_v3", parallelism=degrees(**parallelism), job=job, **sections
+        )
         losses_of_runs.append(train_whole(rank, config, stop_after=stop))
     names = set(resume.weights(make_run(rank, config)))
     return losses_of_runs[0].losses, losses_of_runs[1].losses + losses_of_runs[2].losses, names
@@ -472,7 +530,9 @@ class Doubling(nn.Module):
 
 def exchange(rank: int, counts: list[list[int]]) -> list[int]:
     count_E = torch.tensor(counts[rank])
-    x_RD = torch.randn(int(count_E.sum()), 3, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    x_RD = torch.randn(
+        int(count_E.sum()), 3, generator=torch.Generator().manual_seed(rank)
+    ).requires_grad_()
     experts = Doubling(rank * 2)
     out_RD = expert_parallel.AllToAllDispatch(dist.group.WORLD)(experts, x_RD, count_E)
     factor_R = (torch.arange(4.0) + 1).repeat_interleave(count_E)[:, None]

@@ -39,13 +39,19 @@ LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
 STEPS = 3
 
 
-def with_float8(options: dict[str, Any] | None = None, experts: bool = False, **sections: dict[str, Any]) -> Config:
+def with_float8(
+    options: dict[str, Any] | None = None, experts: bool = False, **sections: dict[str, Any]
+) -> Config:
     """Tiny run with float8 linear layers (except the head) and, optionally, experts."""
     converters = [LINEAR, GROUPED] if experts else [LINEAR]
-    config = tiny_config(**{**sections, "model": {"converters": converters, **sections.get("model", {})}})
+    config = tiny_config(
+        **{**sections, "model": {"converters": converters, **sections.get("model", {})}}
+    )
     linear = Float8Linear(**{"emulate": True, "filter_fqns": ["output"], **(options or {})})
     grouped = Float8GroupedMM(fqns=["experts"] if experts else [], emulate=experts)
-    quantize = Quantize(linear=QuantizeLinear(float8=linear), grouped_mm=QuantizeGroupedMM(float8=grouped))
+    quantize = Quantize(
+        linear=QuantizeLinear(float8=linear), grouped_mm=QuantizeGroupedMM(float8=grouped)
+    )
     return dataclasses.replace(config, quantize=quantize)
 
 
@@ -80,13 +86,18 @@ MESHES = {
     ("recipe", "mesh"),
     cases(
         [("tensorwise", "fsdp and tp"), ("rowwise", "tp"), ("rowwise_with_gw_hp", "fsdp")],
-        nightly=[(recipe, mesh) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp") for mesh in MESHES],
+        nightly=[
+            (recipe, mesh)
+            for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+            for mesh in MESHES
+        ],
     ),
 )
 def test_float8_on_a_mesh_changes_no_number(recipe, mesh):
     ranks, parallelism = MESHES[mesh]
     results = run_tiny(ranks, with_float8({"recipe_name": recipe}, parallelism=parallelism), STEPS)
-    initial = {name: weight for stage in results for name, weight in stage.initial.items()}  # each stage has a part
+    # each stage has a part
+    initial = {name: weight for stage in results for name, weight in stage.initial.items()}
     gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
     assert_same_numbers(result, one_process(recipe), loss=1e-4, grad_norm=1e-3)
@@ -103,7 +114,9 @@ def test_float8_on_a_mesh_changes_no_number(recipe, mesh):
     ids=str,
 )
 def test_experts_in_float8_match_one_process_on_a_mesh(parallelism):
-    result = run_tiny(2, with_float8({"recipe_name": "rowwise"}, True, model=MOE, parallelism=parallelism), STEPS)[0]
+    result = run_tiny(
+        2, with_float8({"recipe_name": "rowwise"}, True, model=MOE, parallelism=parallelism), STEPS
+    )[0]
     assert_same_numbers(result, one_process("rowwise", True), loss=1e-4, grad_norm=1e-3)
 
 
@@ -117,7 +130,9 @@ class Gathered(TorchDispatchMode):
     def __enter__(self):
         self._patches = pytest.MonkeyPatch()
         for collective in (AllGather, ReduceScatter):
-            self._patches.setattr(collective, "__call__", self._noting(collective, collective.__call__))
+            self._patches.setattr(
+                collective, "__call__", self._noting(collective, collective.__call__)
+            )
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -127,7 +142,9 @@ class Gathered(TorchDispatchMode):
     def _noting(self, collective, call):
         def noting(instance, output_tensor, input_tensor, **keywords):
             if collective is AllGather:
-                self.bytes[input_tensor.dtype] = self.bytes.get(input_tensor.dtype, 0) + input_tensor.nbytes
+                self.bytes[input_tensor.dtype] = (
+                    self.bytes.get(input_tensor.dtype, 0) + input_tensor.nbytes
+                )
             before = self.all_reduces
             call(instance, output_tensor, input_tensor, **keywords)
             self.all_reduces = before  # barriers are not reductions
@@ -144,14 +161,19 @@ def _gather(rank: int, options: dict[str, Any]) -> tuple[Any, ...]:
     training = {"mixed_precision_param": "bfloat16", "global_batch_size": -1}
     run = make_run(
         rank,
-        with_float8(options, training=training, parallelism={"fsdp_reshard_after_forward": "always"}),
+        with_float8(
+            options, training=training, parallelism={"fsdp_reshard_after_forward": "always"}
+        ),
     )
     batch = [next(run.dataloader)]
     with Gathered() as gathered:
         loss = run.runner.forward_backward(batch, torch.tensor(1e-3))
-    gradients = [parameter.grad.to_local().clone() for parameter in run.runner.parameters().values()]
+    gradients = [
+        parameter.grad.to_local().clone() for parameter in run.runner.parameters().values()
+    ]
     weights = [
-        weight.shard.nbytes // 4 for weight in float8_modules.gather_in_float8(run.runner.parts, run.mesh, run.config)
+        weight.shard.nbytes // 4
+        for weight in float8_modules.gather_in_float8(run.runner.parts, run.mesh, run.config)
     ]
     return loss, gradients, gathered.bytes, gathered.all_reduces, sum(weights), len(weights)
 
@@ -165,12 +187,15 @@ def test_gathering_in_float8_is_bitwise_equal_and_sends_half():
         {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True},
     )
     for gathered in (each, once):
-        for (loss, gradients, *_), (expected, all_expected, *_) in zip(gathered, plain, strict=True):
+        for (loss, gradients, *_), (expected, all_expected, *_) in zip(
+            gathered, plain, strict=True
+        ):
             assert torch.equal(loss, expected)
             assert all(torch.equal(a, b) for a, b in zip(gradients, all_expected, strict=True))
     *_, sent, sums, _, _ = plain[0]
     *_, sent8, sums8, numbers, weights = each[0]
-    assert list(sent) == [torch.bfloat16] and weights == 2 * 7  # 7 linear layers in each of two layers
+    # 7 linear layers in each of two layers
+    assert list(sent) == [torch.bfloat16] and weights == 2 * 7
     # forward and backward gather each weight of a layer once, with one byte per number instead of two
     assert sum(sent.values()) - sum(sent8.values()) == 2 * numbers
     assert sums8 - sums == 2 * weights and once[0][3] - sums == 1
@@ -182,7 +207,11 @@ def _curve(recipe: str | None, steps: int) -> list[float]:
         "training": {"local_batch_size": 8, "mixed_precision_param": "bfloat16", "steps": steps},
         "optimizer": {"lr": 4e-3, "eps": 1e-3},
     }
-    config = with_float8({"recipe_name": recipe, "filter_fqns": []}, **sections) if recipe else tiny_config(**sections)
+    config = (
+        with_float8({"recipe_name": recipe, "filter_fqns": []}, **sections)
+        if recipe
+        else tiny_config(**sections)
+    )
     return run_tiny(1, config, steps)[0].losses
 
 
@@ -200,7 +229,9 @@ def test_loss_curve_stays_close_to_bfloat16(recipe, steps):
     assert 0 < max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 2e-2
 
 
-@pytest.mark.parametrize("line", ['[training]\nfp8_linear = "dynamic"', "[float8]\nenable_float8_linear = true"])
+@pytest.mark.parametrize(
+    "line", ['[training]\nfp8_linear = "dynamic"', "[float8]\nenable_float8_linear = true"]
+)
 def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
     """Files of April and July 2024, with emulation enabled on the command line."""
     (tmp_path / "run.toml").write_text(line)
@@ -211,7 +242,10 @@ def test_float8_option_of_a_torchtrain_file_works(tmp_path, line):
     }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
-    assert losses[1] < losses[0] and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
+    assert (
+        losses[1] < losses[0]
+        and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +262,10 @@ def test_recomputation_with_float8_is_bitwise_equal(changes):
         with_float8({"recipe_name": "rowwise"}, training={"local_batch_size": 8}, **changes),
         STEPS,
     )[0]
-    assert result.losses == one_process("rowwise").losses and result.grad_norms == one_process("rowwise").grad_norms
+    assert (
+        result.losses == one_process("rowwise").losses
+        and result.grad_norms == one_process("rowwise").grad_norms
+    )
 
 
 def _converted(config: Config, tp: int = 1) -> list[str]:
@@ -307,7 +344,9 @@ def test_impossible_float8_options_are_rejected(options, tp, fragments):
 
 def test_unknown_experts_are_rejected():
     config = with_float8({})
-    grouped = dataclasses.replace(config.quantize, grouped_mm=QuantizeGroupedMM(float8=Float8GroupedMM(["experts"])))
+    grouped = dataclasses.replace(
+        config.quantize, grouped_mm=QuantizeGroupedMM(float8=Float8GroupedMM(["experts"]))
+    )
     model = dataclasses.replace(config.model, converters=[GROUPED])
     with pytest.raises(ConfigError, match="names no experts of this model"):
         _converted(dataclasses.replace(config, quantize=grouped, model=model))

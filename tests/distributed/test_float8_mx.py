@@ -59,7 +59,8 @@ def test_mx_on_a_mesh_changes_no_number(mesh):
     ranks, parallelism = MESHES[mesh]
     training = {**TRAINING, "local_batch_size": 2}
     results = run_tiny(ranks, with_mx(training=training, parallelism=parallelism), STEPS)
-    initial = {name: weight for stage in results for name, weight in stage.initial.items()}  # each stage has a part
+    # each stage has a part
+    initial = {name: weight for stage in results for name, weight in stage.initial.items()}
     gradients = {name: gradient for stage in results for name, gradient in stage.gradients.items()}
     result = dataclasses.replace(results[0], initial=initial, gradients=gradients)
     assert_same_numbers(result, one_process(), loss=1e-4, grad_norm=1e-3)
@@ -129,7 +130,9 @@ def test_loss_curve_stays_close_to_bfloat16(monkeypatch, rule, apart, steps):
 def test_file_of_torchtitan_trains_in_mx(tmp_path):
     """Uses torchtitan's converter, section and name of the head, with emulation enabled on the command line."""
     lines = '[model]\nconverters = ["quantize.linear.mx"]\n[quantize.linear.mx]\nrecipe_name = "mxfp8_cublas_rceil"\n'
-    (tmp_path / "run.toml").write_text(lines + 'filter_fqns = ["output"]\nmxfp8_dim1_cast_kernel_choice = "cuda"\n')
+    (tmp_path / "run.toml").write_text(
+        lines + 'filter_fqns = ["output"]\nmxfp8_dim1_cast_kernel_choice = "cuda"\n'
+    )
     loaded = load(str(tmp_path / "run.toml"), ["--quantize.linear.mx.recipe_name=mxfp8_emulated"])
     sections = {
         "training": {"local_batch_size": 8},
@@ -137,12 +140,17 @@ def test_file_of_torchtitan_trains_in_mx(tmp_path):
     }
     config = dataclasses.replace(tiny_config(**sections), quantize=loaded.config.quantize)
     losses = run_tiny(1, config, 2)[0].losses
-    assert losses[1] < losses[0] and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
+    assert (
+        losses[1] < losses[0]
+        and losses != run_tiny(1, tiny_config(training={"local_batch_size": 8}), 2)[0].losses
+    )
 
 
 def _model(config: Config) -> tuple[torch.nn.Module, Any]:
     module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    shape = models.shape_of(
+        module, config.model.flavor, config.model.overrides, config.model.norm_type
+    )
     return models.build(module, shape), module.LAYOUT
 
 
@@ -156,7 +164,9 @@ def _converted(config: Config, tp: int = 1) -> list[str]:
             return tp if "tp" in axes else 1
 
     float8_modules.convert(model, layout, Mesh(), config)  # type: ignore[arg-type]
-    return [path for path, module in model.named_modules() if isinstance(module, microscaling.MXLinear)]
+    return [
+        path for path, module in model.named_modules() if isinstance(module, microscaling.MXLinear)
+    ]
 
 
 def test_head_is_skipped_unless_requested_by_either_name(caplog):
@@ -222,7 +232,9 @@ class _Gpu:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"])
-@pytest.mark.parametrize(("capability", "hip"), [((9, 0), None), ((10, 0), None), ((12, 0), None), ((9, 5), "7.0")])
+@pytest.mark.parametrize(
+    ("capability", "hip"), [((9, 0), None), ((10, 0), None), ((12, 0), None), ((9, 5), "7.0")]
+)
 def test_gpu_without_mx_products_is_rejected(monkeypatch, recipe, capability, hip):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")

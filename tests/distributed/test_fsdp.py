@@ -28,7 +28,9 @@ UNITS = 4 + 2  # layers; embedding; norm with head
 def _run(rank: int, **sections: dict[str, Any]):
     return make_run(
         rank,
-        deep_config(**{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}}),
+        deep_config(
+            **{**sections, "training": {"global_batch_size": -1, **sections.get("training", {})}}
+        ),
     )
 
 
@@ -79,7 +81,12 @@ class Collectives(TorchDispatchMode):
             kind = next((kind for part, kind in self.KINDS.items() if part in func.__name__), None)
             assert kind is not None, func
             self.counts[kind] += 1
-            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+            tensors = [
+                t
+                for a in args
+                for t in (a if isinstance(a, list) else [a])
+                if isinstance(t, Tensor)
+            ]
             if kind != "gather" and tensors[0].numel() > 1:
                 self.reduced |= {str(tensor.dtype) for tensor in tensors}
         return func(*args, **(kwargs or {}))
@@ -119,7 +126,9 @@ def test_each_unit_is_gathered_in_forward_and_again_in_backward_if_it_was_freed(
 
 
 @pytest.mark.parametrize("policy", ["default", "always", "never"])
-def test_gradients_are_reduced_once_per_update_for_any_number_of_passes(policy: str, communication) -> None:
+def test_gradients_are_reduced_once_per_update_for_any_number_of_passes(
+    policy: str, communication
+) -> None:
     assert communication[policy]["reduce_scatter"] == UNITS
     assert communication[f"{policy}, 3 passes"]["reduce_scatter"] == UNITS
     assert communication[policy]["all_reduce"] == 0
@@ -179,7 +188,8 @@ def _one_process(rank: int) -> dict[str, Any]:
         "plain is wrapped": isinstance(plain.runner.parts[0], FSDPModule),
         "computed": computed,
         "stored": {str(p.dtype) for p in mixed.runner.parameters().values()},
-        "bfloat16 throughout": computed_in_stored | {str(p.dtype) for p in stored.runner.parameters().values()},
+        "bfloat16 throughout": computed_in_stored
+        | {str(p.dtype) for p in stored.runner.parameters().values()},
     }
 
 
@@ -220,11 +230,14 @@ def _names(rank: int) -> list[tuple[list[str], list[str], list[str], bool]]:
     facts = []
     for sections in COMBINATIONS:
         run = _run(rank, **sections)
-        run.runner.forward_backward([next(run.dataloader)], torch.tensor(1e-3))  # triggers compilation
+        # triggers compilation
+        run.runner.forward_backward([next(run.dataloader)], torch.tensor(1e-3))
         parameters = run.runner.optimizer_parameters()
         # the fused optimizer requires contiguous memory
         packed = all(local_tensor(p).is_contiguous() for p in parameters.values())
-        packed &= all(local_tensor(p.grad).is_contiguous() for p in parameters.values() if p.grad is not None)
+        packed &= all(
+            local_tensor(p.grad).is_contiguous() for p in parameters.values() if p.grad is not None
+        )
         facts.append(
             (
                 list(run.runner.parameters()),
@@ -238,8 +251,15 @@ def _names(rank: int) -> list[tuple[list[str], list[str], list[str], bool]]:
 
 def test_names_never_change_and_memory_is_contiguous() -> None:
     module = find("llama3")
-    plain = [n for n, _ in build(module, shape_of(module, "debugmodel", SHAPE, "rmsnorm")).named_parameters()]
-    for sections, (parameters, state, optimized, packed) in zip(COMBINATIONS, run_ranks(2, _names)[0], strict=True):
+    plain = [
+        n
+        for n, _ in build(
+            module, shape_of(module, "debugmodel", SHAPE, "rmsnorm")
+        ).named_parameters()
+    ]
+    for sections, (parameters, state, optimized, packed) in zip(
+        COMBINATIONS, run_ranks(2, _names)[0], strict=True
+    ):
         assert parameters == state == optimized == plain, sections
         assert packed, sections
 
@@ -269,9 +289,13 @@ def _gradient_of_a_frequent_token(rank: int, **sections: dict[str, Any]) -> tupl
         ),
     ],
 )
-def test_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sections: dict[str, Any]) -> None:
+def test_gradient_of_a_frequent_token_is_rounded_once(
+    num_ranks: int, sections: dict[str, Any]
+) -> None:
     # a sum of ones in bfloat16 stops at 256
-    for gradient, largest_other in run_ranks(num_ranks, partial(_gradient_of_a_frequent_token, **sections)):
+    for gradient, largest_other in run_ranks(
+        num_ranks, partial(_gradient_of_a_frequent_token, **sections)
+    ):
         assert gradient == 4096.0 and largest_other == 0.0
 
 
@@ -294,21 +318,27 @@ def _run_with_prefetch(rank: int, config, ahead: bool):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp, "apply", apply)
         run = make_run(rank, config)
-        units = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FSDPModule)]
+        units = [
+            m for part in run.runner.parts for m in part.modules() if isinstance(m, FSDPModule)
+        ]
         asking = sum(bool(unit._get_fsdp_state()._states_to_forward_prefetch) for unit in units)
         return train_steps(rank, config, 2).final, asking
 
 
 @pytest.mark.parametrize(
     ("ranks", "sections"),
-    cases([(2, {})], nightly=[(4, EXPERTS_APART), (2, {"activation_checkpoint": {"mode": "full"}})]),
+    cases(
+        [(2, {})], nightly=[(4, EXPERTS_APART), (2, {"activation_checkpoint": {"mode": "full"}})]
+    ),
 )
 def test_prefetch_is_bitwise_equal(ranks, sections):
     config = tiny_config(**{name: values for name, values in sections.items() if name != "model"})
     if "model" in sections:
         sizes = {**SHAPE, "num_layers": 2, **sections["model"]["overrides"]}
         sizes.pop("ffn_dim")
-        model = replace(config.model, name=sections["model"]["name"], flavor="debugmodel_moe", overrides=sizes)
+        model = replace(
+            config.model, name=sections["model"]["name"], flavor="debugmodel_moe", overrides=sizes
+        )
         config = replace(config, model=model)
     ahead, plain = (run_ranks(ranks, _run_with_prefetch, config, ahead) for ahead in (True, False))
     assert ahead[0][1] >= 3 and plain[0][1] == 0  # the embedding and both layers prefetch

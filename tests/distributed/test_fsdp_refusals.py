@@ -42,7 +42,9 @@ def shared_by_two_layers(model: Model) -> None:
 
 
 def with_two_dtypes(model: Model) -> None:
-    model.layers["2"].linear.weight = nn.Parameter(torch.empty(8, 8, device="meta", dtype=torch.bfloat16))
+    model.layers["2"].linear.weight = nn.Parameter(
+        torch.empty(8, 8, device="meta", dtype=torch.bfloat16)
+    )
 
 
 def shared_by_both_ends(model: Model) -> None:

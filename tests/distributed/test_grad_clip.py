@@ -34,14 +34,18 @@ def _gradient_norms(rank: int, meshes: list[dict]) -> list[tuple[float, float]]:
     """Return the package's norm and the float64 norm of the full gradient, before and after scaling by 0.25."""
     pairs = []
     for parallelism in meshes:
-        run = make_run(rank, tiny_config(parallelism=parallelism, training={"global_batch_size": -1}))
+        run = make_run(
+            rank, tiny_config(parallelism=parallelism, training={"global_batch_size": -1})
+        )
         weight = torch.tensor(1 / 64.0 / 2)
         run.runner.forward_backward([next(run.dataloader)], weight)
         parameters = list(run.runner.parameters().values())
         for factor in (1.0, 0.25):
             scale_gradients(parameters, factor)
             full = torch.cat([to_full(p.grad).double().flatten() for p in parameters])
-            pairs.append((gradient_norm(parameters, run.mesh).item(), torch.linalg.vector_norm(full).item()))
+            pairs.append(
+                (gradient_norm(parameters, run.mesh).item(), torch.linalg.vector_norm(full).item())
+            )
     return pairs
 
 
@@ -114,12 +118,18 @@ def _disagree(rank: int, parallelism: dict, damage: str) -> tuple[str, bool]:
     except NumericalError as error:
         message = str(error)
     after = run.runner.parameters()
-    return message, all(torch.equal(local_tensor(after[name]), weight) for name, weight in before.items())
+    return message, all(
+        torch.equal(local_tensor(after[name]), weight) for name, weight in before.items()
+    )
 
 
 @pytest.mark.parametrize("damage", ["nan", "finite"])
-@pytest.mark.parametrize(("num_ranks", "parallelism"), [(2, REPLICATE), (4, REPLICATE), (2, TENSOR)])
-def test_replica_with_a_different_gradient_stops_all_ranks_at_the_same_step(num_ranks, parallelism, damage) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism"), [(2, REPLICATE), (4, REPLICATE), (2, TENSOR)]
+)
+def test_replica_with_a_different_gradient_stops_all_ranks_at_the_same_step(
+    num_ranks, parallelism, damage
+) -> None:
     results = run_ranks(num_ranks, _disagree, parallelism, damage)
     assert len({message for message, _ in results}) == 1
     for message, unchanged in results:
@@ -142,7 +152,10 @@ def _changes(rank: int, parallelism: dict) -> list[tuple[float, float]]:
         run.optimizer = torch.optim.SGD(run.runner.optimizer_parameters().values(), lr=1.0)
         before = whole(run)
         outcome = trainer.step(run)
-        moved = sum((weight - before[name]).double().square().sum().item() for name, weight in whole(run).items())
+        moved = sum(
+            (weight - before[name]).double().square().sum().item()
+            for name, weight in whole(run).items()
+        )
         norms_and_changes.append((outcome.grad_norm, math.sqrt(moved) / outcome.lr))
     return norms_and_changes
 

@@ -44,7 +44,9 @@ NIGHTLY = [(name, mesh) for name in NAMES for mesh in MESHES if (name, mesh) not
 
 
 @pytest.mark.parametrize(("name", "mesh"), cases(DEFAULT, nightly=NIGHTLY))
-def test_split_experts_have_the_numbers_of_one_process(name: str, mesh: str, tmp_path: Path) -> None:
+def test_split_experts_have_the_numbers_of_one_process(
+    name: str, mesh: str, tmp_path: Path
+) -> None:
     path = deep_folder(name) if "pp" in mesh else hf_folder(name)
     ranks, degrees = MESHES[mesh]
     training = {"local_batch_size": 2 if mesh == "pp2 ep2" else 1}
@@ -83,7 +85,9 @@ def test_experts_that_cannot_be_split_are_rejected_by_name(kind: str, tmp_path: 
     config_class = getattr(transformers, name).config_class
     config_class(**{**sizes, **fields}, architectures=[name]).save_pretrained(tmp_path)
     module = models.find("transformers")
-    model = models.build(module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm"))
+    model = models.build(
+        module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm")
+    )
     with pytest.raises(ConfigError) as raised:
         hf_experts.check(model, tiny_config(parallelism={"expert_parallel_degree": 2}))
     assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -61,12 +61,16 @@ def test_nan_is_a_difference(change: dict[str, Any]) -> None:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpoint": {"mode": "full"}},
-    "recomputed by operation": {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+    "recomputed by operation": {
+        "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}
+    },
     "adapters": {"lora": {"enable": True, "rank": 4, "alpha": 8.0}},
 }
 
 
-@pytest.mark.parametrize("options", cases(["adapters"], nightly=["recomputed", "recomputed by operation"]))
+@pytest.mark.parametrize(
+    "options", cases(["adapters"], nightly=["recomputed", "recomputed by operation"])
+)
 def test_options_have_the_numbers_of_one_process(options: str, tmp_path: Path) -> None:
     path = deep_folder("qwen3")
     sections = OPTIONS[options]
@@ -180,10 +184,14 @@ def test_network_that_is_no_chain_is_rejected_by_name(kind: str, tmp_path: Path)
     if not hasattr(transformers, name):
         pytest.skip("this version does not have the class")
     config = getattr(transformers, name).config_class
-    config = getattr(config, "sub_configs", {}).get("text_config", config)(**fields, architectures=[name])
+    config = getattr(config, "sub_configs", {}).get("text_config", config)(
+        **fields, architectures=[name]
+    )
     config.save_pretrained(tmp_path)
     module = models.find("transformers")
-    model = models.build(module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm"))
+    model = models.build(
+        module, models.shape_of(module, "folder", {"path": str(tmp_path)}, "rmsnorm")
+    )
     with pytest.raises(ConfigError) as raised:
         hf_stages.trace(model)
     assert message in str(raised.value) and "\n" not in str(raised.value)

@@ -29,13 +29,17 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", cases(["tp", "pp"], nightly=[name for name in MESHES if name not in ("tp", "pp")]))
+@pytest.mark.parametrize(
+    "mesh", cases(["tp", "pp"], nightly=[name for name in MESHES if name not in ("tp", "pp")])
+)
 def test_meshes_change_no_number(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     alone = run_tiny(1, tiny_config(training={"local_batch_size": 8, **TERMS}))[0]
     plain = run_tiny(1, tiny_config(training={"local_batch_size": 8}))[0]
     assert abs(alone.losses[0] - plain.losses[0]) > 1e-3
-    config = tiny_config(parallelism=parallelism, training={"local_batch_size": 8, **training, **TERMS})
+    config = tiny_config(
+        parallelism=parallelism, training={"local_batch_size": 8, **training, **TERMS}
+    )
     for result in run_tiny(ranks, config):
         # a pipeline stage has a part of the weights
         initial = {name: weight for name, weight in alone.initial.items() if name in result.initial}

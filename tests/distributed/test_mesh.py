@@ -57,7 +57,10 @@ def _describe(rank: int) -> list[dict]:
     facts = []
     for degrees in GRIDS:
         mesh = build(config_of(degrees), World(rank, 8, rank, torch.device("cpu")))
-        peers = {a: torch.distributed.get_process_group_ranks(mesh.group(a)) for a in mesh.device_mesh.mesh_dim_names}
+        peers = {
+            a: torch.distributed.get_process_group_ranks(mesh.group(a))
+            for a in mesh.device_mesh.mesh_dim_names
+        }
         power = torch.tensor(2.0**rank)
         facts.append(
             {
@@ -96,7 +99,8 @@ def test_ranks_are_in_row_major_order(index: int, described) -> None:
             if sizes[axis] > 1:
                 assert facts["peers"][axis] == line
             else:
-                assert axis not in facts["peers"] or axis == "dp_shard"  # no group for an axis with one rank
+                # no group for an axis with one rank
+                assert axis not in facts["peers"] or axis == "dp_shard"
         alike = [r for r, p in enumerate(places) if p[0] == place[0] and p[4] == place[4]]
         assert facts["loss_sum"] == sum(2.0**r for r in alike)
         assert facts["max"] == 7.0

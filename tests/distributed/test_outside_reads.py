@@ -28,12 +28,16 @@ READING = """class Head(nn.Module):
 class Model("""
 STEPS = 2
 FILES = {
-    "in the head": SOUND.replace(HEAD, "        self.head = Head(self.embed)\n").replace("class Model(", READING),
+    "in the head": SOUND.replace(HEAD, "        self.head = Head(self.embed)\n").replace(
+        "class Model(", READING
+    ),
     "in the model's forward": SOUND.replace(HEAD, "        self.head = nn.Identity()\n").replace(
         "return self.head(self.norm(x))",
         "return F.linear(self.head(self.norm(x)), self.embed.weight)",
     ),
-    "as a parameter of both": SOUND.replace(HEAD, HEAD + "        self.head.weight = self.embed.weight\n"),
+    "as a parameter of both": SOUND.replace(
+        HEAD, HEAD + "        self.head.weight = self.embed.weight\n"
+    ),
 }
 
 
@@ -43,7 +47,9 @@ def config(path: Path, text: str, **parallelism: int) -> Config:
         parallelism={**parallelism, "fsdp_reshard_after_forward": "always"},
         training={"seq_len": 32},
     )
-    model = dataclasses.replace(config_of_file.model, name=str(path), flavor="small", overrides={"vocab_size": 512})
+    model = dataclasses.replace(
+        config_of_file.model, name=str(path), flavor="small", overrides={"vocab_size": 512}
+    )
     return dataclasses.replace(config_of_file, model=model)
 
 
@@ -58,7 +64,9 @@ def test_weight_read_by_another_module_is_found(where: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("where", FILES)
-def test_fsdp_with_a_weight_read_by_another_module_changes_no_number(where: str, tmp_path: Path) -> None:
+def test_fsdp_with_a_weight_read_by_another_module_changes_no_number(
+    where: str, tmp_path: Path
+) -> None:
     """Float32 sums in a different order change losses by up to 1e-5."""
     fsdp_config = config(tmp_path / "model.py", FILES[where])
     (alone,) = run_ranks(1, train_steps, fsdp_config, STEPS)

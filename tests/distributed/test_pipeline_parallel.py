@@ -52,13 +52,23 @@ class FakeMesh:
 def test_stages_divide_the_model_and_keep_its_names(schedule: str) -> None:
     config = deep_config(parallelism=piped(schedule=schedule))
     module = models.find("llama3")
-    full_model = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    full_model = models.build(
+        module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm")
+    )
     names: list[str] = []
     for rank in range(2):
         for part in pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, rank), config):  # type: ignore[arg-type]
             names += [name for name, _ in part.named_parameters()]
-            missing = [name for name in ("embed", "norm", "head") if isinstance(getattr(part, name), nn.Identity)]
-            assert len(missing) + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names) >= 3
+            missing = [
+                name
+                for name in ("embed", "norm", "head")
+                if isinstance(getattr(part, name), nn.Identity)
+            ]
+            assert (
+                len(missing)
+                + sum(name.split(".")[0] in ("embed", "norm", "head") for name in names)
+                >= 3
+            )
     assert sorted(names) == sorted(name for name, _ in full_model.named_parameters())
 
 
@@ -66,7 +76,9 @@ FIRST = ("Interleaved1F1B", "DualPipeV")  # test_grid.py covers all schedules
 SCHEDULES = [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
 
 
-@pytest.mark.parametrize("schedule", cases(FIRST, nightly=[name for name in SCHEDULES if name not in FIRST]))
+@pytest.mark.parametrize(
+    "schedule", cases(FIRST, nightly=[name for name in SCHEDULES if name not in FIRST])
+)
 def test_every_schedule_changes_no_number(schedule: str) -> None:
     for result in run_tiny(2, deep_config(parallelism=piped(schedule=schedule)), steps=5):
         assert_same_losses(result)
@@ -111,7 +123,9 @@ def run_apart(rank: int, schedule: str) -> dict[str, Any]:
 
 @functools.cache
 def one_process_apart() -> Any:
-    return run_tiny(1, deep_config(training={"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}), 2)[0]
+    return run_tiny(
+        1, deep_config(training={"local_batch_size": 4, "global_batch_size": 4, "seq_len": 16}), 2
+    )[0]
 
 
 @pytest.mark.parametrize("schedule", stages.SPLIT_BACKWARD)
@@ -124,7 +138,9 @@ def test_separate_gradients_of_inputs_and_weights_match_one_process(schedule: st
             assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6), case
             assert result.gradients.keys() == result.initial.keys(), case
             for name, gradient in result.gradients.items():
-                error = (gradient - expected.gradients[name]).norm() / expected.gradients[name].norm()
+                error = (gradient - expected.gradients[name]).norm() / expected.gradients[
+                    name
+                ].norm()
                 assert error <= 1e-5, f"{case}: {name}"
 
 
@@ -158,7 +174,9 @@ def test_layer_is_recomputed_once_in_every_schedule(schedule: str, case: str) ->
 
 def test_uneven_stages_change_no_number() -> None:
     parts = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3", "norm", "output"]]
-    for result in run_tiny(2, deep_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5):
+    for result in run_tiny(
+        2, deep_config(parallelism=piped(module_fqns_per_model_part=parts)), steps=5
+    ):
         assert_same_losses(result)
 
 
@@ -184,14 +202,20 @@ def test_schedule_from_a_file_changes_no_number(tmp_path: Path) -> None:
 
 def test_schedule_file_with_split_backward_changes_no_number(tmp_path: Path) -> None:
     lines = [
-        ",".join([*(f"0F{i}" for i in range(4)), *(f"0{kind}{i}" for i in range(4) for kind in "IW")]),
-        ",".join([*(f"1{kind}{i}" for i in range(4) for kind in "FI"), *(f"1W{i}" for i in range(4))]),
+        ",".join(
+            [*(f"0F{i}" for i in range(4)), *(f"0{kind}{i}" for i in range(4) for kind in "IW")]
+        ),
+        ",".join(
+            [*(f"1{kind}{i}" for i in range(4) for kind in "FI"), *(f"1W{i}" for i in range(4))]
+        ),
     ]
     file = tmp_path / "split.csv"
     file.write_text("\n".join(lines) + "\n")
     by_file = {"pipeline_parallel_schedule_csv": str(file), "pipeline_parallel_layers_per_stage": 2}
     config = split_backward("PipelineScheduleMulti", "resharded, recomputed by operation")
-    config = dataclasses.replace(config, parallelism=dataclasses.replace(config.parallelism, **by_file))
+    config = dataclasses.replace(
+        config, parallelism=dataclasses.replace(config.parallelism, **by_file)
+    )
     for result in run_tiny(2, config, 2):
         assert result.losses == pytest.approx(one_process_apart().losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(one_process_apart().grad_norms, rel=1e-6)
@@ -252,16 +276,23 @@ def test_code_that_every_stage_would_repeat_is_rejected(name: str, tmp_path: Pat
     module = models.find(str(path))
     full_model = models.build(module, models.shape_of(module, "tiny", {}, "rmsnorm"))
     with pytest.raises(ConfigError) as error:
-        pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped()))  # type: ignore[arg-type]
+        pipeline_parallel.cut(
+            full_model, module.LAYOUT, FakeMesh(2, 0), deep_config(parallelism=piped())
+        )  # type: ignore[arg-type]
     assert "parallelism.pipeline_parallel_degree=2" in str(error.value)
     assert all(fragment in str(error.value) for fragment in fragments), str(error.value)
-    assert not any("forward" in vars(module) for module in full_model.modules())  # the model is unchanged
+    # the model is unchanged
+    assert not any("forward" in vars(module) for module in full_model.modules())
 
 
 def test_split_names_that_do_not_cover_the_model_are_rejected() -> None:
-    config = deep_config(parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]]))
+    config = deep_config(
+        parallelism=piped(module_fqns_per_model_part=[["embed", "layers.0"], ["layers.1", "norm"]])
+    )
     module = models.find("llama3")
-    full_model = models.build(module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm"))
+    full_model = models.build(
+        module, models.shape_of(module, "debugmodel", config.model.overrides, "rmsnorm")
+    )
     with pytest.raises(ConfigError, match="does not cover the model.*head.*layers.2"):
         pipeline_parallel.cut(full_model, module.LAYOUT, FakeMesh(2, 0), config)  # type: ignore[arg-type]
 
@@ -271,7 +302,9 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     batch = next(run.dataloader)
     before = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
     loss = run.mesh.sum(run.runner.evaluate(batch), over=("pp", *LOSS_AXES)).item()
-    same = all(torch.equal(before[name], local_tensor(p)) for name, p in run.runner.parameters().items())
+    same = all(
+        torch.equal(before[name], local_tensor(p)) for name, p in run.runner.parameters().items()
+    )
     return (
         loss,
         batch.num_targets,
@@ -279,10 +312,14 @@ def evaluated(rank: int, config: Any) -> tuple[float, float, bool]:
     )
 
 
-@pytest.mark.parametrize("schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"]))
+@pytest.mark.parametrize(
+    "schedule", cases(["1F1B", "ZBVZeroBubble"], nightly=["Interleaved1F1B", "DualPipeV"])
+)
 def test_evaluation_has_the_loss_of_one_process_and_changes_nothing(schedule: str) -> None:
     training = {"local_batch_size": 8}
     expected = run_ranks(1, evaluated, deep_config(training=training))[0]
-    for result in run_ranks(2, evaluated, deep_config(training=training, parallelism=piped(schedule=schedule))):
+    for result in run_ranks(
+        2, evaluated, deep_config(training=training, parallelism=piped(schedule=schedule))
+    ):
         assert result[0] == pytest.approx(expected[0], rel=1e-6)
         assert result[1:] == expected[1:] == (8 * 64, True)

@@ -101,7 +101,8 @@ def is_legal(case: Case) -> bool:
     family, _, precision, mesh, _, _ = case
     if mesh == "ep" and family not in WITH_EXPERTS:
         return False
-    return not (precision == "fp32" and mesh in ("gather", "ring"))  # flash kernels do not support float32
+    # flash kernels do not support float32
+    return not (precision == "fp32" and mesh in ("gather", "ring"))
 
 
 @functools.cache
@@ -150,7 +151,9 @@ def config_of(case: Case) -> tuple[int, Config]:
         optimizer=OPTIMIZERS[optimizer],
     )
     flavor = "debugmodel_moe" if family == "qwen3_moe" else "debugmodel"
-    model = dataclasses.replace(config.model, name=family, flavor=flavor, overrides={"num_layers": layers})
+    model = dataclasses.replace(
+        config.model, name=family, flavor=flavor, overrides={"num_layers": layers}
+    )
     return ranks, dataclasses.replace(config, model=model)
 
 
@@ -192,7 +195,8 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         experts = Experts(patch)
         patch.setattr(device_kernels, "has_flash_attention", accelerator.is_accelerator)
-        patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)  # like Hopper
+        # like Hopper
+        patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)
         patch.setattr(schedules._PipelineSchedule, "_warmup_p2p", stages_know_their_shapes)
         with pretending({EXCHANGE: experts.exchanged, ROWS: experts.of_each}) as device:
             run = trainer.build(config, World(0, ranks, 0, torch.device(NAME, 0)))
@@ -225,7 +229,11 @@ def broken(chosen: list[Case]) -> list[str]:
         try:
             reads, others, calls = waits_of_a_step(case)
         except Exception as error:
-            lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "/shardtrain/" in frame.filename]
+            lines = [
+                frame
+                for frame in traceback.extract_tb(error.__traceback__)
+                if "/shardtrain/" in frame.filename
+            ]
             where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else ""
             wrong.append(f"{name}: {where}: {type(error).__name__}: {str(error)[:300]}")
             if dist.is_initialized():
@@ -247,7 +255,9 @@ def test_cases_are_legal_runs():
     for case in covering():
         ranks, config = config_of(case)
         problems = problems_of(Loaded(config), ranks, "cuda", ranks)
-        assert not [str(problem) for problem in problems if problem.option != "training.device"], case
+        assert not [str(problem) for problem in problems if problem.option != "training.device"], (
+            case
+        )
 
 
 def reports() -> dict[str, str]:
@@ -276,7 +286,9 @@ def reports() -> dict[str, str]:
         with pretending() as device:
             try:
                 attempt()
-                report_of_operation[name] = " ".join(sorted({wait.why for wait in device.waits})) or "nothing"
+                report_of_operation[name] = (
+                    " ".join(sorted({wait.why for wait in device.waits})) or "nothing"
+                )
             except Exception as error:
                 report_of_operation[name] = type(error).__name__
     return report_of_operation
@@ -308,5 +320,9 @@ def each_option_once() -> list[Case]:
 
 @pytest.mark.parametrize("mesh", cases(["each option once"], nightly=list(MESHES)))
 def test_step_waits_once_for_the_accelerator_and_mixes_no_devices(mesh):
-    chosen = each_option_once() if mesh not in MESHES else [case for case in covering() if case[3] == mesh]
+    chosen = (
+        each_option_once()
+        if mesh not in MESHES
+        else [case for case in covering() if case[3] == mesh]
+    )
     assert in_a_fork(broken, chosen) == []

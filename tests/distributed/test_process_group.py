@@ -38,14 +38,20 @@ CPU = torch.device("cpu")
         ("auto", "mps", "cpu"),  # MPS has no 64-bit floats and no collectives
     ],
 )
-def test_device_is_the_requested_or_the_best_available_one(requested, available, expected, monkeypatch) -> None:
-    monkeypatch.setattr(accelerator, "found", lambda: {True: "cuda", False: ""}.get(available, available))
+def test_device_is_the_requested_or_the_best_available_one(
+    requested, available, expected, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        accelerator, "found", lambda: {True: "cuda", False: ""}.get(available, available)
+    )
     assert pick_device_type(requested) == expected
 
 
 def test_missing_device_is_an_error(monkeypatch) -> None:
     monkeypatch.setattr(accelerator, "found", lambda: "")
-    with pytest.raises(ConfigError, match=r'training.device="cuda" finds no such device; use "cpu"'):
+    with pytest.raises(
+        ConfigError, match=r'training.device="cuda" finds no such device; use "cpu"'
+    ):
         pick_device_type("cuda")
 
 
@@ -60,9 +66,8 @@ def _single_process(_: int) -> None:
     with pytest.raises(RuntimeError, match="broken"), join(Comm(), "cpu"):
         raise RuntimeError("broken")
     assert not dist.is_initialized()  # destroyed even if the run fails
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # run_ranks expects a group to destroy
+    # run_ranks expects a group to destroy
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_single_process_is_a_world_of_one_without_a_launcher() -> None:
@@ -70,7 +75,9 @@ def test_single_process_is_a_world_of_one_without_a_launcher() -> None:
 
 
 def _timeouts() -> list[timedelta]:
-    return [group._get_backend(CPU).options._timeout for group in dist.distributed_c10d._world.pg_map]
+    return [
+        group._get_backend(CPU).options._timeout for group in dist.distributed_c10d._world.pg_map
+    ]
 
 
 def _together(rank: int) -> None:

@@ -39,7 +39,8 @@ def test_tied_embeddings_in_two_stages_change_no_number(split: str) -> None:
     for result in run_tiny(2, config_of(split, local_batch_size=8), steps=3):
         # float32 sums in a different order
         assert result.losses == pytest.approx(one_process.losses, abs=1e-5)
-        assert result.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-6)  # both copies are counted once
+        # both copies are counted once
+        assert result.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-6)
         assert "head.weight" not in result.initial
         if "embed.weight" in result.gradients:  # only the gradients of its stages
             torch.testing.assert_close(
@@ -56,7 +57,11 @@ def copies_of(rank: int, split: str) -> list[torch.Tensor]:
         trainer.step(run)
     run.runner.evaluate(next(run.dataloader))  # updates the copy before a pass
     named = [(name, p) for part in run.runner.parts for name, p in part.named_parameters()]
-    return [local_tensor(p.detach()).clone() for name, p in named if name in ("embed.weight", "head.weight")]
+    return [
+        local_tensor(p.detach()).clone()
+        for name, p in named
+        if name in ("embed.weight", "head.weight")
+    ]
 
 
 @pytest.mark.parametrize("split", SPLITS)

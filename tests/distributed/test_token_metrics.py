@@ -74,9 +74,13 @@ def trained(rank: int, folder: Path, paths: list[str], mesh: str, stop_after: in
 def logged(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics_of_steps = [
-        {key: value for key, value in line.items() if key.startswith("token_metrics/")} for line in lines
+        {key: value for key, value in line.items() if key.startswith("token_metrics/")}
+        for line in lines
     ]
-    return [(line["step"], line["loss"], values) for line, values in zip(lines, metrics_of_steps, strict=True)]
+    return [
+        (line["step"], line["loss"], values)
+        for line, values in zip(lines, metrics_of_steps, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,9 @@ def test_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mes
         assert ended.error is None
     logged_steps = logged(tmp_path / "run")
     assert [step for step, _, _ in logged_steps] == [1, 2, 3, 4]
-    for (_, loss, values), (_, plain_loss, nothing) in zip(logged_steps, logged(tmp_path / "plain"), strict=True):
+    for (_, loss, values), (_, plain_loss, nothing) in zip(
+        logged_steps, logged(tmp_path / "plain"), strict=True
+    ):
         assert nothing == {} and set(values) == {f"token_metrics/{name}" for name in FILES}
         # float32 losses of single tokens, summed in a different order
         assert values["token_metrics/loss"] == pytest.approx(loss, rel=1e-6)
@@ -122,11 +128,18 @@ def test_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
         ("def measure(logits):\n    return logits[:, 0]", "takes fewer than two arguments"),
     ],
 )
-def test_invalid_metric_file_is_an_error_with_its_name(tmp_path: Path, capsys, text: str | None, message: str) -> None:
+def test_invalid_metric_file_is_an_error_with_its_name(
+    tmp_path: Path, capsys, text: str | None, message: str
+) -> None:
     path = tmp_path / "my_metric.py"
     if text is not None:
         path.write_text(text)
-    assert main(["config", "check", "debug", f"--metrics.token_metrics={path}", "--training.device=cpu"]) == 2
+    assert (
+        main(
+            ["config", "check", "debug", f"--metrics.token_metrics={path}", "--training.device=cpu"]
+        )
+        == 2
+    )
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_metric.py" in line]
     assert "metrics.token_metrics=" in line and message in line
 

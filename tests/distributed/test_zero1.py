@@ -43,7 +43,10 @@ def _train(rank: int, num_ranks: int, replicas: int, shards: int, fused: bool) -
     mesh = build(config, World(rank, num_ranks, rank, torch.device("cpu")))
     device_mesh = mesh.data_mesh()
     placements = (Replicate(), Shard(0))
-    parameters = {name: nn.Parameter(distribute_tensor(v, device_mesh, placements)) for name, v in _values(0).items()}
+    parameters = {
+        name: nn.Parameter(distribute_tensor(v, device_mesh, placements))
+        for name, v in _values(0).items()
+    }
     split = SplitStates(parameters, mesh)
     options = {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.1, "fused": fused, "foreach": False}
     # empty slices too: the optimizer of every replica has the same names
@@ -85,7 +88,10 @@ def _check_changed_outside(split: SplitStates, parameters: dict[str, nn.Paramete
             parameter.fill_(3.0)
             parameter.grad = torch.zeros_like(parameter)
     split.before_update()
-    assert all(torch.equal(local_tensor(p), torch.full_like(local_tensor(p), 3.0)) for p in split.slices.values())
+    assert all(
+        torch.equal(local_tensor(p), torch.full_like(local_tensor(p), 3.0))
+        for p in split.slices.values()
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -99,7 +105,8 @@ def test_split_states_update_like_the_full_parameter(num_ranks, replicas, shards
         covered = torch.zeros(shape)
         for facts in results:
             covered[facts["covered"][name]] += 1
-        expected = replicas if name in unsplit else 1  # otherwise each number is updated by exactly one rank
+        # otherwise each number is updated by exactly one rank
+        expected = replicas if name in unsplit else 1
         assert torch.equal(covered, torch.full(shape, float(expected))), name
     assert "one" in unsplit  # a single number cannot be split
     if shards == 1:
@@ -130,7 +137,9 @@ def _unsplit_names(rank: int, block: int) -> list[str]:
     mesh = build(tiny_config(parallelism=parallelism), World(rank, 4, rank, torch.device("cpu")))
     shapes = {"narrow": (8, 32), "of blocks": (8, 512), "within a block": (8, 768), "norm": (64,)}
     parameters = {
-        name: nn.Parameter(distribute_tensor(torch.zeros(shape), mesh.data_mesh(), (Replicate(), Shard(0))))
+        name: nn.Parameter(
+            distribute_tensor(torch.zeros(shape), mesh.data_mesh(), (Replicate(), Shard(0)))
+        )
         for name, shape in shapes.items()
     }
     slices = SplitStates(parameters, mesh, block).slices

@@ -64,7 +64,11 @@ UNKNOWN = [
     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
 ]  # fmt: skip
 ROWS = devices.table()["devices"]
-TRAINABLE = [name for name in devices.names() if ROWS[name].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES]
+TRAINABLE = [
+    name
+    for name in devices.names()
+    if ROWS[name].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES
+]
 NO_DRIVER_NAME = {"h100-96gb"}
 """Devices whose driver name is not published."""
 
@@ -74,7 +78,11 @@ def test_driver_name_selects_its_row(driver: str) -> None:
     row, peak = DRIVERS[driver]
     assert devices.find(driver) == row
     dtype = "bfloat16" if "bfloat16" in ROWS[row]["flops"] else "float16"
-    assert peak_flops(driver, f"torch.{dtype}") == peak_flops(row, dtype) == pytest.approx(peak * 1e12, rel=1e-12)
+    assert (
+        peak_flops(driver, f"torch.{dtype}")
+        == peak_flops(row, dtype)
+        == pytest.approx(peak * 1e12, rel=1e-12)
+    )
 
 
 def test_every_training_device_has_a_driver_name() -> None:

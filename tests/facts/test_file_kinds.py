@@ -21,7 +21,9 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dataset"), [*NAMES, ("ROWS.JSONL.GZ", "jsonl"), ("notes.md", "text")])
+@pytest.mark.parametrize(
+    ("name", "dataset"), [*NAMES, ("ROWS.JSONL.GZ", "jsonl"), ("notes.md", "text")]
+)
 def test_every_command_takes_the_same_files(name, dataset, tmp_path):
     file = tmp_path / name
     file.write_bytes(gzip.compress(json.dumps({"text": "a"}).encode()))

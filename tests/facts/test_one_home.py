@@ -51,7 +51,9 @@ ALLOWED: dict[tuple[str, ...], str] = {
         "plan",
         "report",
         "verify",
-    ): ("shardtrain/__init__.py lists the Python API without importing it, because api.py imports torch"),
+    ): (
+        "shardtrain/__init__.py lists the Python API without importing it, because api.py imports torch"
+    ),
     ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree"): (
         "types of old names, reasons why tasks refuse an axis, and the axes of one task"
     ),
@@ -129,13 +131,20 @@ def test_no_table_is_written_twice() -> None:
         if not table.file.startswith(DESCRIBES_ITSELF):
             tables_by_elements[table.elements].append(table)
     repeated = {
-        elements: places for elements, places in tables_by_elements.items() if len({place.file for place in places}) > 1
+        elements: places
+        for elements, places in tables_by_elements.items()
+        if len({place.file for place in places}) > 1
     }
     allowed = {frozenset(elements) for elements in ALLOWED}
     for elements in allowed:
-        assert elements in repeated, f"{sorted(elements)} is no longer written twice: remove it from ALLOWED"
+        assert elements in repeated, (
+            f"{sorted(elements)} is no longer written twice: remove it from ALLOWED"
+        )
         del repeated[elements]
-    assert [f"{sorted(elements)} in {', '.join(map(str, places))}" for elements, places in repeated.items()] == []
+    assert [
+        f"{sorted(elements)} in {', '.join(map(str, places))}"
+        for elements, places in repeated.items()
+    ] == []
 
 
 def test_nothing_repeats_a_table_of_facts() -> None:
@@ -174,7 +183,9 @@ def named_constants(path: Path) -> Iterator[tuple[str, Any]]:
     for statement in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             value = number_of(statement.value)
-            if isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str | bytes):
+            if isinstance(statement.value, ast.Constant) and isinstance(
+                statement.value.value, str | bytes
+            ):
                 value = statement.value.value
             if value is not None:
                 yield statement.targets[0].id.lstrip("_"), value
@@ -182,7 +193,11 @@ def named_constants(path: Path) -> Iterator[tuple[str, Any]]:
 
 def is_short(value: Any) -> bool:
     """True for values that are too common to be a fact."""
-    return len(value) <= SHORTEST_TEXT if isinstance(value, str | bytes) else is_count(value) and isinstance(value, int)
+    return (
+        len(value) <= SHORTEST_TEXT
+        if isinstance(value, str | bytes)
+        else is_count(value) and isinstance(value, int)
+    )
 
 
 def is_round(number: float) -> bool:
@@ -208,16 +223,24 @@ def fact_tables() -> dict[str, frozenset[str]]:
     elements_of_tables = {}
     for module in modules_of(facts):
         for name, value in vars(module).items():
-            if name.isupper() and not name.startswith("_") and isinstance(value, dict | tuple | list | frozenset):
+            if (
+                name.isupper()
+                and not name.startswith("_")
+                and isinstance(value, dict | tuple | list | frozenset)
+            ):
                 elements = frozenset(value)
-                if len(elements) >= FEWEST and all(isinstance(element, str) for element in elements):
+                if len(elements) >= FEWEST and all(
+                    isinstance(element, str) for element in elements
+                ):
                     elements_of_tables[f"{module.__name__.rpartition('.')[2]}.{name}"] = elements
     elements_of_tables["devices.names()"] = frozenset(devices.names())
     return elements_of_tables
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:
-    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
+    names = [
+        module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ]
     return [importlib.import_module(name) for name in names]
 
 
@@ -244,7 +267,9 @@ def literals(tree: ast.Module) -> Iterator[tuple[int, frozenset[Any]]]:
         elements: list[ast.expr | None] = []
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             elements = [*node.elts]
-        elif isinstance(node, ast.Dict) and (id(node) in top or all(isinstance(v, ast.Constant) for v in node.values)):
+        elif isinstance(node, ast.Dict) and (
+            id(node) in top or all(isinstance(v, ast.Constant) for v in node.values)
+        ):
             elements = [*node.keys]
         constants = [element.value for element in elements if isinstance(element, ast.Constant)]
         if (
@@ -280,11 +305,19 @@ def test_plans_import_the_constants_of_kernels() -> None:
     copied = []
     for path in sorted((PACKAGE / "tools" / "plan").glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        sizes_of_caches = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+        sizes_of_caches = {
+            id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)
+        }
         for node in ast.walk(tree):
-            value = number_of(node) if isinstance(node, ast.expr) and id(node) not in sizes_of_caches else None
+            value = (
+                number_of(node)
+                if isinstance(node, ast.expr) and id(node) not in sizes_of_caches
+                else None
+            )
             if value in kernels and (path.name, value) not in OTHER_ROLES:
-                copied.append(f"tools/plan/{path.name}:{node.lineno} writes {value}, as {kernels[value]}")
+                copied.append(
+                    f"tools/plan/{path.name}:{node.lineno} writes {value}, as {kernels[value]}"
+                )
     assert copied == []
 
 

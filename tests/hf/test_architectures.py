@@ -84,8 +84,12 @@ OWN = {"unsloth_version": "2026.1", "my_own": {"a": [1, None]}}
 
 def folder(name: str, path: Path) -> Path:
     """Save a folder with random weights, norms and biases in bfloat16, and with custom keys."""
-    cls = getattr(transformers, name if name.endswith("Head") or name == "MPT" else f"{name}ForCausalLM", None)
-    cls = cls or getattr(transformers, {"GPT2LMHead": "GPT2LMHeadModel", "MPT": "MptForCausalLM"}[name])
+    cls = getattr(
+        transformers, name if name.endswith("Head") or name == "MPT" else f"{name}ForCausalLM", None
+    )
+    cls = cls or getattr(
+        transformers, {"GPT2LMHead": "GPT2LMHeadModel", "MPT": "MptForCausalLM"}[name]
+    )
     torch.manual_seed(0)
     model = cls(cls.config_class(**SHAPES[name]))
     with torch.no_grad():
@@ -97,20 +101,35 @@ def folder(name: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", cases(DEFAULT_TIER, nightly=[name for name in SHAPES if name not in DEFAULT_TIER]))
-def test_logits_are_equal_and_the_folder_survives_a_round_trip(name: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT_TIER, nightly=[name for name in SHAPES if name not in DEFAULT_TIER])
+)
+def test_logits_are_equal_and_the_folder_survives_a_round_trip(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
     source, back = folder(name, tmp_path / "hf"), tmp_path / "back"
     recognised = recognise(source)
     assert recognised.name == "transformers" and len(recognised.notices) == 1
     # Both commands compare logits in float32, and fail above 1e-4 of the largest.
-    assert main(["import", str(source), "--to", str(tmp_path / "imported"), "--check", "logits"]) == 0
+    assert (
+        main(["import", str(source), "--to", str(tmp_path / "imported"), "--check", "logits"]) == 0
+    )
     assert main(["export", str(tmp_path / "imported"), "--to", str(back), "--check", "logits"]) == 0
     assert capsys.readouterr().out.count("transformers returns the same logits") == 2
-    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     before, after = (load_file(path / "model.safetensors") for path in (source, back))
-    assert {name: t.dtype for name, t in before.items()} == {name: t.dtype for name, t in after.items()}
-    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
-    assert (back / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
+    assert {name: t.dtype for name, t in before.items()} == {
+        name: t.dtype for name, t in after.items()
+    }
+    assert all(
+        torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
+        for name in before
+    )
+    assert (back / "generation_config.json").read_bytes() == (
+        source / "generation_config.json"
+    ).read_bytes()
 
 
 ROPE_SCALING: dict[str, dict[str, Any]] = {
@@ -132,7 +151,9 @@ ROPE_SCALING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    cases(["llama3", "yarn-odd-betas"], nightly=sorted({*ROPE_SCALING} - {"llama3", "yarn-odd-betas"})),
+    cases(
+        ["llama3", "yarn-odd-betas"], nightly=sorted({*ROPE_SCALING} - {"llama3", "yarn-odd-betas"})
+    ),
 )
 def test_logits_with_scaled_rotary_positions_equal_those_of_transformers(
     name: str, tmp_path: Path, capsys: Any
@@ -157,11 +178,16 @@ def test_a_model_that_transformers_cannot_compute_is_one_line(tmp_path: Path, ca
     """StableLM rotates a quarter of 12 features, an odd number, which raises an exception in transformers' forward."""
     sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes, **heads)).save_pretrained(tmp_path / "hf")
+    transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes, **heads)).save_pretrained(
+        tmp_path / "hf"
+    )
     arguments = ["import", str(tmp_path / "hf"), "--to"]
     assert main([*arguments, str(tmp_path / "one"), "--check", "logits"]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"error[2]: {tmp_path / 'hf'}: transformers cannot compute logits: RuntimeError: " in message
+    assert (
+        f"error[2]: {tmp_path / 'hf'}: transformers cannot compute logits: RuntimeError: "
+        in message
+    )
     assert message.endswith("use --check=weights")
     assert main([*arguments, str(tmp_path / "two"), "--check", "weights"]) == 0
 
@@ -194,7 +220,9 @@ def test_a_config_error_of_transformers_is_one_line(
         architecture.build(str(tmp_path / "odd"), "LlamaForCausalLM", "auto")
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.count("beta_fast field must be greater") == 1 and len(warning.splitlines()) == 1
-    with pytest.raises(ConfigError, match=r"cannot be built as LlamaForCausalLM \(.*factor field must be") as refused:
+    with pytest.raises(
+        ConfigError, match=r"cannot be built as LlamaForCausalLM \(.*factor field must be"
+    ) as refused:
         architecture.build(str(tmp_path / "wrong"), "LlamaForCausalLM", "auto")
     assert len(str(refused.value).splitlines()) == 1 and "TypeError" not in str(refused.value)
     assert capfd.readouterr().err == ""

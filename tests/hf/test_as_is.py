@@ -40,7 +40,9 @@ def toml(name: str, path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("gpt2", 2), ("gemma2", 1), ("t5", 1), ("bart", 1), ("bert", 1)])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("gpt2", 2), ("gemma2", 1), ("t5", 1), ("bart", 1), ("bert", 1)]
+)
 def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys: Any) -> None:
     task = {
         "bert": "masked_language_model",
@@ -48,18 +50,25 @@ def test_an_import_exports_bitwise(name: str, ranks: int, tmp_path: Path, capsys
         "t5": "sequence_to_sequence",
     }.get(name)
     folder(name)
-    sections: dict[str, Any] = {} if task is None else {"task": {"name": task, "options": {"mask_token_id": 300}}}
+    sections: dict[str, Any] = (
+        {} if task is None else {"task": {"name": task, "options": {"mask_token_id": 300}}}
+    )
     if task:
         rows = tmp_path / "rows.jsonl"
         rows.write_text('{"text": "one two", "prompt": "one", "completion": "two"}\n' * 8)
         sections["training"] = {"dataset": "jsonl", "dataset_path": str(rows)}
-    config = config_for(name, tmp_path / "run", checkpoint={"create_seed_checkpoint": True}, **sections)
+    config = config_for(
+        name, tmp_path / "run", checkpoint={"create_seed_checkpoint": True}, **sections
+    )
     run_ranks(ranks, seed_checkpoint, config)
     output = tmp_path / "out"
     arguments = [str(tmp_path / "run/checkpoint/step-0"), "--to", str(output), "--check", "logits"]
     assert export_main([*arguments, "--config", str(toml(name, tmp_path))]) == 0
     captured = capsys.readouterr()
-    assert "transformers returns the same logits" in captured.out and "Loading weights" not in captured.err
+    assert (
+        "transformers returns the same logits" in captured.out
+        and "Loading weights" not in captured.err
+    )
     before, after = (load_file(path / "model.safetensors") for path in (folder(name), output))
     # Shared tensors may be stored under another of their names.
     assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
@@ -91,7 +100,9 @@ def rewritten(name: str, path: Path, change: Any) -> Path:
 
 def begun(name: str, source: Path, tmp_path: Path, **overrides: Any) -> Any:
     load = {"initial_load_path": str(source)}
-    return run_ranks(1, started, config_for(name, tmp_path / "run", overrides=overrides, checkpoint=load))[0]
+    return run_ranks(
+        1, started, config_for(name, tmp_path / "run", overrides=overrides, checkpoint=load)
+    )[0]
 
 
 def test_base_prefix_and_duplicate_tensors_do_not_matter(tmp_path: Path) -> None:
@@ -107,7 +118,9 @@ def test_base_prefix_and_duplicate_tensors_do_not_matter(tmp_path: Path) -> None
     expected = load_file(folder("gpt2") / "model.safetensors")
     assert isinstance(weights, dict), weights
     assert torch.equal(weights["hf.transformer.wte.weight"], expected["transformer.wte.weight"])
-    assert torch.equal(weights["hf.transformer.h.1.mlp.c_fc.bias"], expected["transformer.h.1.mlp.c_fc.bias"])
+    assert torch.equal(
+        weights["hf.transformer.h.1.mlp.c_fc.bias"], expected["transformer.h.1.mlp.c_fc.bias"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,12 +153,15 @@ def test_a_truncated_file_another_model_and_converted_names_are_one_line(tmp_pat
     other = begun("gpt2", folder("opt"), tmp_path / "b")
     assert "contains another model than" in other and other.startswith("ConfigError")
     experts = begun("mixtral", folder("mixtral"), tmp_path / "c")
-    assert isinstance(experts, dict) or "that only transformers can convert" in experts  # by version
+    # by version
+    assert isinstance(experts, dict) or "that only transformers can convert" in experts
 
 
 def test_a_new_head_is_initialized_for_another_architecture(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": "one two", "label": i % 3}) + "\n" for i in range(9)))
+    rows.write_text(
+        "".join(json.dumps({"text": "one two", "label": i % 3}) + "\n" for i in range(9))
+    )
     config = config_for(
         "bart",
         tmp_path / "run",

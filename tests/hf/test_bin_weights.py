@@ -87,7 +87,9 @@ class Hostile:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_files_with_more_than_tensors_are_rejected_and_run_no_code(form: str, tmp_path: Path) -> None:
+def test_files_with_more_than_tensors_are_rejected_and_run_no_code(
+    form: str, tmp_path: Path
+) -> None:
     for value, message in (
         ({"a": Hostile(tmp_path / "ran")}, "nothing in it was run"),
         ({"a": torch.zeros(2), "note": "text"}, "note is not a tensor"),
@@ -101,7 +103,9 @@ def test_files_with_more_than_tensors_are_rejected_and_run_no_code(form: str, tm
 
 
 def test_a_truncated_or_extended_file_from_before_1_6_is_rejected(tmp_path: Path) -> None:
-    folder = write(tmp_path / "old", {"a": torch.arange(100.0), "b": torch.ones(7).half()}, is_zip=False)
+    folder = write(
+        tmp_path / "old", {"a": torch.arange(100.0), "b": torch.ones(7).half()}, is_zip=False
+    )
     content = (folder / BIN).read_bytes()
     places = [*range(2, 40), *range(40, len(content), 37), len(content) - 1]
     for damaged in [*(content[:size] for size in places), content + b"0"]:
@@ -164,19 +168,28 @@ def test_a_missing_index_of_weights_is_named(
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("prefix", ["module.", "module.module.", "_orig_mod.module."])
-def test_weights_of_a_wrapped_model_have_the_names_of_the_model(prefix: str, form: str, tmp_path: Path) -> None:
-    tensors = {f"{prefix}{name}": torch.full((2,), float(number)) for number, name in enumerate(("a.b", "module.c"))}
+def test_weights_of_a_wrapped_model_have_the_names_of_the_model(
+    prefix: str, form: str, tmp_path: Path
+) -> None:
+    tensors = {
+        f"{prefix}{name}": torch.full((2,), float(number))
+        for number, name in enumerate(("a.b", "module.c"))
+    }
     with BinWeights(write(tmp_path, tensors, is_zip=FORMATS[form])) as weights:
         assert weights.names() == ["a.b", "module.c"]
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [0.0, 1.0]
     # transformers does not read such safetensors files, so there is no reference.
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"save model\.{prefix.partition('.')[0]}\.state_dict\(\) instead"):
+    with pytest.raises(
+        CheckpointError, match=rf"save model\.{prefix.partition('.')[0]}\.state_dict\(\) instead"
+    ):
         HubWeights(tmp_path)
 
 
 def test_bin_weights_require_an_option_of_hugging_face_weights() -> None:
-    wrong = config.check(config.load(None, ["--checkpoint.enable", "--checkpoint.initial_load_legacy_bin"]))
+    wrong = config.check(
+        config.load(None, ["--checkpoint.enable", "--checkpoint.initial_load_legacy_bin"])
+    )
     assert [problem.option for problem in wrong] == ["checkpoint.initial_load_legacy_bin"]
 
 
@@ -186,7 +199,9 @@ def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     folder = save(build("llama3"), tmp_path_factory.mktemp("modern") / "hf")
     tensors = load_file(folder / "model.safetensors")
-    mixed = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    mixed = {
+        name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()
+    }
     save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -208,7 +223,9 @@ def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("form", "parts"), cases([("zip", 2), ("before 1.6", 1)], [("zip", 1), ("before 1.6", 2)]))
+@pytest.mark.parametrize(
+    ("form", "parts"), cases([("zip", 2), ("before 1.6", 1)], [("zip", 1), ("before 1.6", 2)])
+)
 def test_import_and_run_read_the_same_weights_as_from_safetensors(
     form: str, parts: int, modern: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,10 +234,17 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
         tmp_path / "checkpoint",
         tmp_path / "back",
     )
-    assert main(["import", str(folder), "--to", str(output)]) == 5, "a load must not fall back to a pickle"
-    assert main(["import", str(folder), "--to", f"{output}-2", "--legacy_bin", "--check", "logits"]) == 2
+    assert main(["import", str(folder), "--to", str(output)]) == 5, (
+        "a load must not fall back to a pickle"
+    )
+    assert (
+        main(["import", str(folder), "--to", f"{output}-2", "--legacy_bin", "--check", "logits"])
+        == 2
+    )
     assert main(["import", str(folder), "--to", str(output), "--legacy_bin"]) == 0
-    assert "logits were not compared: transformers would unpickle the file" in capsys.readouterr().out
+    assert (
+        "logits were not compared: transformers would unpickle the file" in capsys.readouterr().out
+    )
     files = source.of_checkpoint(output, manifest.read(output))
     assert files is not None and files.read("generation_config.json") == b'{"temperature": 0.5}'
 
@@ -233,7 +257,9 @@ def test_import_and_run_read_the_same_weights_as_from_safetensors(
     model = models.build(module, recognised.config).to_empty(device="cpu")
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
     importing.fill(tensors, folder, module, recognised.config, legacy_bin=True)
-    assert {name: t.dtype for name, t in exported.items()} == {name: t.dtype for name, t in expected.items()}
+    assert {name: t.dtype for name, t in exported.items()} == {
+        name: t.dtype for name, t in expected.items()
+    }
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert torch.equal(tensors["model.norm.weight"], expected["model.norm.weight"])
     assert torch.equal(tensors["model.embed.weight"], expected["model.embed_tokens.weight"].float())

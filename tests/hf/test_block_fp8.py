@@ -31,8 +31,12 @@ def quantize(folder: Path) -> dict[str, np.ndarray]:
     for name in [name for name in tensors if "proj" in name]:
         weight = tensors[name]
         rows, columns = (-(-size // step) for size, step in zip(weight.shape, BLOCK, strict=True))
-        scales = torch.rand((rows, columns), generator=torch.Generator().manual_seed(len(name))) + 0.5
-        spread = np.kron(scales.numpy(), np.ones(BLOCK, np.float32))[: weight.shape[0], : weight.shape[1]]
+        scales = (
+            torch.rand((rows, columns), generator=torch.Generator().manual_seed(len(name))) + 0.5
+        )
+        spread = np.kron(scales.numpy(), np.ones(BLOCK, np.float32))[
+            : weight.shape[0], : weight.shape[1]
+        ]
         stored = (weight / torch.from_numpy(spread)).to(torch.float8_e4m3fn)
         tensors |= {name: stored, f"{name}_scale_inv": scales}
         numbers[name] = stored.double().numpy() * spread.astype(np.float64)
@@ -61,10 +65,14 @@ def quantized(config: Config, value: bool = True) -> Config:
 
 
 def expected(numbers: dict[str, np.ndarray], name: str) -> torch.Tensor:
-    return torch.from_numpy(numbers[name]).float()  # the product of fp8 and float32, rounded once to float32
+    return torch.from_numpy(
+        numbers[name]
+    ).float()  # the product of fp8 and float32, rounded once to float32
 
 
-def test_an_import_writes_dequantized_weights(folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path) -> None:
+def test_an_import_writes_dequantized_weights(
+    folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
+) -> None:
     importing.to_checkpoint(folder, tmp_path / "checkpoint", dtype="float32")
     stored = manifest.read(tmp_path / "checkpoint")
     imported = read_whole(stored, tmp_path / "checkpoint", "model.layers.0.attn.wo.weight")
@@ -85,19 +93,26 @@ def test_a_run_starts_from_dequantized_weights_on_any_mesh(
     folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     single = run_ranks(1, start, quantized(config_for(folder, tmp_path / "one", "one")))[0]
-    several = run_ranks(4, start, quantized(config_for(folder, tmp_path / "four", "fsdp=2 tp=2")))[0]
+    several = run_ranks(4, start, quantized(config_for(folder, tmp_path / "four", "fsdp=2 tp=2")))[
+        0
+    ]
     assert torch.equal(
         single["layers.0.attn.wo.weight"],
         expected(numbers, "model.layers.0.self_attn.o_proj.weight"),
     )
-    assert single.keys() == several.keys() and all(torch.equal(single[name], several[name]) for name in single)
+    assert single.keys() == several.keys() and all(
+        torch.equal(single[name], several[name]) for name in single
+    )
 
 
 def test_the_quantization_option_must_match_the_folder(
     folder: Path, numbers: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     kind, text = run_ranks(1, refused, config_for(folder, tmp_path / "run", "one"))[0]
-    assert kind == "ConfigError" and "initial_load_in_hf_quantized=false must be true for quantized weights" in text
+    assert (
+        kind == "ConfigError"
+        and "initial_load_in_hf_quantized=false must be true for quantized weights" in text
+    )
     plain = save(build("deepseek_v3"), tmp_path / "plain")
     kind, text = run_ranks(1, refused, quantized(config_for(plain, tmp_path / "run", "one")))[0]
     assert kind == "ConfigError" and "requires quantized weights" in text
@@ -111,7 +126,9 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     incomplete = dict(tensors)
     tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is not an fp8 weight with a float32 for each block of 8 x 12"):
+    with pytest.raises(
+        CheckpointError, match="is not an fp8 weight with a float32 for each block of 8 x 12"
+    ):
         importing.to_checkpoint(folder, tmp_path / "checkpoint")
     del incomplete[f"{name}_scale_inv"]
     save_file(incomplete, folder / "model.safetensors")

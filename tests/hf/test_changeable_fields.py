@@ -49,7 +49,9 @@ def config_of(way: str, family: str, tmp_path: Path, overrides: dict[str, Any]) 
     model = dataclasses.replace(config.model, overrides={**config.model.overrides, **overrides})
     in_hf = way.startswith("in_hf")
     path = str(folder if in_hf else imported)
-    checkpoint = dataclasses.replace(config.checkpoint, initial_load_path=path, initial_load_in_hf=in_hf)
+    checkpoint = dataclasses.replace(
+        config.checkpoint, initial_load_path=path, initial_load_in_hf=in_hf
+    )
     return dataclasses.replace(config, model=model, checkpoint=checkpoint)
 
 
@@ -74,7 +76,9 @@ def test_a_run_may_change_positions_and_window(way: str, field: str, tmp_path: P
     assert f"model.overrides.{field}={ACCEPTED[field]!r} is used" in log
 
 
-@pytest.mark.parametrize("way", cases(["in_hf", "import", "in_hf, adapters"], nightly=["import, adapters"]))
+@pytest.mark.parametrize(
+    "way", cases(["in_hf", "import", "in_hf, adapters"], nightly=["import, adapters"])
+)
 def test_the_exported_folder_has_the_changed_value(way: str, tmp_path: Path, capsys: Any) -> None:
     assert run(config_of(way, "llama3", tmp_path, {"rope_theta": 1e6})).error is None
     trained = tmp_path / "run"
@@ -97,8 +101,11 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
     capsys.readouterr()
     assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("set them in config.json of the base model: rope_theta=1000000.0\n") == len(overrides), printed
-    assert printed.count("\n") == 2 + len(overrides)  # one line for the checkpoint and one for the folder
+    assert printed.count(
+        "set them in config.json of the base model: rope_theta=1000000.0\n"
+    ) == len(overrides), printed
+    # one line for the checkpoint and one for the folder
+    assert printed.count("\n") == 2 + len(overrides)
 
 
 @pytest.mark.parametrize(
@@ -108,10 +115,16 @@ def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
         nightly=[(way, "num_heads") for way in WAYS],
     ),
 )
-def test_another_field_is_rejected_in_one_line_whose_fix_works(way: str, field: str, tmp_path: Path) -> None:
+def test_another_field_is_rejected_in_one_line_whose_fix_works(
+    way: str, field: str, tmp_path: Path
+) -> None:
     config = config_of(way, "llama3", tmp_path / "wrong", {field: REJECTED[field]})
     message = str(run(config).error)
-    assert f"{field}={REJECTED[field]!r} instead of " in message and "\n" not in message and "\\n" not in message
+    assert (
+        f"{field}={REJECTED[field]!r} instead of " in message
+        and "\n" not in message
+        and "\\n" not in message
+    )
     assert 'set model.flavor = "from_folder"; model.overrides may only change rope_*' in message
     # With the sizes of the folder, as from_folder sets them, the run starts.
     assert run(config_of(way, "llama3", tmp_path / "right", {})).error is None

@@ -46,7 +46,10 @@ def config_of(base: Path, folder: Path, task: str, **sections: Any) -> Config:
     if task == "reward_model":
         rows = folder.with_name("pairs.jsonl")
         rows.write_text(
-            "".join(json.dumps({"prompt": "a", "chosen": "b" * i, "rejected": "c"}) + "\n" for i in (1, 2, 3, 4))
+            "".join(
+                json.dumps({"prompt": "a", "chosen": "b" * i, "rejected": "c"}) + "\n"
+                for i in (1, 2, 3, 4)
+            )
         )
         training |= {
             "dataset": "jsonl",
@@ -90,9 +93,13 @@ def scores(rank: int, run_config: Config) -> tuple[list[Tensor], Tensor]:
     batch = next(run.dataloader)
     with torch.no_grad():
         output = run.runner.task.forward(run.runner.parts[0].eval(), batch)  # type: ignore[attr-defined]
-    tokens, lengths = (batch.tensors[name] for name in batch.tensors if name.startswith(("tokens", "lengths")))
+    tokens, lengths = (
+        batch.tensors[name] for name in batch.tensors if name.startswith(("tokens", "lengths"))
+    )
     rows = tokens.flatten(0, -2)
-    return [row[: int(size)] for row, size in zip(rows, lengths.flatten(), strict=True)], output.reshape(len(rows), -1)
+    return [
+        row[: int(size)] for row, size in zip(rows, lengths.flatten(), strict=True)
+    ], output.reshape(len(rows), -1)
 
 
 def assert_scores(folder: Path, rows: list[Tensor], expected: Tensor) -> None:
@@ -103,14 +110,18 @@ def assert_scores(folder: Path, rows: list[Tensor], expected: Tensor) -> None:
     assert not info["missing_keys"] and not info["unexpected_keys"]
     for row, score in zip(rows, expected, strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(model.eval()(row[None]).logits[0], score, atol=TOLERANCE, rtol=1e-4)
+            torch.testing.assert_close(
+                model.eval()(row[None]).logits[0], score, atol=TOLERANCE, rtol=1e-4
+            )
 
 
 @pytest.mark.parametrize(
     ("family", "task"),
     cases(FIRST, nightly=[case for case in REST if case not in FIRST]),
 )
-def test_an_exported_run_has_the_same_scores(family: str, task: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_exported_run_has_the_same_scores(
+    family: str, task: str, tmp_path: Path, capsys: Any
+) -> None:
     base = save(build(family), tmp_path / "base")
     run_config = config_of(base, tmp_path / "run", task, checkpoint={"last_save_in_hf": True})
     step = trained(run_config)
@@ -121,7 +132,9 @@ def test_an_exported_run_has_the_same_scores(family: str, task: str, tmp_path: P
         assert_scores(folder, rows, expected)
         fields = json.loads((folder / "config.json").read_text())
         assert fields["architectures"] == [f"{FAMILIES[family][0]}ForSequenceClassification"]
-        assert list(fields["id2label"].values()) == (["0", "1", "none"] if task == "classification" else ["LABEL_0"])
+        assert list(fields["id2label"].values()) == (
+            ["0", "1", "none"] if task == "classification" else ["LABEL_0"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +151,9 @@ def test_an_exported_run_has_the_same_scores(family: str, task: str, tmp_path: P
 def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = save(build(family), tmp_path / "base")
-    run_config = config_of(base, tmp_path / "run", task, lora={"enable": True, "rank": 2, "alpha": 4.0})
+    run_config = config_of(
+        base, tmp_path / "run", task, lora={"enable": True, "rank": 2, "alpha": 4.0}
+    )
     step = trained(run_config)
     rows, expected = run_ranks(1, scores, run_config)[0]
     # PEFT with the base model and the adapters.
@@ -149,7 +164,9 @@ def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_p
     model = peft.PeftModel.from_pretrained(base_model, tmp_path / "peft").eval()
     for row, score in zip(rows, expected, strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(model(input_ids=row[None]).logits[0], score, atol=TOLERANCE, rtol=1e-4)
+            torch.testing.assert_close(
+                model(input_ids=row[None]).logits[0], score, atol=TOLERANCE, rtol=1e-4
+            )
     # Another run can start from the adapters.
     again = config_of(
         base,
@@ -184,20 +201,34 @@ def test_a_classifier_folder_loads_completely_and_trains_further(tmp_path: Path)
         model=dataclasses.replace(run_config.model, hf_assets_path=str(tmp_path / "bpe")),
     )
     assert cli.main(["export", str(trained(run_config)), "--to", str(tmp_path / "hf")]) == 0
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == tokenizer.pad_id
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"]
+        == tokenizer.pad_id
+    )
     expected = run_ranks(1, scores, run_config)[0][1]
     fields = {"path": str(tmp_path / "hf")}
-    model = dataclasses.replace(run_config.model, name="transformers", flavor="folder", overrides=fields)
+    model = dataclasses.replace(
+        run_config.model, name="transformers", flavor="folder", overrides=fields
+    )
     checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_path=str(tmp_path / "hf"))
     for lora in (
         run_config.lora,
         dataclasses.replace(run_config.lora, enable=True, rank=2, target_modules=("q_proj",)),
     ):
-        job = dataclasses.replace(run_config.job, dump_folder=str(tmp_path / f"opened-{lora.enable}"))
-        opened = dataclasses.replace(run_config, model=model, checkpoint=checkpoint, job=job, lora=lora)
-        torch.testing.assert_close(run_ranks(1, scores, opened)[0][1], expected, atol=TOLERANCE, rtol=1e-4)
+        job = dataclasses.replace(
+            run_config.job, dump_folder=str(tmp_path / f"opened-{lora.enable}")
+        )
+        opened = dataclasses.replace(
+            run_config, model=model, checkpoint=checkpoint, job=job, lora=lora
+        )
+        torch.testing.assert_close(
+            run_ranks(1, scores, opened)[0][1], expected, atol=TOLERANCE, rtol=1e-4
+        )
         trained(opened)
-        assert "is not in the folder" not in (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
+        assert (
+            "is not in the folder"
+            not in (Path(job.dump_folder) / "logs" / "rank-0.log").read_text()
+        )
     assert "is not in the folder" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
@@ -229,7 +260,9 @@ def test_a_folder_that_does_not_fit_the_task_is_rejected(
     run_config = config_of(base, tmp_path / "run", task)
     config = transformers.LlamaConfig.from_pretrained(base, **fields)
     folder = save(transformers.LlamaForSequenceClassification(config), tmp_path / "classifier")
-    model = dataclasses.replace(run_config.model, name="transformers", flavor="folder", overrides={"path": str(folder)})
+    model = dataclasses.replace(
+        run_config.model, name="transformers", flavor="folder", overrides={"path": str(folder)}
+    )
     run_config = dataclasses.replace(run_config, model=model)
     assert message in str(run_ranks(1, train_whole, run_config)[0].error)
     assert message in str(meta_model.build(run_config)[0][0])  # also found by "config check"

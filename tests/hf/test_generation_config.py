@@ -53,7 +53,9 @@ def base(folder: Path, **changed: Any) -> Path:
     """Write a folder with inconsistent tokens: eos 2 and bos 1 in config.json, 1 and 0 in its tokenizer."""
     base_tokenizer(folder)
     save(
-        build("llama3", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        build(
+            "llama3", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        ),
         folder,
     )
     (folder / GENERATION).unlink()
@@ -62,7 +64,9 @@ def base(folder: Path, **changed: Any) -> Path:
     return folder
 
 
-def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lora: bool = False) -> Config:
+def run_of(
+    folder: Path, output: Path, form: str, from_scratch: bool = False, lora: bool = False
+) -> Config:
     """Return a run that trains until the model repeats its only row."""
     rows = output.with_suffix(".jsonl")
     rows.write_text(json.dumps(ROWS[form]) + "\n")
@@ -92,7 +96,9 @@ def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lo
     return config
 
 
-def texts(folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path | None = None) -> tuple[str, str]:
+def texts(
+    folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path | None = None
+) -> tuple[str, str]:
     """Return the texts of ``shardtrain generate`` from a run or the folder, and of transformers from the folder."""
     capfd.readouterr()
     arguments = [
@@ -115,7 +121,9 @@ def texts(folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path
     else:
         prompt = tokenizer(PROMPT, return_tensors="pt")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    new = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0, prompt.input_ids.size(1) :]
+    new = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[
+        0, prompt.input_ids.size(1) :
+    ]
     assert len(new) < NEW, "generation did not stop"
     return ours, tokenizer.decode(new, skip_special_tokens=True)
 
@@ -167,7 +175,9 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
     ]
     assert main(["export", str(run), *arguments]) == 0
     unaligned = (
-        dict.fromkeys(("bos_token_id", "eos_token_id")) if from_scratch else {"bos_token_id": 1, "eos_token_id": 2}
+        dict.fromkeys(("bos_token_id", "eos_token_id"))
+        if from_scratch
+        else {"bos_token_id": 1, "eos_token_id": 2}
     )
     assert fields_of(tmp_path / "unaligned", "config.json") == {
         **fields_of(back, "config.json"),
@@ -176,7 +186,12 @@ def test_the_export_of_a_run_stops_where_the_run_stops(
     assert not (tmp_path / "unaligned" / GENERATION).exists()
     of_run, of_transformers = texts(back, form == "chat", capfd, run)
     of_export, _ = texts(back, form == "chat", capfd)
-    assert of_run == of_transformers == of_export == ("the cat sat" if form == "chat" else " the cat sat")
+    assert (
+        of_run
+        == of_transformers
+        == of_export
+        == ("the cat sat" if form == "chat" else " the cat sat")
+    )
 
 
 def test_merged_adapters_stop_where_the_run_stops_unless_disabled(
@@ -218,14 +233,18 @@ IN_GENERATION = ("no file", None, EOS, 5, [2, 5], [5, EOS])
         nightly=itertools.product(IN_CONFIG, IN_GENERATION),
     ),
 )
-def test_tokens_are_aligned_like_in_transformers_trainer(in_config: Any, in_generation: Any, tmp_path: Path) -> None:
+def test_tokens_are_aligned_like_in_transformers_trainer(
+    in_config: Any, in_generation: Any, tmp_path: Path
+) -> None:
     from transformers.trainer_utils import align_special_tokens
 
     folder = base(tmp_path / "hf")
     fields = fields_of(folder, "config.json") | {"eos_token_id": in_config}
     (folder / "config.json").write_text(json.dumps(fields))
     if in_generation != "no file":
-        (folder / GENERATION).write_text(json.dumps({"eos_token_id": in_generation, "temperature": 0.6}))
+        (folder / GENERATION).write_text(
+            json.dumps({"eos_token_id": in_generation, "temperature": 0.6})
+        )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     align_special_tokens(model, transformers.AutoTokenizer.from_pretrained(folder))
 
@@ -242,7 +261,9 @@ def test_tokens_are_aligned_like_in_transformers_trainer(in_config: Any, in_gene
             assert ids(ours.get(key)) == ids(getattr(theirs, key)), key
     assert settings_after.get("temperature") == (None if in_generation == "no file" else 0.6)
     # Unchanged files keep their bytes.
-    again, no_changes = with_tokens(aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []})
+    again, no_changes = with_tokens(
+        aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []}
+    )
     assert changes and again == aligned and not no_changes
 
 
@@ -258,7 +279,9 @@ def test_tokens_are_aligned_like_in_transformers_trainer(in_config: Any, in_gene
     ],
     ids=["text", "chat", "pairs", "separator", "after eos", "moved shards"],
 )
-def test_end_tokens_are_those_of_the_rows(changed: dict[str, Any], ends: list[int], tmp_path: Path) -> None:
+def test_end_tokens_are_those_of_the_rows(
+    changed: dict[str, Any], ends: list[int], tmp_path: Path
+) -> None:
     tokenizer = open_tokenizer(str(base_tokenizer(tmp_path / "tokenizer")))
     expected = {"bos_token_id": [BOS], "eos_token_id": ends, "pad_token_id": []}
     assert trained_tokens(tokenizer, tiny_config(**changed)) == expected
@@ -276,6 +299,8 @@ def test_prepared_conversations_are_recognized_by_their_shards(tmp_path: Path) -
         "--training.dataset_path",
         str(rows),
     ]
-    assert main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *arguments]) == 0
+    assert (
+        main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *arguments]) == 0
+    )
     config = tiny_config(training={"dataset": "tokens", "dataset_path": str(shards)})
     assert trained_tokens(open_tokenizer(str(folder)), config)["eos_token_id"] == [EOS, TURN_END]

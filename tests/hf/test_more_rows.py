@@ -26,7 +26,9 @@ OFF = {"optimizer": {"lr": 0.0}, "training": {"steps": 1}}
 def config_of(name: str, output: Path, more: int, **sections: Any) -> Config:
     run_config = config_for(name, output, **sections)
     rows = transformers.AutoConfig.from_pretrained(folder(name)).get_text_config().vocab_size + more
-    model = dataclasses.replace(run_config.model, overrides={**run_config.model.overrides, "vocab_size": rows})
+    model = dataclasses.replace(
+        run_config.model, overrides={**run_config.model.overrides, "vocab_size": rows}
+    )
     checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_resize_embeddings=True)
     return dataclasses.replace(run_config, model=model, checkpoint=checkpoint)
 
@@ -56,7 +58,10 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
         assert new.shape[0] == rows and torch.equal(new[: rows - 9], old)
         torch.testing.assert_close(new[rows - 9 :], old.mean(0).expand(9, -1), atol=1e-6, rtol=0)
     # config.json is otherwise unchanged.
-    saved, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / "hf", Path(folder(name))))
+    saved, original = (
+        json.loads((path / "config.json").read_text())
+        for path in (tmp_path / "hf", Path(folder(name)))
+    )
     assert {key for key in original if saved.get(key) != original[key]} <= {
         "vocab_size",
         "dtype",
@@ -72,10 +77,14 @@ def test_new_rows_are_the_mean_and_the_exported_folder_has_them(name: str, tmp_p
         nightly=[("gpt2", 2, {}), ("qwen3", 4, {"tensor_parallel_degree": 2})],
     ),
 )
-def test_new_rows_are_equal_on_every_mesh(name: str, ranks: int, degrees: dict[str, int], tmp_path: Path) -> None:
+def test_new_rows_are_equal_on_every_mesh(
+    name: str, ranks: int, degrees: dict[str, int], tmp_path: Path
+) -> None:
     rows = {"global_batch_size": 4, "local_batch_size": 1}
     single = train(1, config_of(name, tmp_path / "one", 12, training=rows))
-    parts = train(ranks, config_of(name, tmp_path / "parts", 12, training=rows, parallelism=degrees))
+    parts = train(
+        ranks, config_of(name, tmp_path / "parts", 12, training=rows, parallelism=degrees)
+    )
     assert parts.losses == pytest.approx(single.losses, abs=1e-5)
     for key, weight in parts.weights.items():
         torch.testing.assert_close(weight, single.weights[key], atol=1e-5, rtol=0, msg=key)
@@ -115,7 +124,9 @@ def test_adapters_with_new_rows_open_in_peft(tmp_path: Path) -> None:
     tokens_BT = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
     tokens_BT[:, -1] = config.model.overrides["vocab_size"] - 1
     with torch.no_grad():
-        torch.testing.assert_close(unmerged(tokens_BT).logits, merged(tokens_BT).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            unmerged(tokens_BT).logits, merged(tokens_BT).logits, atol=1e-5, rtol=0
+        )
 
 
 def test_fewer_rows_are_refused(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
 
 
 def header(text: bytes) -> Callable[[Path], None]:
-    return lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text) and None  # type: ignore[return-value]
+    return lambda folder: (
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text) and None
+    )  # type: ignore[return-value]
 
 
 def cut(folder: Path) -> None:
@@ -77,7 +79,9 @@ def index_of_two_files(folder: Path) -> None:
 
 def index_of_an_absent_tensor(folder: Path) -> None:
     tensors(lambda loaded: loaded.pop(WQ))(folder)
-    index({"weight_map": {"model.norm.weight": "model.safetensors", WQ: "model.safetensors"}})(folder)
+    index({"weight_map": {"model.norm.weight": "model.safetensors", WQ: "model.safetensors"}})(
+        folder
+    )
 
 
 def pickled(folder: Path) -> None:
@@ -174,7 +178,10 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         "is of model_type 'gpt9', which transformers",
     ),
     "only code": (
-        lambda folder: [key(*field)(folder) for field in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))],
+        lambda folder: [
+            key(*field)(folder)
+            for field in (("model_type", "gpt9"), ("auto_map", {"AutoModel": "a.B"}))
+        ],
         ConfigError,
         r"whose own code \(auto_map\) is never run here",
     ),
@@ -226,8 +233,12 @@ def test_import_and_export_survive_a_round_trip(folder: Path, tmp_path: Path, ca
     out = capsys.readouterr().out
     assert "all weights were read back and are equal" in out and "same logits" in out
     pair = [load_file(where / "model.safetensors") for where in (folder, back)]
-    assert pair[0].keys() == pair[1].keys() and all(torch.equal(pair[0][name], pair[1][name]) for name in pair[0])
-    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, "an existing folder must not be replaced"
+    assert pair[0].keys() == pair[1].keys() and all(
+        torch.equal(pair[0][name], pair[1][name]) for name in pair[0]
+    )
+    assert main(["export", str(checkpoint), "--to", str(back)]) == 2, (
+        "an existing folder must not be replaced"
+    )
     assert main(["import", str(folder), "--to", str(checkpoint)]) == 2
     assert main(["import", str(folder), "--to", str(tmp_path / "x"), "--vocab_size", "10"]) == 2
 
@@ -256,7 +267,9 @@ def more_ids(folder: Path) -> None:
         ),
     ],
 )
-def test_files_next_to_the_weights_are_checked(change: Any, message: str, folder: Path, capsys: Any) -> None:
+def test_files_next_to_the_weights_are_checked(
+    change: Any, message: str, folder: Path, capsys: Any
+) -> None:
     change(folder)
     assert main(["import", str(folder), "--to", str(folder.parent / "checkpoint")]) in (2, 5)
     error = capsys.readouterr().err

@@ -49,21 +49,37 @@ def published(folder: Path, extra: dict[str, Any] | None = None) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     fields = json.loads((folder / "config.json").read_text())
-    fields = {key: value for key, value in {**fields, **OWN, **(extra or {})}.items() if key != "dtype"}
+    fields = {
+        key: value for key, value in {**fields, **OWN, **(extra or {})}.items() if key != "dtype"
+    }
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
     tensors = load_file(folder / "model.safetensors")
-    converted = {name: t if name.endswith("norm.weight") else t.bfloat16() for name, t in tensors.items()}
+    converted = {
+        name: t if name.endswith("norm.weight") else t.bfloat16() for name, t in tensors.items()
+    }
     save_file(converted, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def texts(folder: Path) -> dict[str, bytes]:
-    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: data for name, data in files.items() if "safetensors" not in name and name != "config.json"}
+    files = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return {
+        name: data
+        for name, data in files.items()
+        if "safetensors" not in name and name != "config.json"
+    }
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
@@ -74,7 +90,9 @@ OF_BYTES = {"bos_token_id": 256}
 """Changes of config.json after training with the tokenizer "bytes". Its end token is already listed."""
 
 
-def assert_same_folder(before: Path, after: Path, changed: dict[str, Any] | None = None, weights: bool = True) -> None:
+def assert_same_folder(
+    before: Path, after: Path, changed: dict[str, Any] | None = None, weights: bool = True
+) -> None:
     assert fields_of(after) == {**fields_of(before), **(changed or {})}
     actual, expected = texts(after), texts(before)
     if changed is OF_BYTES:
@@ -86,8 +104,12 @@ def assert_same_folder(before: Path, after: Path, changed: dict[str, Any] | None
         }
     assert actual == expected
     a, b = tensors(before), tensors(after)
-    assert {name: (t.shape, t.dtype) for name, t in a.items()} == {name: (t.shape, t.dtype) for name, t in b.items()}
-    assert not weights or all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
+    assert {name: (t.shape, t.dtype) for name, t in a.items()} == {
+        name: (t.shape, t.dtype) for name, t in b.items()
+    }
+    assert not weights or all(
+        torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,7 +122,9 @@ def test_an_untouched_folder_survives_a_round_trip(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "t5"])
-def test_an_untouched_folder_of_transformers_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+def test_an_untouched_folder_of_transformers_survives_a_round_trip(
+    name: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
     for file in foreign_folder(name).iterdir():
@@ -176,11 +200,18 @@ def test_files_of_a_model_are_kept_through_two_runs(tmp_path: Path) -> None:
     run_on(folder, tmp_path / "one", folder, in_hf=True)
     first = tmp_path / "one/checkpoint"
     assert_same_folder(folder, first / "step-1-hf", OF_BYTES, weights=False)
-    assert any(not torch.equal(t, tensors(folder)[n]) for n, t in tensors(first / "step-1-hf").items())
+    assert any(
+        not torch.equal(t, tensors(folder)[n]) for n, t in tensors(first / "step-1-hf").items()
+    )
     run_on(folder, tmp_path / "two", first / "step-1", in_hf=False)
     assert_same_folder(folder, tmp_path / "two/checkpoint/step-1-hf", OF_BYTES, weights=False)
     # Also with the command, from the run folder.
-    assert main(["export", str(tmp_path / "two"), "--to", str(tmp_path / "back"), "--check", "weights"]) == 0
+    assert (
+        main(
+            ["export", str(tmp_path / "two"), "--to", str(tmp_path / "back"), "--check", "weights"]
+        )
+        == 0
+    )
     assert_same_folder(tmp_path / "two/checkpoint/step-1-hf", tmp_path / "back")
 
 
@@ -191,7 +222,9 @@ def test_files_of_a_model_are_kept_through_adapters_and_their_merge(tmp_path: Pa
     assert main(["merge", str(tmp_path / "run/checkpoint/step-4"), "--to", merged]) == 0
     assert main(["export", merged, "--to", str(tmp_path / "back"), "--check", "weights"]) == 0
     assert_same_folder(folder, tmp_path / "back", OF_BYTES, weights=False)
-    assert any(not torch.equal(t, tensors(folder)[n]) for n, t in tensors(tmp_path / "back").items())
+    assert any(
+        not torch.equal(t, tensors(folder)[n]) for n, t in tensors(tmp_path / "back").items()
+    )
 
 
 def test_existing_files_in_the_target_are_kept(tmp_path: Path) -> None:
@@ -239,12 +272,16 @@ def test_an_import_opens_without_its_source_folder(name: str, tmp_path: Path, ca
     arguments = ["--prompt", "hello", "--max_new_tokens", "4", "--device", "cpu"]
     assert main(["generate", "--from", str(folder), *arguments]) == 0
     expected = capsys.readouterr().out
-    assert main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
+    assert (
+        main(["import", str(folder), "--to", str(tmp_path / "imported"), "--check", "weights"]) == 0
+    )
     shutil.rmtree(folder)
     capsys.readouterr()
     assert main(["generate", "--from", str(tmp_path / "imported"), *arguments]) == 0
     assert capsys.readouterr().out == expected
-    assert main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
+    assert (
+        main(["export", str(tmp_path / "imported"), "--to", str(folder), "--check", "logits"]) == 0
+    )
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "hello world"}\n')
     outputs = []

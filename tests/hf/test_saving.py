@@ -50,7 +50,9 @@ def config_for(folder: Path, mesh: str = "one", steps: int = 2, **checkpoint: An
         checkpoint={"enable": True, **checkpoint},
     )
     if MESHES[mesh][2] == "qwen3_moe":
-        overrides = {key: value for key, value in config.model.overrides.items() if key != "ffn_dim"}
+        overrides = {
+            key: value for key, value in config.model.overrides.items() if key != "ffn_dim"
+        }
         model = dataclasses.replace(
             config.model,
             name="qwen3_moe",
@@ -94,7 +96,9 @@ def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path:
         "step-2-hf",
     ]
     module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    shape = models.shape_of(
+        module, config.model.flavor, config.model.overrides, config.model.norm_type
+    )
     for step in (1, 2):
         back = tmp_path / f"exported-{step}"
         tokens = trained_tokens(tokenizer_of(config), config)
@@ -109,9 +113,15 @@ def test_the_saved_folder_equals_an_export(mesh: str, async_mode: str, tmp_path:
 def test_the_weights_are_rounded_to_the_requested_dtype(dtype: str, tmp_path: Path) -> None:
     ended = train(config_for(tmp_path, last_save_in_hf=True, export_dtype=dtype))
     folder = tmp_path / "checkpoint/step-2-hf"
-    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    weights = {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
-    assert torch.equal(weights["lm_head.weight"], ended.weights["head.weight"].to(getattr(torch, dtype)))
+    assert torch.equal(
+        weights["lm_head.weight"], ended.weights["head.weight"].to(getattr(torch, dtype))
+    )
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == dtype
 
 
@@ -148,7 +158,9 @@ def test_a_run_may_continue_after_a_failed_save_of_a_folder(
     async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
-    config = config_for(tmp_path, steps=4, hf_interval=2, async_mode=async_mode, on_save_error="continue")
+    config = config_for(
+        tmp_path, steps=4, hf_interval=2, async_mode=async_mode, on_save_error="continue"
+    )
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))
     ended = train(config, ranks=2)
     assert ended.error is None and ended.state["step"] == 5
@@ -164,7 +176,9 @@ def test_a_run_that_ends_with_its_data_writes_the_folder(tmp_path: Path) -> None
     text.write_text("one line of a text " * 200)
     config = config_for(tmp_path, steps=50, last_save_in_hf=True)
     changed = {"dataset_path": str(text), "on_data_end": "stop", "local_batch_size": 8}
-    ended = train(dataclasses.replace(config, training=dataclasses.replace(config.training, **changed)))
+    ended = train(
+        dataclasses.replace(config, training=dataclasses.replace(config.training, **changed))
+    )
     last = ended.state["step"]
     assert ended.error is None and 0 < last < 50
     assert (tmp_path / f"checkpoint/step-{last}-hf/config.json").is_file()
@@ -182,10 +196,18 @@ def test_a_model_without_a_transformers_class_is_rejected_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     config = config_for(tmp_path, last_save_in_hf=True)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, norm_type="layernorm"))
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, norm_type="layernorm")
+    )
     ended = train(config)
-    assert isinstance(ended.error, ConfigError) and "norm_type" in str(ended.error) and not ended.losses
-    labels = reviews.config(checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)})
+    assert (
+        isinstance(ended.error, ConfigError)
+        and "norm_type" in str(ended.error)
+        and not ended.losses
+    )
+    labels = reviews.config(
+        checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)}
+    )
     model = dataclasses.replace(labels.model, name="llama4", flavor="debugmodel", overrides={})
     ended = train(dataclasses.replace(labels, model=model))
     message = "transformers has no class like Llama4ForCausalLM with a classification head"

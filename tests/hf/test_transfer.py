@@ -22,7 +22,9 @@ pytest.importorskip("transformers")
 def imported(folder: Path, checkpoint: Path) -> tuple[HubModel, Export]:
     model = importing.to_checkpoint(folder, checkpoint)
     module = models.find(model.name)
-    return model, Export(checkpoint, checkpoint.with_name("back"), module, model.config, max_tokens=128)
+    return model, Export(
+        checkpoint, checkpoint.with_name("back"), module, model.config, max_tokens=128
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -38,11 +40,15 @@ def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Pa
     # bitwise equal. test_qwen3_next.py compares in float64.
     tolerance = 1e-3 if family == "qwen3_next" else 1e-4
     for length in (3, 40, 100):
-        tokens_BT = torch.randint(0, 260, (2, length), generator=torch.Generator().manual_seed(length))
+        tokens_BT = torch.randint(
+            0, 260, (2, length), generator=torch.Generator().manual_seed(length)
+        )
         positions_BT = torch.arange(length).expand(2, -1)
         with torch.no_grad():
             actual_BTV = ours(tokens_BT, positions_BT)
-            torch.testing.assert_close(actual_BTV, reference(tokens_BT).logits, atol=tolerance, rtol=0)
+            torch.testing.assert_close(
+                actual_BTV, reference(tokens_BT).logits, atol=tolerance, rtol=0
+            )
 
     hf_export.export(wanted)
     error, scale = logits.largest_error(wanted)
@@ -52,7 +58,10 @@ def test_a_folder_is_unchanged_after_import_and_export(family: str, tmp_path: Pa
     first, second = (manifest.read(tmp_path / name) for name in ("checkpoint", "again"))
     assert first.tensors.keys() == second.tensors.keys()
     for name in first.tensors:
-        pair = [tensors.read_whole(m, tmp_path / f, name) for m, f in ((first, "checkpoint"), (second, "again"))]
+        pair = [
+            tensors.read_whole(m, tmp_path / f, name)
+            for m, f in ((first, "checkpoint"), (second, "again"))
+        ]
         assert torch.equal(*pair), name
 
 
@@ -68,7 +77,9 @@ def test_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> N
             module.loss_weight = torch.zeros(())  # the reference logits have no balance loss
     (ours(tokens_BT, torch.arange(33).expand(2, -1)) * weights_BTV).sum().backward()
     (reference(tokens_BT).logits * weights_BTV).sum().backward()
-    first_projection = "layers.0.delta.wo.weight" if family == "qwen3_next" else "layers.0.attn.wo.weight"
+    first_projection = (
+        "layers.0.delta.wo.weight" if family == "qwen3_next" else "layers.0.attn.wo.weight"
+    )
     for name in ("embed.weight", first_projection, "layers.1.attn_norm.weight", "norm.weight"):
         expected, actual = (
             reference.get_parameter(str(model.hub.source(name, model.config))).grad,

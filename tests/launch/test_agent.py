@@ -39,7 +39,10 @@ def test_an_agent_that_restarts_its_ranks_still_ends_at_a_request(tmp_path):
     rendezvous = SimpleNamespace(get_backend=lambda: "c10d", get_run_id=lambda: "run")
     loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
     node_agent = agent._agent(node, rendezvous, 1, ["train"], 0, str(tmp_path), loaded)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     node_agent._stop_workers(node_agent.get_worker_group())
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 
@@ -65,7 +68,9 @@ def test_a_node_that_cannot_run_says_so_before_it_tells_the_others(tmp_path, ran
     def limit_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
 
-    with forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=limit_files) as process:
+    with forked.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=limit_files
+    ) as process:
         try:
             line = process.stderr.readline()
             assert line.startswith("error[7]: ulimit -n=60 must be at least ")
@@ -108,7 +113,9 @@ sys.exit(__main__.main())
 def test_threads_in_a_store_do_not_abort_the_end_of_a_node(end):
     """PyTorch's rendezvous sends heartbeats from a thread. A run that had ended with 0 could exit with 134."""
     command = [sys.executable, "-c", ENDS.replace("END", end)]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=patience.seconds(60))
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=patience.seconds(60)
+    )
     assert (ended.returncode, ended.stdout) == (75, "done\n"), ended.stderr
 
 
@@ -155,7 +162,9 @@ def test_a_node_without_its_data_ends_all_nodes_with_the_reason(tmp_path, lackin
         ]
         command = [sys.executable, "-m", "shardtrain", "train", "debug", *words, *options]
         names = {**os.environ, "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        nodes_of_run.append(forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names))
+        nodes_of_run.append(
+            forked.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=names)
+        )
     try:
         outputs = [node.communicate(timeout=patience.seconds(90))[1] for node in nodes_of_run]
     finally:

@@ -68,7 +68,9 @@ def test_a_doctor_that_reports_problems_is_not_restarted(kind):
     text = kubernetes.render(job, loaded.config.launch)
     assert job.retries == 0
     for manifest in yaml.safe_load_all(text):
-        assert not {value for key, value in _leaves(manifest) if key in ("maxRestarts", "backoffLimit")} - {0}
+        assert not {
+            value for key, value in _leaves(manifest) if key in ("maxRestarts", "backoffLimit")
+        } - {0}
         assert {value for key, value in _leaves(manifest) if key == "restartPolicy"} <= {"Never"}
 
 
@@ -90,7 +92,10 @@ def test_long_names_are_truncated_to_fit_pod_names():
 
 def test_the_doctor_ignores_a_sweep():
     arguments = ["slurm", "--launch.slurm.sweep=--optimizer.lr 1e-4", "--dry-run"]
-    assert "--array" in launch(*arguments).stdout and "--array" not in launch(*arguments, "--doctor").stdout
+    assert (
+        "--array" in launch(*arguments).stdout
+        and "--array" not in launch(*arguments, "--doctor").stdout
+    )
 
 
 @pytest.mark.nightly(
@@ -102,7 +107,9 @@ def test_the_doctor_ignores_a_sweep():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 127.0.0.2")
 def test_two_hosts_are_examined_together_and_one_report_comes_back(tmp_path):
     port = free_port()
-    with sshd.server(tmp_path / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}) as ssh_config:
+    with sshd.server(
+        tmp_path / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}
+    ) as ssh_config:
         result = launch(
             "ssh", "--doctor", "--hosts", "host-a,host-b", "--nproc", "1", f"--launch.ssh.config_file={ssh_config}",
             f"--launch.ssh.rendezvous_port={port}", f"--launch.python={sys.executable}",

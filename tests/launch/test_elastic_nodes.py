@@ -20,7 +20,9 @@ ROOT = Path(__file__).parents[2]
 WAIT_SECONDS = 120
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their agent by Linux's help"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="ranks end with their agent by Linux's help"
+    ),
     pytest.mark.slow,
     pytest.mark.nightly(
         "three rounds of a rendezvous of two nodes",
@@ -55,7 +57,9 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
         words = ["--nnodes=1:2", f"--node_rank={node}", f"--rdzv_endpoint=127.0.0.1:{port}", "--nproc=1",
                  "--max_restarts=1", f"--job.dump_folder={folder}"]  # fmt: skip
         options = [f"--{name}={value}" for name, value in OPTIONS.items()]
-        process = forked.Popen([sys.executable, "-m", "shardtrain", "train", *words, *options], env=names, cwd=ROOT)
+        process = forked.Popen(
+            [sys.executable, "-m", "shardtrain", "train", *words, *options], env=names, cwd=ROOT
+        )
         stack.callback(process.kill)
         return process
 
@@ -64,7 +68,9 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
         wait_for(lambda: len(world_sizes(folder)) == len(sizes), WAIT_SECONDS)
         first = max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
         wait_for(
-            lambda: (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) > first + 8,
+            lambda: (
+                (folder / "metrics.jsonl").exists() and max(losses(folder), default=0) > first + 8
+            ),
             WAIT_SECONDS,
         )
         assert world_sizes(folder) == sizes
@@ -93,5 +99,7 @@ def test_a_run_goes_on_without_a_node_and_takes_it_back(tmp_path, number, status
     assert len(steps) - len(set(steps)) < (6 if number == signal.SIGKILL else 1)
     hashes: dict[int, str] = {}
     assert all(
-        hashes.setdefault(line["step"], line["order_hash"]) == line["order_hash"] for line in lines if "loss" in line
+        hashes.setdefault(line["step"], line["order_hash"]) == line["order_hash"]
+        for line in lines
+        if "loss" in line
     )

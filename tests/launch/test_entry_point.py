@@ -25,7 +25,9 @@ from shardtrain.launch import failure
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the loopback interface is called lo"
+)
 
 
 def options(folder: Path, steps: int, **more: object) -> list[str]:
@@ -60,8 +62,12 @@ def start(
 def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
     """Return the exit status and stderr of each process, and fail if one exceeds the time limit."""
     try:
-        outputs = [process.communicate(timeout=patience.seconds(TIMEOUT))[1] for process in processes]
-        return [(process.returncode, stderr) for process, stderr in zip(processes, outputs, strict=True)]
+        outputs = [
+            process.communicate(timeout=patience.seconds(TIMEOUT))[1] for process in processes
+        ]
+        return [
+            (process.returncode, stderr) for process, stderr in zip(processes, outputs, strict=True)
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -87,7 +93,9 @@ def node(
     environment = bare(folder, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names)
     command = [sys.executable, "-m", "shardtrain", "train", *place, *arguments]
     shift = functools.partial(set_clock, setattr, clock) if clock else None
-    return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=shift)
+    return forked.Popen(
+        command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=shift
+    )
 
 
 def errors(stderr: str) -> list[str]:
@@ -100,7 +108,9 @@ def test_the_script_trains_with_two_ranks_in_an_empty_environment(tmp_path):
     command = [str(ROOT / "run_llama_train.sh"), *options(tmp_path / "run", 5)]
     [(code, stderr)] = ended(start(command, names))
     assert code == 0, stderr
-    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5] and "training with 2 processes" in stderr
+    assert (
+        list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5] and "training with 2 processes" in stderr
+    )
     for rank in (0, 1):
         assert "done: 5 steps" in (tmp_path / f"run/logs/rank-{rank}.log").read_text()
         assert f"[rank{rank}]" in stderr, "the terminal shows both ranks of LOG_RANK"
@@ -117,7 +127,9 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
         bare(tmp_path, NGPU="2"),
     )
     try:
-        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
+        wait_for(
+            lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1
+        )
         process.send_signal(signal.SIGTERM)
     finally:
         [(code, stderr)] = ended(process)
@@ -139,7 +151,9 @@ STARTS: dict[str, tuple[list[str], dict[str, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", cases(["forked ranks"], nightly=[how for how in STARTS if how != "forked ranks"]))
+@pytest.mark.parametrize(
+    "how", cases(["forked ranks"], nightly=[how for how in STARTS if how != "forked ranks"])
+)
 def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
     arguments, names = STARTS[how]
     port = str(free_port())
@@ -158,9 +172,13 @@ def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
         *arguments,
         *options(tmp_path / "run", 100_000, **more),
     ]
-    process = start(command, bare(tmp_path, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names), forked.Popen)
+    process = start(
+        command, bare(tmp_path, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names), forked.Popen
+    )
     try:
-        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
+        wait_for(
+            lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1
+        )
         process.send_signal(signal.SIGTERM)
     finally:
         [(code, stderr)] = ended(process)
@@ -210,9 +228,13 @@ def test_two_nodes_with_different_clocks_train_one_run_and_end(tmp_path, ahead):
 @pytest.mark.parametrize("number", cases([1], nightly=[0]))
 def test_a_node_that_never_comes_is_reported_in_one_line(tmp_path, number):
     port = free_port()
-    [(code, stderr)] = ended(node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2"))
+    [(code, stderr)] = ended(
+        node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2")
+    )
     [line] = errors(stderr)
-    assert code == 6 and line.startswith("error[6]") and f"127.0.0.1:{port}" in line and "2 s" in line
+    assert (
+        code == 6 and line.startswith("error[6]") and f"127.0.0.1:{port}" in line and "2 s" in line
+    )
     assert ("2 nodes" if number == 0 else "first node") in line
 
 
@@ -226,7 +248,9 @@ def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
     results = ended(*pair)
     assert [code for code, _ in results] == [2, 2], results
     lines = [line for _, stderr in results for line in errors(stderr)]
-    assert lines and all("optimizer.lr=" in line and "0.5 on rank 1" in line for line in lines), results
+    assert lines and all("optimizer.lr=" in line and "0.5 on rank 1" in line for line in lines), (
+        results
+    )
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 

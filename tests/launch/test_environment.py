@@ -26,7 +26,9 @@ def config(replicate=1, shard=-1, tensor=1, batch=-1, local=1):
         data_parallel_shard_degree=shard,
         tensor_parallel_degree=tensor,
     )
-    return Config(parallelism=parallelism, training=Training(global_batch_size=batch, local_batch_size=local))
+    return Config(
+        parallelism=parallelism, training=Training(global_batch_size=batch, local_batch_size=local)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,20 +64,22 @@ def test_existing_variables_are_kept():
     names = {**SRUN, "MASTER_PORT": "1"}
     environment.adopt_slurm(names)
     assert names["MASTER_PORT"] == "1"
+    # set by another launcher under srun
     ranked = {
         **SRUN,
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
-    }  # set by another launcher under srun
+    }
     environment.adopt_slurm(ranked)
     assert ranked == {**SRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    # exported by hand, without LOCAL_RANK
     script = {
         **SRUN,
         "RANK": "5",
         "WORLD_SIZE": "8",
         "MASTER_ADDR": "gpu08",
-    }  # exported by hand, without LOCAL_RANK
+    }
     environment.adopt_slurm(script)
     assert (script["LOCAL_RANK"], script["MASTER_ADDR"]) == ("1", "gpu08")
 
@@ -179,18 +183,24 @@ def test_defaults_share_the_cores_and_keep_what_the_user_set():
     other: dict[str, str] = {}
     environment.set_process_defaults(other, 3, 8, alone=False)
     assert other["OMP_NUM_THREADS"] == "2"
-    assert "GLOO_SOCKET_IFNAME" not in other, "the loopback interface does not reach ranks on other machines"
+    assert "GLOO_SOCKET_IFNAME" not in other, (
+        "the loopback interface does not reach ranks on other machines"
+    )
 
 
 def test_a_cpu_run_counts_no_accelerators_without_calling_torch():
     assert environment.count_accelerators("cpu") == 0
 
 
-@pytest.mark.parametrize(("omp_threads", "expected"), [(None, [4]), ("3", [3]), ("4,2", []), ("0", [])])
+@pytest.mark.parametrize(
+    ("omp_threads", "expected"), [(None, [4]), ("3", [3]), ("4,2", []), ("0", [])]
+)
 def test_an_imported_torch_gets_its_number_of_threads(monkeypatch, omp_threads, expected):
     calls = []
     monkeypatch.setattr(torch, "set_num_threads", calls.append)
-    monkeypatch.setattr(os, "environ", {} if omp_threads is None else {"OMP_NUM_THREADS": omp_threads})
+    monkeypatch.setattr(
+        os, "environ", {} if omp_threads is None else {"OMP_NUM_THREADS": omp_threads}
+    )
     environment.set_process_defaults(os.environ, 2, 8, alone=False)
     assert calls == expected
     environment.set_process_defaults({}, 2, 8, alone=False)  # variables for another process

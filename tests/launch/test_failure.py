@@ -69,7 +69,9 @@ def test_a_signal_is_reported_with_its_name_or_cause(number, message):
         (MemoryError(), 7, False),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 7, False),
         (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            ),
             7,
             False,
         ),
@@ -105,8 +107,12 @@ def test_errors_that_a_user_can_fix_show_no_class_and_no_source_line(kind):
         f"error[{status}]: the data end; use more; see out/rank-3.log"
     ]
     (line,) = failure.lines(report, "out/rank-3.log", world_size=4)
-    assert line == f"error[{status}]: rank 3 (host {report.host}): the data end; use more; see out/rank-3.log"
-    assert report.kind == kind.__name__ and "Traceback" in report.trace  # in exit.json and in the log
+    assert (
+        line
+        == f"error[{status}]: rank 3 (host {report.host}): the data end; use more; see out/rank-3.log"
+    )
+    # in exit.json and in the log
+    assert report.kind == kind.__name__ and "Traceback" in report.trace
 
 
 def test_a_run_of_one_process_names_no_rank():
@@ -156,7 +162,9 @@ def test_a_record_survives_a_round_trip_and_has_torchelastic_s_format(tmp_path):
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"shardtrain": {"rank": 1}}', '{"shardtrain": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "[]", '{"shardtrain": {"rank": 1}}', '{"shardtrain": 3}']
+)
 def test_a_malformed_record_is_ignored(tmp_path, text):
     (tmp_path / "error.json").write_text(text)
     assert failure.read_record(tmp_path / "error.json") is None
@@ -178,7 +186,9 @@ def test_the_exit_file_has_every_documented_field(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("code", "retryable"), [(code, code in (6, 8, 75, 76)) for code in (*range(9), 75, 76, 93)])
+@pytest.mark.parametrize(
+    ("code", "retryable"), [(code, code in (6, 8, 75, 76)) for code in (*range(9), 75, 76, 93)]
+)
 def test_only_codes_that_a_retry_can_fix_are_retryable(tmp_path, code, retryable):
     failure.write_exit(tmp_path, None, code)
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is retryable
@@ -199,7 +209,9 @@ def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     failure.reserve_exit(tmp_path)
     monkeypatch.setattr(atomic_io, "write", full)
     failure.write_exit(tmp_path, None, 8)
-    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8 and os.listdir(tmp_path) == ["exit.json"]
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 8 and os.listdir(
+        tmp_path
+    ) == ["exit.json"]
     assert capsys.readouterr().err == ""
     (tmp_path / "exit.json").unlink()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -208,7 +220,10 @@ def test_a_full_disk_leaves_the_exit_file_in_reserved_space_or_the_named_file(
     report = capsys.readouterr().err
     assert (
         "cannot write" in report
-        and json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"] == 8
+        and json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())[
+            "code"
+        ]
+        == 8
     )
 
 
@@ -230,16 +245,23 @@ def test_a_storage_error_at_the_start_leaves_an_exit_file(
     used.mkdir(parents=True)
     (used / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
     start(tmp_path / "held")
-    assert os.listdir(tmp_path / "held") == ["checkpoint"], "must not write to the folder of a run that may be alive"
+    assert os.listdir(tmp_path / "held") == ["checkpoint"], (
+        "must not write to the folder of a run that may be alive"
+    )
     monkeypatch.setattr(atomic_io, "write", full)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start(tmp_path / "full")
     report = capsys.readouterr().err
-    assert json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"] == 8
+    assert (
+        json.loads(Path(report.rpartition(" it was written to ")[2].strip()).read_text())["code"]
+        == 8
+    )
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
-def test_the_log_of_a_user_error_has_the_full_message_and_no_traceback(tmp_path: Path, kind: type) -> None:
+def test_the_log_of_a_user_error_has_the_full_message_and_no_traceback(
+    tmp_path: Path, kind: type
+) -> None:
     message = f"a.jsonl:3: {'long ' * 200}is wrong; correct it"
     failure.append_trace(caught(kind(message), rank=1), tmp_path / "rank-1.log")
     assert (tmp_path / "rank-1.log").read_text() == f"error[{kind.exit_code}]: {message}\n"

@@ -31,7 +31,9 @@ def meet(_: Loaded) -> None:
     folder = private_store.folder_of(os.environ)
     assert folder is not None
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=private_store.group_store(folder), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=private_store.group_store(folder), rank=rank, world_size=size
+    )
     numbers = torch.ones(64, 64, requires_grad=True)
     (numbers @ numbers).sum().backward()
     total = torch.ones(1)
@@ -54,7 +56,9 @@ def starts(folder: Path, ranks: int, count: int) -> None:
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
 def test_no_rank_of_many_starts_in_a_row_is_lost(ranks: int, tmp_path: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=starts, args=(tmp_path, ranks, STARTS))
+    process = multiprocessing.get_context("fork").Process(
+        target=starts, args=(tmp_path, ranks, STARTS)
+    )
     process.start()
     process.join(patience.seconds(30 + 2 * STARTS))
     assert process.exitcode == 0, (tmp_path / "terminal").read_text()[-2000:]
@@ -62,7 +66,9 @@ def test_no_rank_of_many_starts_in_a_row_is_lost(ranks: int, tmp_path: Path) -> 
 
 
 def with_a_thread(folder: Path) -> None:
-    threading.Thread(target=threading.Event().wait, name="a-thread-of-the-user", daemon=True).start()
+    threading.Thread(
+        target=threading.Event().wait, name="a-thread-of-the-user", daemon=True
+    ).start()
     starts(folder, 2, 1)
 
 
@@ -103,5 +109,7 @@ def test_a_rank_that_dies_before_the_last_fork_is_reported_like_others(tmp_path:
     process.start()
     process.join(patience.seconds(60))
     output = (tmp_path / "terminal").read_text()
-    assert process.exitcode == 6 and "rank 1" in output and "was killed by signal 9" in output, output
+    assert process.exitcode == 6 and "rank 1" in output and "was killed by signal 9" in output, (
+        output
+    )
     assert "Traceback" not in output

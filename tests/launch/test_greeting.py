@@ -160,7 +160,9 @@ def test_an_endpoint_of_another_machine_is_named(monkeypatch):
     monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
     connect = socket.create_connection
     with program(stay_silent) as elsewhere:
-        monkeypatch.setattr(greeting.socket, "create_connection", lambda *_: connect(("127.0.0.1", elsewhere)))
+        monkeypatch.setattr(
+            greeting.socket, "create_connection", lambda *_: connect(("127.0.0.1", elsewhere))
+        )
         with pytest.raises(
             PeerError,
             match=r"the address belongs to another machine \(127.0.0.1\), after 1 s; name an address",
@@ -193,12 +195,14 @@ def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(m
     def listen_to_a_client(host: str, port: int) -> socket.socket:
         listener = listen(host, port)
         with socket.create_connection(listener.getsockname()[:2], 5) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
+            # close() sends RST
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             resets.append(client.getsockname())
         return listener
 
     monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
-    monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())  # a single attempt
+    # a single attempt
+    monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look())
     port = free_port()
     with greeting.claim(f"127.0.0.1:{port}", 600) as served:
         assert len(resets) == 1 and served.getsockname() == ("127.0.0.1", port)
@@ -241,7 +245,9 @@ def test_a_node_without_a_node_rank_serves_the_endpoint_or_finds_its_server():
     assert not greeting.find_place(f"127.0.0.1:{store.port}", 30)
     with program(answer) as port, pytest.raises(ConfigError, match="another program"):
         greeting.find_place(f"127.0.0.1:{port}", 30)
-    with pytest.raises(PeerError, match="cannot meet at nothing.invalid:1: Name or service not known, after 1 s"):
+    with pytest.raises(
+        PeerError, match="cannot meet at nothing.invalid:1: Name or service not known, after 1 s"
+    ):
         greeting.find_place("nothing.invalid:1", 1)
 
 

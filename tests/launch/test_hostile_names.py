@@ -56,7 +56,8 @@ def test_values_used_without_quotes_contain_no_shell_syntax(option):
                     "launch.slurm.directives",
                     "launch.slurm.host_suffix",
                 )
-                bare = re.sub(r"[&*|]", "", text) if option == "launch.slurm.directives" else text  # part of a comment
+                # part of a comment
+                bare = re.sub(r"[&*|]", "", text) if option == "launch.slurm.directives" else text
                 assert not re.search(r"[&*|?]", bare), text
 
 
@@ -106,11 +107,15 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
     for start in range(0, len(names), 200):
         batch = names[start : start + 200]
         scripts, remote, expected = list[str](), list[str](), list[list[str]]()
-        for folder, name in ((path, one_name) for one_name in batch for path in (str(at / one_name), one_name)):
+        for folder, name in (
+            (path, one_name) for one_name in batch for path in (str(at / one_name), one_name)
+        ):
             job = replace(job_of([]), workdir=folder)
             text = slurm.render(job, Launch(slurm=LaunchSlurm(requeue=False)))
             scripts.append(f"(\nOLDPWD=/\n{text}\n) || exit")
-            remote.append(f"({ssh.render(job, Launch(), [Host('a')], 'a', 'id')[0].ssh[-1]}) || exit")
+            remote.append(
+                f"({ssh.render(job, Launch(), [Host('a')], 'a', 'id')[0].ssh[-1]}) || exit"
+            )
             expected.append([str(at / name), *job.command[1:]])
         record.run(["bash"], f"{shims}cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(scripts), **STEP)
         calls = each(record)
@@ -139,22 +144,30 @@ def test_mounts_and_folders_reach_containers_unchanged(tmp_path):
     for many in batches("mounts"):
         spelt = [f"/{text}:/{text}" for text in many]
         mounts = tuple(to_mount(mount) for mount in spelt if re.fullmatch(form, mount))
-        assert all(mount == Mount(mount.source, mount.path) and "," not in mount.path for mount in mounts)
+        assert all(
+            mount == Mount(mount.source, mount.path) and "," not in mount.path for mount in mounts
+        )
         job = replace(job_of([]), mounts=mounts, workdir=f"/{many[0]}")
         sent = [f"{mount.source}:{mount.path}" for mount in mounts]
-        record.run(["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="apptainer"))), **STEP)
+        record.run(
+            ["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="apptainer"))), **STEP
+        )
         arguments = record.read("srun")
         same(
             sent,
             [arguments[at + 1] for at, argument in enumerate(arguments) if argument == "--bind"],
         )
         assert arguments[arguments.index("--pwd") + 1] == job.workdir
-        record.run(["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="pyxis"))), **STEP)
+        record.run(
+            ["bash"], slurm.render(job, Launch(slurm=LaunchSlurm(container="pyxis"))), **STEP
+        )
         arguments = record.read("srun")
         assert f"--container-workdir={job.workdir}" in arguments
         same(
             sent,
-            next(argument for argument in arguments if "-mounts=" in argument).partition("=")[2].split(","),
+            next(argument for argument in arguments if "-mounts=" in argument)
+            .partition("=")[2]
+            .split(","),
         )
         record.read("argv")
         record.read("env")
@@ -239,7 +252,9 @@ def test_a_line_of_a_hostfile_is_a_host_or_an_error(tmp_path):
             assert len(str(error).splitlines()) == 1
             continue
         for host in hosts:
-            assert re.fullmatch(r"([A-Za-z_][\w.-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*", host.address), piece
+            assert re.fullmatch(r"([A-Za-z_][\w.-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*", host.address), (
+                piece
+            )
 
 
 def test_ids_that_a_platform_would_misread_are_rejected():
@@ -255,7 +270,9 @@ def test_ids_that_a_platform_would_misread_are_rejected():
                 assert len(str(error).splitlines()) == 1
                 continue
             assert "/".join([platform, *parts]) == name
-            assert all(re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", part) for part in parts if part != "-"), name
+            assert all(
+                re.fullmatch(r"[A-Za-z0-9][\w.@+-]*", part) for part in parts if part != "-"
+            ), name
 
 
 @pytest.mark.parametrize(
@@ -267,7 +284,9 @@ def test_ids_that_a_platform_would_misread_are_rejected():
 def test_a_malformed_id_is_reported_in_one_line(capsys, verb, name):
     assert main(["launch", verb, name]) == 2
     output = capsys.readouterr()
-    assert "is not a job ID" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
+    assert (
+        "is not a job ID" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
+    )
 
 
 PATHS = ["a b.toml", "it's.toml", 'a"b.toml', "$(touch canary).toml", "`id`.toml", "a;b.toml", "-x.toml", "--help.toml",
@@ -300,7 +319,11 @@ def test_a_configuration_with_an_unprintable_name_is_rejected(tmp_path, capsys, 
     for platform in ("slurm", "local"):
         assert main(["launch", platform, os.fsdecode(path), "--dry-run"]) == 2
         output = capsys.readouterr()
-        assert "non-printable character" in output.err and len(output.err.splitlines()) == 1 and output.out == ""
+        assert (
+            "non-printable character" in output.err
+            and len(output.err.splitlines()) == 1
+            and output.out == ""
+        )
 
 
 def test_the_text_of_a_configuration_arrives_in_a_manifest_unchanged(tmp_path):
@@ -334,11 +357,15 @@ def test_the_text_of_a_configuration_arrives_in_a_manifest_unchanged(tmp_path):
 def test_names_that_no_platform_accepts_are_rejected_in_one_line(option, value):
     problems = config.check(config.load(None, [f"--launch.{option}={value}"]))
     assert problems
-    assert all("launch" in str(problem) and len(str(problem).splitlines()) == 1 for problem in problems)
+    assert all(
+        "launch" in str(problem) and len(str(problem).splitlines()) == 1 for problem in problems
+    )
     assert len(problems) == 1 or option == "ssh.include"
 
 
 def test_a_path_with_a_quote_is_one_argument_in_a_dry_run(capsys):
     assert main(["launch", "slurm", "--dry-run", "--job.description", "it's $(touch canary)"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("command=("))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("command=(")
+    )
     assert shlex.split(line[len("command=(") : -1])[-1] == "it's $(touch canary)"

@@ -86,9 +86,8 @@ def test_a_slurm_script_passes_on_every_text_unchanged(cluster, container):
 def test_a_sweep_passes_on_every_override_and_folder_unchanged(tmp_path):
     """Shell functions replace srun and scontrol, to run a thousand tasks in one process."""
     record = Recorder(tmp_path)
-    shims = (
-        'scontrol() { echo node1; }\nsrun() { [[ "$4" == bash ]] || printf \'%s\\0\' "${@:5}" >> "$RECORD.each"; }\n'
-    )
+    shims = "scontrol() { echo node1; }\n"
+    shims += 'srun() { [[ "$4" == bash ]] || printf \'%s\\0\' "${@:5}" >> "$RECORD.each"; }\n'
     for many in batches("sweep", FEW):
         entries = [shlex.join(["--job.description", text]) for text in many]
         job = replace(job_of([]), dump_folder=many[0])
@@ -110,7 +109,9 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
             assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.remote_agent"
             assert plan.message({}).count(b"\n") == 1
         host = [sys.executable, "-m", "shardtrain.launch.remote_agent"]
-        with subprocess.Popen(host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()) as process:
+        with subprocess.Popen(
+            host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()
+        ) as process:
             assert process.stdin and process.stdout
             process.stdin.write(plans[1].message({}))
             process.stdin.flush()
@@ -176,9 +177,14 @@ def test_a_manifest_passes_on_every_text_unchanged(tmp_path, monkeypatch, kind):
                 same(list(job.environment.values()), [names[name] for name in job.environment])
                 same(
                     job.command,
-                    [expanded(argument, {"A": "canary", **names}) for argument in container["command"]],
+                    [
+                        expanded(argument, {"A": "canary", **names})
+                        for argument in container["command"]
+                    ],
                 )
-                assert all(isinstance(text, str) for text in [*container["command"], *names.values()])
+                assert all(
+                    isinstance(text, str) for text in [*container["command"], *names.values()]
+                )
         only_words_stand_without_quotes(written)
 
 

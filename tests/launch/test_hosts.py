@@ -139,8 +139,13 @@ def test_unequal_slots_are_reported_with_each_host(tmp_path):
 
 
 def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
-    plans = ssh.render(JOB, Launch(), [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)], "10.0.0.1", "id")
-    assert plans[0].command[-2:] == ("--nproc", "2") and plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    plans = ssh.render(
+        JOB, Launch(), [Host("a", slots=2, devices=(1, 3)), Host("b", slots=2)], "10.0.0.1", "id"
+    )
+    assert (
+        plans[0].command[-2:] == ("--nproc", "2")
+        and plans[0].environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    )
     assert "CUDA_VISIBLE_DEVICES" not in plans[1].environment
     assert [plan.environment["SHARDTRAIN_NODE_RANK"] for plan in plans] == ["0", "1"]
     assert {plan.environment["SHARDTRAIN_RDZV_ENDPOINT"] for plan in plans} == {"10.0.0.1:29500"}
@@ -179,15 +184,25 @@ def test_the_user_s_endpoint_takes_precedence_over_the_detected_one():
     with_endpoint = replace(JOB, environment={ssh.ENDPOINT: "fabric-1:1"})
     for job, place in ((JOB, "10.0.0.1:29500"), (with_endpoint, "fabric-1:1")):
         plan = ssh.render(job, Launch(), [Host("a"), Host("b")], "a", "id")[0]
-        assert json.loads(plan.message({}, {ssh.ENDPOINT: "10.0.0.1:29500"}))["environment"][ssh.ENDPOINT] == place
+        assert (
+            json.loads(plan.message({}, {ssh.ENDPOINT: "10.0.0.1:29500"}))["environment"][
+                ssh.ENDPOINT
+            ]
+            == place
+        )
 
 
 def test_a_local_first_host_uses_the_address_that_faces_the_other_hosts():
-    assert addresses.meeting(["127.0.1.1", "127.0.0.2"]) == "127.0.1.1"  # all addresses are this machine's
+    # all addresses are this machine's
+    assert addresses.meeting(["127.0.1.1", "127.0.0.2"]) == "127.0.1.1"
     assert addresses.meeting(["10.0.0.1", "127.0.0.1"]) == "10.0.0.1"
     assert addresses.meeting(["127.0.1.1", None]) is None
-    assert addresses.toward("127.0.0.1") == "127.0.0.1" and addresses.interface_of("127.0.0.9") == "lo"
-    assert addresses.toward("nowhere.invalid") is None and addresses.interface_of("192.0.2.1") is None
+    assert (
+        addresses.toward("127.0.0.1") == "127.0.0.1" and addresses.interface_of("127.0.0.9") == "lo"
+    )
+    assert (
+        addresses.toward("nowhere.invalid") is None and addresses.interface_of("192.0.2.1") is None
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems use ps")

@@ -63,13 +63,19 @@ def test_a_refused_create_deletes_the_earlier_objects(tmp_path, requests):
 
 
 def test_an_object_that_cannot_be_deleted_is_named(tmp_path, requests):
-    (tmp_path / "refused").write_text(f"{CREATE} TrainJob: forbidden\n{DELETE} ConfigMap: forbidden\n")
-    with pytest.raises(ConfigError, match="configmap/shardtrain was created and could not be removed"):
+    (tmp_path / "refused").write_text(
+        f"{CREATE} TrainJob: forbidden\n{DELETE} ConfigMap: forbidden\n"
+    )
+    with pytest.raises(
+        ConfigError, match="configmap/shardtrain was created and could not be removed"
+    ):
         kubectl.create(manifests(tmp_path))
 
 
 def test_an_unreachable_cluster_creates_nothing(tmp_path, requests):
-    message = "The connection to the server a:1 was refused - did you specify the right host or port?"
+    message = (
+        "The connection to the server a:1 was refused - did you specify the right host or port?"
+    )
     (tmp_path / "refused").write_text(f"get --raw /version: {message}\n")
     with pytest.raises(ConfigError, match="current-context"):
         kubectl.create(manifests(tmp_path))

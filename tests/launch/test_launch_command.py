@@ -130,7 +130,9 @@ def test_commands_that_need_torch_report_its_absence_in_one_line(arguments):
 
 
 @pytest.mark.parametrize("platform", ["local", "ssh", "slurm", "kubernetes", "runai"])
-def test_one_file_is_rendered_for_every_platform_without_torch_and_secrets(tmp_path, config_file, platform):
+def test_one_file_is_rendered_for_every_platform_without_torch_and_secrets(
+    tmp_path, config_file, platform
+):
     more = ["--nodes", "1"] if platform == "local" else []
     before = sorted(tmp_path.rglob("*"))
     result = run(
@@ -154,7 +156,10 @@ def test_resources_that_a_platform_grants_only_on_request_are_reported():
     devices = ["--launch.devices_per_node", "8", "--image", "x"]
     for platform in ("slurm", "kubernetes", "runai"):
         message = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
-        assert "no GPU is requested: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8" in message
+        assert (
+            "no GPU is requested: the 8 ranks of a node train on its CPU; set launch.devices_per_node = 8"
+            in message
+        )
         assert "no GPU" not in run(platform, "--dry-run", *devices).stderr
         meant = run(platform, "--dry-run", "--image", "x", "--training.device", "cpu")
         assert meant.returncode == 0 and "no GPU" not in meant.stderr
@@ -189,7 +194,10 @@ def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_befor
 
 
 def test_a_launch_without_a_configuration_names_its_preset():
-    assert "note: no configuration is named: this is the preset debug" in run("slurm", "--dry-run").stderr
+    assert (
+        "note: no configuration is named: this is the preset debug"
+        in run("slurm", "--dry-run").stderr
+    )
     assert "no configuration" not in run("slurm", "debug", "--dry-run").stderr
 
 
@@ -242,8 +250,14 @@ def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
     assert result.returncode == 0, result.stderr
     arguments = record.read_text().split("\0")[:-1]
     assert arguments == COMMANDS[cli].replace("FILE", str(config_file)).split()
-    flags = {argument.partition("=")[0] for argument in arguments[: arguments.index("--")] if argument.startswith("-")}
-    assert flags <= FLAGS[cli] and not any(argument.startswith("--environment") for argument in arguments)
+    flags = {
+        argument.partition("=")[0]
+        for argument in arguments[: arguments.index("--")]
+        if argument.startswith("-")
+    }
+    assert flags <= FLAGS[cli] and not any(
+        argument.startswith("--environment") for argument in arguments
+    )
     assert result.stdout == f"runai/{cli}/pytorch/team/run\n"
 
 
@@ -258,13 +272,19 @@ def test_runai_receives_only_documented_flags(tmp_path, config_file, cli):
         (["--job.dump_folder=/data2"], "/data2/checkpoint"),
     ],
 )
-def test_checkpoints_that_would_be_deleted_with_their_pod_are_reported(config_file, platform, arguments, message):
+def test_checkpoints_that_would_be_deleted_with_their_pod_are_reported(
+    config_file, platform, arguments, message
+):
     result = run(platform, config_file, "--dry-run", "--checkpoint.enable", *arguments)
-    assert result.returncode == 0 and (message in result.stderr if message else result.stderr == ""), result.stderr
+    assert result.returncode == 0 and (
+        message in result.stderr if message else result.stderr == ""
+    ), result.stderr
     assert len(result.stderr.splitlines()) == bool(message)
 
 
-@pytest.mark.parametrize(("platform", "is_file_named"), [("runai", True), ("kubernetes", False), ("slurm", False)])
+@pytest.mark.parametrize(
+    ("platform", "is_file_named"), [("runai", True), ("kubernetes", False), ("slurm", False)]
+)
 def test_local_paths_missing_in_a_container_are_noted(tmp_path, platform, is_file_named):
     """Kubernetes receives the TOML in a ConfigMap, and Slurm nodes share the folder."""
     (tmp_path / "rows.jsonl").write_text("{}")
@@ -353,7 +373,11 @@ def test_pods_get_the_grace_period_of_a_save(config_file):
     ],
 )
 def test_bad_input_is_reported_in_one_line(tmp_path, arguments, message):
-    arguments = [*arguments, "--dry-run"] if arguments and arguments[0] not in ("status", "stop", "logs") else arguments
+    arguments = (
+        [*arguments, "--dry-run"]
+        if arguments and arguments[0] not in ("status", "stop", "logs")
+        else arguments
+    )
     result = run(*arguments, XDG_STATE_HOME=str(tmp_path))
     assert result.returncode == 2, (result.stdout, result.stderr)
     assert message in result.stderr and len(result.stderr.splitlines()) == 1 and result.stdout == ""
@@ -363,7 +387,11 @@ def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, 
     empty = tmp_path / "empty"
     empty.mkdir()
     result = run("kubernetes", config_file, PATH=str(empty))
-    assert result.returncode == 2 and "kubectl" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert (
+        result.returncode == 2
+        and "kubectl" in result.stderr
+        and len(result.stderr.splitlines()) == 1
+    )
     stub = empty / "runai"
     stub.write_text("#!/bin/sh\necho 'project team: quota exceeded' >&2\nexit 1\n")
     stub.chmod(0o755)
@@ -392,7 +420,9 @@ def test_job_verbs_call_the_platform_s_command(tmp_path):
 @pytest.mark.parametrize(("code", "expected"), [(75, 3), (0, 0), (1, 1), (76, 76)])
 def test_launch_returns_the_configured_status_of_a_stopped_run(monkeypatch, code, expected):
     """The commands on the hosts use 75 for a saved stop."""
-    monkeypatch.setitem(launch_command.PLATFORMS, "ssh", lambda request: launch_command.Submission("", lambda: code))
+    monkeypatch.setitem(
+        launch_command.PLATFORMS, "ssh", lambda request: launch_command.Submission("", lambda: code)
+    )
     assert launch_command.main(["ssh", "--checkpoint.stop_exit_code=3"]) == expected
 
 

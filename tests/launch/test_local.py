@@ -129,7 +129,9 @@ def test_ranks_in_log_rank_share_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("number", cases([signal.SIGTERM], nightly=[signal.SIGINT]))
-def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_through(tmp_path, how, number):
+def test_a_signal_to_the_parent_reaches_every_rank_and_their_status_passes_through(
+    tmp_path, how, number
+):
     process = start(tmp_path, "wait", how)
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(number)
@@ -158,7 +160,9 @@ def test_unresponsive_ranks_end_after_the_grace_period(tmp_path):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == 76
-    assert err.splitlines() == ["stopped[76]: stopped by SIGTERM when the grace period was over without saving"]
+    assert err.splitlines() == [
+        "stopped[76]: stopped by SIGTERM when the grace period was over without saving"
+    ]
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 
@@ -177,10 +181,16 @@ def test_nothing_listens_beyond_the_loopback_address(tmp_path):
     process = start(tmp_path, "listen")
     try:
         wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-        addresses = [address for pid in [process.pid, *pids(tmp_path)] for address in listening(pid)]
-        assert not list(listening(process.pid)), "the parent must not listen: its ranks meet in a folder"
+        addresses = [
+            address for pid in [process.pid, *pids(tmp_path)] for address in listening(pid)
+        ]
+        assert not list(listening(process.pid)), (
+            "the parent must not listen: its ranks meet in a folder"
+        )
         assert addresses, "gloo does not listen on any address"
-        assert set(addresses) == {"0100007F"}, "expected only 127.0.0.1, in the format of /proc/net/tcp"
+        assert set(addresses) == {"0100007F"}, (
+            "expected only 127.0.0.1, in the format of /proc/net/tcp"
+        )
     finally:
         process.terminate()
         process.communicate(timeout=patience.seconds(30))
@@ -224,7 +234,9 @@ def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
 def test_a_run_of_one_process_ended_by_user_code_is_a_failure(tmp_path):
     code, _, err, record = run(tmp_path, "exit-0", "alone", RANK="1", WORLD_SIZE="2")
     assert code == record["code"] == 1
-    assert len(err) == 1 and "sys.exit(0) was called before the end of the run (ranks.py:" in err[0], err
+    assert (
+        len(err) == 1 and "sys.exit(0) was called before the end of the run (ranks.py:" in err[0]
+    ), err
 
 
 def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
@@ -242,7 +254,9 @@ def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
     process.terminate()
     _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == json.loads((tmp_path / "exit.json").read_text())["code"] == 76
-    assert err.splitlines()[-1] == ("stopped[76]: stopped by SIGTERM (no checkpoints in this run) without saving")
+    assert err.splitlines()[-1] == (
+        "stopped[76]: stopped by SIGTERM (no checkpoints in this run) without saving"
+    )
 
 
 def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path):
@@ -250,7 +264,9 @@ def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path):
     from shardtrain.utils.errors import StorageError
 
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"^cannot write .*, or set job\.dump_folder to another folder"):
+    with pytest.raises(
+        StorageError, match=r"^cannot write .*, or set job\.dump_folder to another folder"
+    ):
         local.prepare(tmp_path / "file" / "outputs", note_killed=True)
 
 

@@ -102,7 +102,9 @@ def started(
         if how == "launch ssh":
             if sshd.missing():
                 pytest.skip(sshd.missing())
-            config = stack.enter_context(sshd.server(folder / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}))
+            config = stack.enter_context(
+                sshd.server(folder / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"})
+            )
             place = [f"--launch.ssh.config_file={config}", f"--launch.ssh.rendezvous_port={free_port()}",
                      f"--launch.python={sys.executable}", f"--launch.workdir={ROOT}",
                      "--launch.env.OMP_NUM_THREADS=1"]  # fmt: skip
@@ -139,13 +141,19 @@ def started(
                 host.kill()
 
 
-@pytest.mark.parametrize(("how", "fault", "rank"), cases([FIRST], nightly=[case for case in ALL if case != FIRST]))
+@pytest.mark.parametrize(
+    ("how", "fault", "rank"), cases([FIRST], nightly=[case for case in ALL if case != FIRST])
+)
 def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank):
     is_signal = fault.startswith("SIG")
     code, kind, message = FAULTS[fault]
-    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=rank, fault="pass" if is_signal else fault))
+    (tmp_path / "faulty.py").write_text(
+        SCHEDULE.format(rank=rank, fault="pass" if is_signal else fault)
+    )
     with started(how, tmp_path) as hosts:
-        wait_for(lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts))
+        wait_for(
+            lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts)
+        )
         if is_signal:
             os.kill(int((tmp_path / "pid").read_text()), getattr(signal, fault))
         outputs = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
@@ -153,34 +161,56 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
     for text in outputs:
         lines = [line for line in text.splitlines() if "error[" in line or "stopped[" in line]
         assert len(lines) == 1 and re.search(message, lines[0]) and "Traceback" not in text, text
-        assert code == 75 or (f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0])
+        assert code == 75 or (
+            f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0]
+        )
     end = record(tmp_path / "run")
-    assert end["code"] == code and re.fullmatch(kind, end["class"]) and re.search(message, end["message"])
+    assert (
+        end["code"] == code
+        and re.fullmatch(kind, end["class"])
+        and re.search(message, end["message"])
+    )
     assert end["rank"] == (None if code == 75 else rank)
     assert code != 75 or end["last_step"] == newest(tmp_path / "run")
     for number in (0, 1):
         json.loads((tmp_path / f"run/logs/node-{number}.json").read_text())
 
 
-@pytest.mark.parametrize(("victim", "storage"), cases([(0, "shared")], nightly=[(1, "shared"), (0, "first_node")]))
+@pytest.mark.parametrize(
+    ("victim", "storage"), cases([(0, "shared")], nightly=[(1, "shared"), (0, "first_node")])
+)
 def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim, storage):
     """Its ranks die with it. They do not treat this as a request to stop, which would end the run as saved."""
     (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=victim, fault="pass"))
     with started("train --nnodes 2", tmp_path, f"--checkpoint.storage={storage}") as hosts:
-        wait_for(lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts))
+        wait_for(
+            lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts)
+        )
         hosts[victim].kill()
         stderr = hosts[1 - victim].communicate(timeout=patience.seconds(90))[1]
         rank_of_victim = Path(f"/proc/{(tmp_path / 'pid').read_text()}")
-        wait_for(lambda: not rank_of_victim.exists() or "(zombie)" in (rank_of_victim / "status").read_text())
+        wait_for(
+            lambda: (
+                not rank_of_victim.exists() or "(zombie)" in (rank_of_victim / "status").read_text()
+            )
+        )
     assert hosts[1 - victim].returncode == 6, stderr
     (line,) = [line for line in stderr.splitlines() if "error[" in line or "stopped[" in line]
-    assert f"rank {victim} (host " in line and "was lost with its node" in line and f"logs/rank-{victim}.log" in line
+    assert (
+        f"rank {victim} (host " in line
+        and "was lost with its node" in line
+        and f"logs/rank-{victim}.log" in line
+    )
     end = record(tmp_path / "run")
     assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
 
 
 LIMIT_TOO_SMALL = [(0, "NOFILE", 63), (1, "NOFILE", 63)]
-MORE_LIMITS = [(node, *limit) for node in (0, 1) for limit in (("NPROC", 13), ("NPROC", 3), ("AS", 300 * 2**20))]
+MORE_LIMITS = [
+    (node, *limit)
+    for node in (0, 1)
+    for limit in (("NPROC", 13), ("NPROC", 3), ("AS", 300 * 2**20))
+]
 
 
 @pytest.mark.parametrize(("refused", "name", "value"), cases(LIMIT_TOO_SMALL, nightly=MORE_LIMITS))
@@ -199,7 +229,9 @@ def test_a_limit_of_one_host_ends_both_and_both_name_it(tmp_path, refused, name,
         (line,) = [line for line in text.splitlines() if "error[" in line]
         assert re.search(rf"error\[7\]: {words}", line), text
     end = record(tmp_path / "run")
-    assert (end["code"], end["rank"], end["retryable"]) == (7, None, False) and re.match(words, end["message"])
+    assert (end["code"], end["rank"], end["retryable"]) == (7, None, False) and re.match(
+        words, end["message"]
+    )
 
 
 # code in exit.json before the start, code that another node writes meanwhile -> final code
@@ -216,7 +248,9 @@ MEETINGS = {
 def test_nodes_that_fail_to_meet_write_exit_json(tmp_path, monkeypatch, name, node_of_pod):
     before, meanwhile, code = MEETINGS[name]
     for variable, value in {"RANK": node_of_pod, "WORLD_SIZE": "2" if node_of_pod else ""}.items():
-        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(
+            variable, raising=False
+        )
     loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
     if before is not None:
         failure.write_exit(tmp_path, None, before)
@@ -240,7 +274,11 @@ def test_a_cut_session_ends_the_launcher_with_the_status_in_exit_json(tmp_path):
     with started("launch ssh", tmp_path) as [launcher]:
         wait_for(lambda: (tmp_path / "pid").exists() or launcher.poll() is not None)
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        of_host_b = [pid for pid in children if b"host-b" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        of_host_b = [
+            pid
+            for pid in children
+            if b"host-b" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        ]
         os.kill(int(of_host_b[0]), signal.SIGKILL)
         stderr = launcher.communicate(timeout=patience.seconds(90))[1]
     end = record(tmp_path / "run")

@@ -58,17 +58,25 @@ def stream(kind: str) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    cases([("pipe", 1), ("closed", 1)], nightly=[("pipe", 2), ("closed", 2), ("full", 1), ("full", 2)]),
+    cases(
+        [("pipe", 1), ("closed", 1)], nightly=[("pipe", 2), ("closed", 2), ("full", 1), ("full", 2)]
+    ),
 )
 def test_a_run_without_its_terminal_completes(kind: str, ranks: int, tmp_path: Path) -> None:
     if kind == "closed":
-        result = forked.run(command(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=patience.seconds(120))
+        result = forked.run(
+            command(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=patience.seconds(120)
+        )
     else:
         with stream(kind) as end:
-            result = forked.run(command(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120))
+            result = forked.run(
+                command(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120)
+            )
     assert result.returncode == 0
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 0
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3]
     assert "step:  3" in (tmp_path / "logs/rank-0.log").read_text()
 
@@ -174,5 +182,7 @@ def test_a_verb_that_starts_no_ranks_refuses_an_unusable_compiler_cache_in_one_l
         timeout=patience.seconds(120),
     )
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith('error[2]: TORCHINDUCTOR_CACHE_DIR="/dev/null/cache" is not a folder')
+    assert result.stderr.startswith(
+        'error[2]: TORCHINDUCTOR_CACHE_DIR="/dev/null/cache" is not a folder'
+    )
     assert result.stderr.count("\n") == 1

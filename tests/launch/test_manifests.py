@@ -17,7 +17,9 @@ from shardtrain import config
 from shardtrain.launch.job import to_job
 from shardtrain.launch.platforms import kubernetes
 
-pytest.importorskip("kubeflow_trainer_api", reason="kubeflow-trainer-api (the dev extra) has the published models")
+pytest.importorskip(
+    "kubeflow_trainer_api", reason="kubeflow-trainer-api (the dev extra) has the published models"
+)
 
 EVERYTHING = [
     "--launch.name=run", "--launch.nodes=4", "--launch.devices_per_node=8", "--launch.image=reg/run:1",
@@ -45,7 +47,10 @@ def returned(module: str, name: str, data: dict) -> dict:
 
 
 def assert_pod(template: dict) -> None:
-    assert returned("io_k8s_api_core_v1_pod_template_spec", "IoK8sApiCoreV1PodTemplateSpec", template) == template
+    assert (
+        returned("io_k8s_api_core_v1_pod_template_spec", "IoK8sApiCoreV1PodTemplateSpec", template)
+        == template
+    )
 
 
 def assert_fields(data: dict, fields: dict[str, type]) -> None:
@@ -59,14 +64,19 @@ def arguments(request):
 
 def test_a_trainjob_and_its_runtime_match_kubeflow_trainer(arguments):
     runtime, job = manifests("trainjob", arguments)
-    assert returned("trainer_v1alpha1_training_runtime", "TrainerV1alpha1TrainingRuntime", runtime) == runtime
+    assert (
+        returned("trainer_v1alpha1_training_runtime", "TrainerV1alpha1TrainingRuntime", runtime)
+        == runtime
+    )
     assert returned("trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob", job) == job
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]
     assert_pod(pod)
     # The operator sets PET_* only in the container `node` of the step `trainer`.
-    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert node["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     assert [container["name"] for container in pod["spec"]["containers"]] == ["node"]
 
 
@@ -77,10 +87,15 @@ def test_a_jobset_matches_its_published_model(arguments):
     inner = node["template"]["spec"]
     assert inner["parallelism"] == inner["completions"] and inner["completionMode"] == "Indexed"
     assert_pod(inner["template"])
-    names = {entry["name"]: entry.get("value") for entry in inner["template"]["spec"]["containers"][0].get("env", [])}
+    names = {
+        entry["name"]: entry.get("value")
+        for entry in inner["template"]["spec"]["containers"][0].get("env", [])
+    }
     if inner["completions"] > 1:
         assert names["SHARDTRAIN_NNODES"] == "4"
-        assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "run-node-0-0.run:29500", "must be the stable name of the first pod"
+        assert names["SHARDTRAIN_RDZV_ENDPOINT"] == "run-node-0-0.run:29500", (
+            "must be the stable name of the first pod"
+        )
 
 
 @pytest.mark.parametrize("more", [[], ["--launch.min_nodes=1"]])
@@ -95,7 +110,9 @@ def test_a_pytorchjob_matches_the_training_operator(arguments, more):
         assert_fields(replica, {"replicas": int, "restartPolicy": str, "template": dict})
         assert_pod(replica["template"])
         # The operator sets the rendezvous variables only in the container `pytorch`.
-        assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
+        assert [container["name"] for container in replica["template"]["spec"]["containers"]] == [
+            "pytorch"
+        ]
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])

@@ -81,15 +81,21 @@ CLOCKS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(["second behind"], nightly=[name for name in CLOCKS if name != "second behind"]))
+@pytest.mark.parametrize(
+    "name", cases(["second behind"], nightly=[name for name in CLOCKS if name != "second behind"])
+)
 def test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named(name, capfd):
     clocks = CLOCKS[name]
     worlds = run_ranks(len(clocks), meet, free_port(), clocks)
     assert sorted(worlds) == [(number, len(clocks)) for number in range(len(clocks))]
-    warnings = re.findall(r"the clock of node \d \(127.0.0.1\) is (\d+) s (ahead of|behind)", capfd.readouterr().err)
+    warnings = re.findall(
+        r"the clock of node \d \(127.0.0.1\) is (\d+) s (ahead of|behind)", capfd.readouterr().err
+    )
     first = clocks[[rank for rank, _ in worlds].index(0)]
     expected = [clock - first for clock in clocks if clock != first]
-    differences = [int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings]
+    differences = [
+        int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings
+    ]
     assert sorted(differences) == pytest.approx(sorted(expected), abs=patience.seconds(1)), (
         "all nodes must compare their clocks at the same moment"
     )
@@ -113,7 +119,9 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("name", cases(["fixed"], nightly=[name for name in ORDERS if name != "fixed"]))
+@pytest.mark.parametrize(
+    "name", cases(["fixed"], nightly=[name for name in ORDERS if name != "fixed"])
+)
 def test_the_given_node_ranks_decide_the_order_of_nodes(name):
     numbers, least, expected = ORDERS[name]
     assert run_ranks(len(numbers), meet_by_number, free_port(), numbers, least) == expected
@@ -126,7 +134,9 @@ def test_a_node_that_waits_for_one_that_cannot_run_ends_with_its_reason(secret, 
     nodes_of_run = node(0, port)
     rendezvous = open_meeting(nodes_of_run, listener(0, port))
     reason = Seal(secret, nodes_of_run.run_id).close(b"7 ulimit -u=13 is too small")
-    later = threading.Timer(0.5, greeting.send_refusal, (nodes_of_run.endpoint, nodes_of_run.refusal_key, reason))
+    later = threading.Timer(
+        0.5, greeting.send_refusal, (nodes_of_run.endpoint, nodes_of_run.refusal_key, reason)
+    )
     later.start()
     with pytest.raises(OutOfMemoryError, match="^ulimit -u=13 is too small$"):
         rendezvous.next_rendezvous()
@@ -136,7 +146,9 @@ def read_reason(rank: int, port: int, refused: int) -> list[str]:
     """Return the lines with which a node ends if node ``refused`` of three cannot run."""
     own_node = node(rank, port, most=3)
     if rank == refused:
-        greeting.send_refusal(own_node.endpoint, own_node.refusal_key, b"7 ulimit -u=13\nulimit -n=14")
+        greeting.send_refusal(
+            own_node.endpoint, own_node.refusal_key, b"7 ulimit -u=13\nulimit -n=14"
+        )
         return []
     if rank == 2:
         time.sleep(2)  # this node connects after the first one has read the reason
@@ -235,7 +247,9 @@ def test_a_world_with_too_few_nodes_does_not_train(monkeypatch, capsys):
 def join_and_follow(rank: int, port: int) -> list[int]:
     """Return the sizes of the worlds in which a node works, up to one of four nodes. The last node starts late."""
     if rank == 3:
-        late = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=patience.seconds(60)))
+        late = dist.TCPStore(
+            "127.0.0.1", port, timeout=datetime.timedelta(seconds=patience.seconds(60))
+        )
         late.wait(["two have worked"])
     settings = {"last_call_timeout": "5"}
     rendezvous = open_meeting(
@@ -268,7 +282,9 @@ def join_and_follow(rank: int, port: int) -> list[int]:
         (2, 0, [1, 2, 4], 0),
     ],
 )
-def test_nodes_that_wait_count_once_a_larger_number_can_work(monkeypatch, members, waiting, counts, counted):
+def test_nodes_that_wait_count_once_a_larger_number_can_work(
+    monkeypatch, members, waiting, counts, counted
+):
     rendezvous = Meeting.from_backend(
         "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 1, 4, "127.0.0.1"
     )
@@ -297,11 +313,15 @@ def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_c
     shared = dist.HashStore()
     monkeypatch.setattr(Meeting, "_compare_clocks", lambda *_: None)
     for met, rank, size in [(4, 0, 4), (3, 1, 2), (2, 0, 2), (4, 3, 4)]:
-        rendezvous = Meeting.from_backend("run", shared, C10dRendezvousBackend(shared, "run"), 1, 4, "127.0.0.1")
+        rendezvous = Meeting.from_backend(
+            "run", shared, C10dRendezvousBackend(shared, "run"), 1, 4, "127.0.0.1"
+        )
         rendezvous.counts = [1, 2, 3, 4]
         rendezvous.first_decides = True
         info = pytorch.RendezvousInfo(shared, rank, met, None)
-        monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "next_rendezvous", lambda _, info=info: info)
+        monkeypatch.setattr(
+            pytorch.DynamicRendezvousHandler, "next_rendezvous", lambda _, info=info: info
+        )
         assert rendezvous.next_rendezvous().world_size == size
         assert rendezvous.counts == [1, 2, 4]
 
@@ -331,7 +351,9 @@ def test_a_store_that_does_not_reply_ends_no_healthy_run(monkeypatch):
         "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
     )
     never = threading.Event()
-    monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "num_nodes_waiting", lambda _: never.wait())
+    monkeypatch.setattr(
+        pytorch.DynamicRendezvousHandler, "num_nodes_waiting", lambda _: never.wait()
+    )
     monkeypatch.setattr(meeting, "LOST_SECONDS", 0.1)
     assert rendezvous.num_nodes_waiting() == 0
     never.set()
@@ -387,7 +409,9 @@ def test_nodes_that_were_started_with_different_numbers_of_nodes_are_refused(nam
     errors = []
     for least, most, secret in both:
         number = str(most) if least == most else f"{least}:{most}"
-        this_node = dataclasses.replace(node(0, 1, least=least, most=most), reason=f"--nnodes={number}")
+        this_node = dataclasses.replace(
+            node(0, 1, least=least, most=most), reason=f"--nnodes={number}"
+        )
         try:
             meeting._compare_node_counts(this_node, store, secret)
             errors.append("")

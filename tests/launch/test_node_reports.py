@@ -34,7 +34,10 @@ MEMORY = Failure(2, "b", "MemoryError", "", "model.py:3", 10.0, 7)
 HANG_SEEN_BY_0 = Failure(3, "b", "Hang", "has not arrived", "", 10.0, 6, phase="step")
 PEERS = [Failure(rank, "any", "PeerError", "connection closed by peer", "", 9.0 + rank, 6, is_peer=True)
          for rank in range(4)]  # fmt: skip
-SAVED = [Failure(rank, "any", "Preempted", "everything is saved", "", 10.0 + rank, 75) for rank in range(4)]
+SAVED = [
+    Failure(rank, "any", "Preempted", "everything is saved", "", 10.0 + rank, 75)
+    for rank in range(4)
+]
 
 # the failures that each of two nodes with two ranks sees -> the cause (rank, code), or None
 ENDS: dict[str, tuple[list[Failure], list[Failure], tuple[int, int] | None]] = {
@@ -79,7 +82,9 @@ def test_two_nodes_name_the_same_cause(tmp_path, end):
         assert (tmp_path / f"logs/node-{number}.json").exists()
 
 
-def _explain_by_clock(number: int, folder: Path, port: int, ahead: list[float]) -> tuple[int | None, bool]:
+def _explain_by_clock(
+    number: int, folder: Path, port: int, ahead: list[float]
+) -> tuple[int | None, bool]:
     """Rank and clock of the cause, as one of two nodes explains it. Its rank fails ``number`` + 1 seconds from now."""
     set_clock(setattr, ahead[number])
     store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, timeout=timedelta(seconds=60))
@@ -96,7 +101,9 @@ def _explain_by_clock(number: int, folder: Path, port: int, ahead: list[float]) 
     return cause.rank, abs(cause.time_seconds - (time.time() - 2)) < 15
 
 
-@pytest.mark.parametrize("ahead", cases([[20.0, 0.0]], nightly=[[0.0, 0.0], [0.0, 20.0], [3600.0, 0.0]]))
+@pytest.mark.parametrize(
+    "ahead", cases([[20.0, 0.0]], nightly=[[0.0, 0.0], [0.0, 20.0], [3600.0, 0.0]])
+)
 def test_the_first_failure_is_the_cause_although_clocks_of_nodes_differ(tmp_path, ahead):
     (tmp_path / "logs").mkdir()
     # Each node returns the time of the failure by its own clock.
@@ -108,21 +115,29 @@ def test_a_silent_node_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
     store = dist.HashStore()
     (tmp_path / "logs").mkdir()
     with ThreadPoolExecutor(2) as nodes:
-        reports = nodes.map(lambda number: NodeReports(store, "run", number, 2, first_rank=2 * number), range(2))
+        reports = nodes.map(
+            lambda number: NodeReports(store, "run", number, 2, first_rank=2 * number), range(2)
+        )
         remaining, _lost = list(reports)
     cause = remaining.explain([PEERS[0], PEERS[1]], False, tmp_path)
     assert cause and (cause.rank, cause.exit_code) == (2, 6) and "did not report" in cause.message
     local_cause = remaining.explain([LEFT, PEERS[0]], False, tmp_path)
-    assert local_cause and local_cause.rank == 1, "a cause on this node takes precedence over a lost node"
+    assert local_cause and local_cause.rank == 1, (
+        "a cause on this node takes precedence over a lost node"
+    )
 
 
 def test_a_node_whose_ranks_fail_later_does_not_wait_for_one_that_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 3600.0)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as nodes:
-        first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, number), range(2))
+        first, second = nodes.map(
+            lambda number: NodeReports(store, "run", number, 2, number), range(2)
+        )
     assert first.explain([], True, tmp_path) is None
-    cause = within(patience.seconds(30), lambda: second.explain([failure.killed(1, 9, 10.0)], False, tmp_path))
+    cause = within(
+        patience.seconds(30), lambda: second.explain([failure.killed(1, 9, 10.0)], False, tmp_path)
+    )
     assert cause and cause.rank == 1
 
 
@@ -136,13 +151,16 @@ def test_another_node_s_failure_is_noticed_but_not_its_stop(tmp_path, monkeypatc
     ):
         store = dist.HashStore()
         with ThreadPoolExecutor(2) as nodes:
-            first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, number), range(2))  # noqa: B023
+            report_of = lambda n, store=store: NodeReports(store, "run", n, 2, n)  # noqa: E731
+            first, second = nodes.map(report_of, range(2))
         assert not second.others_have_failed()
         first.explain(failures, all_done, tmp_path)
         assert second.others_have_failed() == is_noticed
 
 
-@pytest.mark.parametrize(("node_ranks", "is_refused"), [((0, 1), False), ((None, None), False), ((1, 1), True)])
+@pytest.mark.parametrize(
+    ("node_ranks", "is_refused"), [((0, 1), False), ((None, None), False), ((1, 1), True)]
+)
 def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_refused):
     store = dist.HashStore()
 
@@ -218,7 +236,9 @@ def test_two_nodes_name_the_same_cause_although_one_reads_slowly(tmp_path):
     def node(number: int) -> Failure | None:
         reports = NodeReports(_Late(store) if number else store, "run", number, 2, number)
         try:
-            return reports.explain([replace(KILLED, rank=number, time_seconds=time.time() + number)], False, tmp_path)
+            return reports.explain(
+                [replace(KILLED, rank=number, time_seconds=time.time() + number)], False, tmp_path
+            )
         finally:
             if number == 0:
                 store.is_lost.set()
@@ -232,15 +252,23 @@ def test_a_lost_store_is_not_called_again_and_its_node_is_named(tmp_path, monkey
     monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
     store = _Served()
     with ThreadPoolExecutor(2) as nodes:
-        _first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, 2 * number), range(2))
+        _first, second = nodes.map(
+            lambda number: NodeReports(store, "run", number, 2, 2 * number), range(2)
+        )
     assert not second.others_have_failed()
     store.is_lost.set()
     assert second.others_have_failed()
     calls = store.calls
     assert second.others_have_failed()
     cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
-    assert cause and (cause.rank, cause.exit_code) == (0, 6) and "was lost with its node" in cause.message
-    assert store.calls == calls, "a lost store must not be called again: each call would take the full timeout"
+    assert (
+        cause
+        and (cause.rank, cause.exit_code) == (0, 6)
+        and "was lost with its node" in cause.message
+    )
+    assert store.calls == calls, (
+        "a lost store must not be called again: each call would take the full timeout"
+    )
 
 
 def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp_path, monkeypatch):
@@ -276,13 +304,17 @@ FORGED = {
 
 @pytest.mark.parametrize("secret", ["", "of all"])
 @pytest.mark.parametrize("name", FORGED)
-def test_a_forged_report_of_one_node_does_not_change_those_of_others(name, secret, tmp_path, monkeypatch):
+def test_a_forged_report_of_one_node_does_not_change_those_of_others(
+    name, secret, tmp_path, monkeypatch
+):
     """Node 1 of 3 reports, and a stranger forges the reports of nodes 0 and 2."""
     monkeypatch.setenv(SECRET, secret)
     monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.1)
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as nodes:
-        first, second, third = nodes.map(lambda number: NodeReports(store, "run", number, 3, number), range(3))
+        first, second, third = nodes.map(
+            lambda number: NodeReports(store, "run", number, 3, number), range(3)
+        )
     assert third.explain([KILLED], False, tmp_path) == KILLED
     store.set("shardtrain/nodes/end/0", FORGED[name])
     store.set("shardtrain/nodes/end/1", FORGED[name])
@@ -303,7 +335,9 @@ def test_a_node_ignores_a_forged_report_in_its_name(tmp_path, monkeypatch):
     assert reports.explain([KILLED], False, tmp_path) == KILLED
 
 
-@pytest.mark.parametrize("text", ["{", "7", '["0", "host", null]', '[0, "host"]', '[0, "host", "1"]'])
+@pytest.mark.parametrize(
+    "text", ["{", "7", '["0", "host", null]', '[0, "host"]', '[0, "host", "1"]']
+)
 def test_a_description_of_a_node_that_is_broken_is_refused(text):
     store = _Frozen(dist.HashStore(), frozen="shardtrain/nodes/node/0")
     store.store.set(store.frozen, text)

@@ -134,7 +134,9 @@ def test_a_node_is_recognized_by_the_variables_of_its_platform(names, flags, exp
     assert find(names, *flags) == expected
 
 
-@pytest.mark.parametrize("names", [PYTORCHJOB, RUNAI, ELASTIC, TRAINJOB, SLURM, OURS, SKYPILOT, INDEXED])
+@pytest.mark.parametrize(
+    "names", [PYTORCHJOB, RUNAI, ELASTIC, TRAINJOB, SLURM, OURS, SKYPILOT, INDEXED]
+)
 def test_only_the_processes_started_by_an_agent_are_ranks(names):
     assert not environment.is_rank(names)
     assert environment.is_rank({**names, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"})
@@ -228,7 +230,9 @@ def test_a_rank_of_torchrun_cannot_be_a_node_too():
 
 
 def test_restarts_and_join_timeout_are_read():
-    place = nodes.find(NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"})
+    place = nodes.find(
+        NOTHING, {**RUNAI, "MAX_RESTARTS": "3", "PET_MAX_RESTARTS": "5", "RDZV_TIMEOUT": "30"}
+    )
     assert place is not None and (place.max_restarts, place.join_seconds) == (3, 30)
     place = nodes.find(split(["--max_restarts", "1"]), {**RUNAI, "MAX_RESTARTS": "3"})
     assert place is not None and (place.max_restarts, place.join_seconds) == (1, 600)
@@ -253,7 +257,9 @@ def test_restarts_and_join_timeout_are_read():
 def test_a_node_starts_the_requested_ranks_or_one_per_device(requested, names, accelerators, count):
     place = nodes.find(NOTHING, {"PET_NNODES": "2", "MASTER_ADDR": "a"})
     assert place is not None
-    assert nodes.choose_processes(Config(), requested, names, place, accelerators, 16).count == count
+    assert (
+        nodes.choose_processes(Config(), requested, names, place, accelerators, 16).count == count
+    )
     single = environment.choose_processes(Config(), requested, names, accelerators, 16).count
     assert single == count
 
@@ -311,7 +317,9 @@ def test_rendezvous_settings_are_read_and_a_malformed_list_is_rejected():
         ("1:3", -1, 1, [1, 2, 3], ""),
     ],
 )
-def test_impossible_numbers_of_nodes_are_reported_at_the_start(text, batch, ranks, counts, note, capsys):
+def test_impossible_numbers_of_nodes_are_reported_at_the_start(
+    text, batch, ranks, counts, note, capsys
+):
     place = nodes.find(NOTHING, {"PET_NNODES": text, "MASTER_ADDR": "a"})
     loaded = load(None, [f"--training.global_batch_size={batch}", "--training.local_batch_size=1"])
     node_counts = nodes.count_nodes(place, loaded, ranks)

@@ -56,7 +56,9 @@ def test_a_platform_file_shows_and_submits_the_same_text(tmp_path, capsys):
         (None, "is not a file"),
         (PLATFORM.replace("def submit", "def send"), "has no submit; define render"),
         (
-            PLATFORM.replace('    return "', '    return lines and "').replace("lines =", "return 7\n    lines ="),
+            PLATFORM.replace('    return "', '    return lines and "').replace(
+                "lines =", "return 7\n    lines ="
+            ),
             "renders",
         ),
     ],
@@ -78,10 +80,16 @@ def stop(id):
 
 def test_job_verbs_call_the_platform_file(tmp_path, capsys):
     path = written(tmp_path, PLATFORM + FOLLOWED)
-    assert main(["status", path, "mine/first"]) == 0 and capsys.readouterr().out == "mine/first runs\n"
+    assert (
+        main(["status", path, "mine/first"]) == 0 and capsys.readouterr().out == "mine/first runs\n"
+    )
     assert main(["stop", path, "mine/first"]) == 0 and capsys.readouterr().out == ""
     assert (tmp_path / "my_platform.py.stopped").read_text() == "mine/first"
-    with pytest.raises(ConfigError, match=r"launch logs=.*my_platform.py.* has no logs; define logs\(id\)"):
+    with pytest.raises(
+        ConfigError, match=r"launch logs=.*my_platform.py.* has no logs; define logs\(id\)"
+    ):
         main(["logs", path, "mine/first"])
-    with pytest.raises(ConfigError, match="launch status=.* requires one ID; use an ID such as slurm/1234"):
+    with pytest.raises(
+        ConfigError, match="launch status=.* requires one ID; use an ID such as slurm/1234"
+    ):
         main(["status", "slurm/1", "slurm/2"])

@@ -90,7 +90,8 @@ def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
 def test_two_pods_train_one_is_terminated_and_the_same_command_resumes(tmp_path):
     steps = 40
     port, command = free_port(), command_of(tmp_path, steps)
-    pods = [pod(number, port, command) for number in (1, 0)]  # start the node that has to wait first
+    # start the node that has to wait first
+    pods = [pod(number, port, command) for number in (1, 0)]
 
     def has_come() -> bool:
         if any(process.poll() is not None for process in pods):

@@ -35,7 +35,9 @@ EXTRAS = {
         "--launch.memory_gib_per_node=64",
         "--launch.cpus_per_node=8",
     ],
-    "selector": ['--launch.kubernetes.node_selector=["node.kubernetes.io/instance-type=p5.48xlarge", "gpu=h100"]'],
+    "selector": [
+        '--launch.kubernetes.node_selector=["node.kubernetes.io/instance-type=p5.48xlarge", "gpu=h100"]'
+    ],
     "queue": ["--launch.kubernetes.queue=team", "--launch.kubernetes.priority_class=high"],
     "account": [
         "--launch.kubernetes.service_account=trainer",
@@ -43,7 +45,12 @@ EXTRAS = {
     ],
     "elastic": ["--launch.min_nodes=1", "--max_restarts=3"],
 }
-CASES = [(kind, name) for kind in RESOURCES for name in EXTRAS if name != "elastic" or kind == "pytorchjob"]
+CASES = [
+    (kind, name)
+    for kind in RESOURCES
+    for name in EXTRAS
+    if name != "elastic" or kind == "pytorchjob"
+]
 
 pytestmark = pytest.mark.skipif(bool(kube_server.missing()), reason=kube_server.missing())
 
@@ -115,14 +122,22 @@ def assert_refused(result: subprocess.CompletedProcess[str], *texts: str) -> Non
 def is_stored(stored: object, sent: object) -> bool:
     """True if the server stored everything that was sent. It adds defaults and drops unknown fields."""
     if isinstance(sent, dict):
-        return isinstance(stored, dict) and all(key in stored and is_stored(stored[key], sent[key]) for key in sent)
+        return isinstance(stored, dict) and all(
+            key in stored and is_stored(stored[key], sent[key]) for key in sent
+        )
     if isinstance(sent, list):
-        return isinstance(stored, list) and len(stored) == len(sent) and all(map(is_stored, stored, sent))
+        return (
+            isinstance(stored, list)
+            and len(stored) == len(sent)
+            and all(map(is_stored, stored, sent))
+        )
     return stored == sent
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(server, config_file, kind, name):
+def test_a_job_is_created_shown_and_stopped_and_the_server_stores_every_field(
+    server, config_file, kind, name
+):
     arguments = ["kubernetes", config_file, *arguments_of(kind, f"run-{name}", "ml", *EXTRAS[name])]
     result = launch(server.config(), *arguments)
     assert result.returncode == 0, result.stderr
@@ -182,7 +197,9 @@ def test_the_server_accepts_the_pods_of_the_manifest(server, config_file, kind, 
             "spec": {"template": {"spec": spec}, "backoffLimit": 0},
         }
         for manifest in (pod, job):
-            result = server.kubectl("create", "--dry-run=server", "--filename", "-", text=json.dumps(manifest))
+            result = server.kubectl(
+                "create", "--dry-run=server", "--filename", "-", text=json.dumps(manifest)
+            )
             assert result.returncode == 0, result.stderr
 
 
@@ -203,7 +220,9 @@ def test_the_server_finds_errors_that_schemas_miss(server, config_file):
         "kind": "JobSet",
         "metadata": {"name": "a", "namespace": "ml"},
     }
-    result = server.kubectl("create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}}))
+    result = server.kubectl(
+        "create", "--filename", "-", text=json.dumps({**wrong, "spec": {"replicatedJob": []}})
+    )
     assert result.returncode and 'unknown field "replicatedJob"' in result.stderr
 
 
@@ -214,7 +233,9 @@ def test_the_fields_of_a_pytorchjob_match_the_published_package():
         ("RunPolicy", RUN_POLICY),
         ("ElasticPolicy", ELASTIC_POLICY),
     ):
-        types_of_fields, keys, _ = kube_server.kube_schemas.fields(kube_server.MODELS, f"KubeflowOrgV1{name}")
+        types_of_fields, keys, _ = kube_server.kube_schemas.fields(
+            kube_server.MODELS, f"KubeflowOrgV1{name}"
+        )
         for attribute, written in types_of_fields.items():
             expected = types.get(written, list if written.startswith("list") else dict)
             assert known[keys[attribute]] is expected, attribute
@@ -264,15 +285,23 @@ def test_a_name_in_use_is_reported_and_its_objects_stay(server, config_file):
 
 
 def test_a_missing_namespace_or_kind_is_named(server, config_file):
-    result = launch(server.config(), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "nowhere"))
+    result = launch(
+        server.config(), "kubernetes", config_file, *arguments_of("pytorchjob", "run", "nowhere")
+    )
     assert_refused(result, 'namespaces "nowhere" not found', "launch.kubernetes.namespace")
     definitions = kube_server.kube_schemas.definitions(kube_server.MODELS)
-    jobset = next(definition for definition in definitions if definition["spec"]["names"]["kind"] == "JobSet")
+    jobset = next(
+        definition for definition in definitions if definition["spec"]["names"]["kind"] == "JobSet"
+    )
     assert server.kubectl("delete", "crd", jobset["metadata"]["name"]).returncode == 0
     try:
-        result = launch(server.config(), "kubernetes", config_file, *arguments_of("jobset", "run", "ml"))
+        result = launch(
+            server.config(), "kubernetes", config_file, *arguments_of("jobset", "run", "ml")
+        )
         assert_refused(result, "launch.kubernetes.kind")
-        assert_refused(launch(server.config(), "status", "kubernetes/ml/jobset/run"), "install its operator")
+        assert_refused(
+            launch(server.config(), "status", "kubernetes/ml/jobset/run"), "install its operator"
+        )
     finally:
         server.define(jobset)
     assert ours(server, "ml") == []
@@ -281,7 +310,10 @@ def test_a_missing_namespace_or_kind_is_named(server, config_file):
 def allow(server, where: str, *rules: tuple[str, str, list[str]]) -> None:
     """Create a namespace in which the user ``someone`` has these rights: (group, resource, verbs)."""
     group = "rbac.authorization.k8s.io"
-    rights = [{"apiGroups": [api], "resources": [resource], "verbs": verbs} for api, resource, verbs in rules]
+    rights = [
+        {"apiGroups": [api], "resources": [resource], "verbs": verbs}
+        for api, resource, verbs in rules
+    ]
     metadata = {"name": "some", "namespace": where}
     subject = {"kind": "User", "name": "someone", "apiGroup": group}
     role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": metadata, "rules": rights}
@@ -302,7 +334,9 @@ def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, con
         config_file,
         *arguments_of("pytorchjob", "run", "guest"),
     )
-    assert_refused(result, "forbidden", "pytorchjobs", "someone", "ask the cluster's administrators")
+    assert_refused(
+        result, "forbidden", "pytorchjobs", "someone", "ask the cluster's administrators"
+    )
     assert ours(server, "guest") == []
     allow(server, "writer", ("", "configmaps", ["create"]))
     result = launch(
@@ -318,30 +352,44 @@ def test_a_missing_right_is_reported_and_created_objects_are_deleted(server, con
 def test_a_deleted_job_and_one_without_pods_are_reported_immediately(server, config_file):
     for verb in ("status", "logs", "stop"):
         began = time.monotonic()
-        assert_refused(launch(server.config(), verb, "kubernetes/ml/pytorchjob/gone"), "not found", "has ended")
+        assert_refused(
+            launch(server.config(), verb, "kubernetes/ml/pytorchjob/gone"), "not found", "has ended"
+        )
         assert time.monotonic() - began < patience.seconds(ANSWER_SECONDS)
-    result = launch(server.config(), "kubernetes", config_file, *arguments_of("jobset", "early", "ml"))
+    result = launch(
+        server.config(), "kubernetes", config_file, *arguments_of("jobset", "early", "ml")
+    )
     job = result.stdout.strip()
     assert_refused(launch(server.config(), "logs", job), "has no pods")
     assert server.kubectl("delete", "jobset", "early", "--namespace", "ml").returncode == 0
     assert ours(server, "ml") == ["configmap/early"]
     assert_refused(launch(server.config(), "stop", job), "not found")
-    assert ours(server, "ml") == [], "stop also deletes the remains of a job that was deleted by hand"
+    assert ours(server, "ml") == [], (
+        "stop also deletes the remains of a job that was deleted by hand"
+    )
 
 
 @pytest.mark.parametrize("verb", ["kubernetes", "status", "logs", "stop"])
-@pytest.mark.parametrize("state", ["nobody listens", "nobody answers", "no such context", "no such user"])
-def test_an_unreachable_cluster_is_reported_within_the_limit(server, tmp_path, config_file, state, verb):
+@pytest.mark.parametrize(
+    "state", ["nobody listens", "nobody answers", "no such context", "no such user"]
+)
+def test_an_unreachable_cluster_is_reported_within_the_limit(
+    server, tmp_path, config_file, state, verb
+):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never replies
         port = silent.getsockname()[1]
         if state == "nobody listens":
             silent.close()
-        broken = kube_server.kubeconfig(f"http://127.0.0.1:{port}", context="old" if "context" in state else "test")
+        broken = kube_server.kubeconfig(
+            f"http://127.0.0.1:{port}", context="old" if "context" in state else "test"
+        )
         broken = kube_server.kubeconfig(server.url, token="wrong") if "user" in state else broken
         path = tmp_path / "kubeconfig"
         path.write_text(json.dumps(broken))
         arguments = (
-            [config_file, *arguments_of("jobset", "run", "ml")] if verb == "kubernetes" else ["kubernetes/ml/jobset/a"]
+            [config_file, *arguments_of("jobset", "run", "ml")]
+            if verb == "kubernetes"
+            else ["kubernetes/ml/jobset/a"]
         )
         began = time.monotonic()
         result = launch(path, verb, *arguments)

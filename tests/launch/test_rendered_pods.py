@@ -40,10 +40,14 @@ interval = {interval}
 keep_latest_k = 3
 """
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the loopback interface is called lo"
+)
 
 
-def rendered(kind: str, folder: Path, steps: int, *more: str, interval: int = 1000) -> tuple[list[dict], Path]:
+def rendered(
+    kind: str, folder: Path, steps: int, *more: str, interval: int = 1000
+) -> tuple[list[dict], Path]:
     """Return the manifests of a job and the path of the file from its ConfigMap."""
     folder.mkdir()
     written, mounted = folder / "run.toml", folder / "mounted.toml"
@@ -69,7 +73,9 @@ def started(folder: Path) -> list[int]:
 
 def num_steps(folder: Path) -> int:
     """Return the last logged step."""
-    return max(losses(folder / "out"), default=0) if (folder / "out" / "metrics.jsonl").exists() else 0
+    return (
+        max(losses(folder / "out"), default=0) if (folder / "out" / "metrics.jsonl").exists() else 0
+    )
 
 
 def reach(folder: Path, step: int, *running: pods.Pod) -> None:
@@ -78,7 +84,9 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
     def is_reached() -> bool:
         codes = [pod.process.poll() for pod in running]
         # A string, because pytest truncates any other object.
-        assert codes == [None] * len(running), f"ended with {codes}:\n" + "\n".join(pod.output() for pod in running)
+        assert codes == [None] * len(running), f"ended with {codes}:\n" + "\n".join(
+            pod.output() for pod in running
+        )
         return num_steps(folder) >= step
 
     wait_for(is_reached, TIMEOUT)
@@ -89,14 +97,23 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
     by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), cases([("pytorchjob", 1)], nightly=[(kind, 2) for kind in KINDS]))
-def test_two_pods_train_and_after_a_request_to_stop_the_same_command_continues(tmp_path, kind, ranks):
+@pytest.mark.parametrize(
+    ("kind", "ranks"), cases([("pytorchjob", 1)], nightly=[(kind, 2) for kind in KINDS])
+)
+def test_two_pods_train_and_after_a_request_to_stop_the_same_command_continues(
+    tmp_path, kind, ranks
+):
     folder, steps = tmp_path / "run", 60
-    documents, mounted = rendered(kind, folder, steps, "--launch.nodes=2", f"--launch.nproc_per_node={ranks}")
+    documents, mounted = rendered(
+        kind, folder, steps, "--launch.nodes=2", f"--launch.nproc_per_node={ranks}"
+    )
     for attempt in (1, 2):
         endpoint = pods.free_endpoint()
         # Start the node that has to wait first.
-        running = [pods.start(documents, n, endpoint, folder / f"{attempt}-{n}.log", mounted) for n in (1, 0)]
+        running = [
+            pods.start(documents, n, endpoint, folder / f"{attempt}-{n}.log", mounted)
+            for n in (1, 0)
+        ]
         try:
             if attempt == 1:
                 reach(folder, 5, *running)
@@ -125,7 +142,9 @@ def test_an_elastic_job_continues_without_a_pod_and_after_its_return(tmp_path, h
     patience = {"PET_RDZV_CONF": "last_call_timeout=3"}
 
     def start(number: int) -> pods.Pod:
-        return pods.start(documents, number, endpoint, folder / f"{number}.log", mounted, **patience)
+        return pods.start(
+            documents, number, endpoint, folder / f"{number}.log", mounted, **patience
+        )
 
     running = [start(0)]
 
@@ -158,7 +177,9 @@ def test_an_elastic_job_continues_without_a_pod_and_after_its_return(tmp_path, h
         reach(folder, num_steps(folder) + 8, *running)
         for pod in running:  # the job is deleted
             pod.process.send_signal(signal.SIGTERM)
-        assert [pod.ended(TIMEOUT) for pod in running] == [75, 75], [pod.output() for pod in running]
+        assert [pod.ended(TIMEOUT) for pod in running] == [75, 75], [
+            pod.output() for pod in running
+        ]
     finally:
         for pod in running:
             pod.kill()
@@ -180,6 +201,10 @@ def check(folder: Path, reference: Path) -> None:
         pod.kill()
     actual, expected = losses(folder / "out"), losses(reference / "out")
     assert sorted(actual) == list(range(1, last + 1))
-    assert [actual[step][1] for step in sorted(actual)] == [expected[step][1] for step in sorted(actual)]
-    for step in range(1, min(last, 60) + 1):  # later, rounding differences between float32 sums have grown
+    assert [actual[step][1] for step in sorted(actual)] == [
+        expected[step][1] for step in sorted(actual)
+    ]
+    for step in range(
+        1, min(last, 60) + 1
+    ):  # later, rounding differences between float32 sums have grown
         assert actual[step][0] == pytest.approx(expected[step][0], rel=1e-3), step

@@ -48,7 +48,9 @@ from shardtrain.train import trainer as train
 from shardtrain.train.preflight import judge, machine
 from shardtrain.utils.errors import DataError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks of a process that has imported torch"
+)
 
 
 def trainer(folder: Path, phase: str, held_rank: int):
@@ -72,7 +74,9 @@ def _launch(run_config, phase, held_rank):
 def _rank(run_config, phase, held_rank, rank, port):
     """One rank as torchrun or srun would start it."""
     environment.set_process_defaults(os.environ, 2, 2, alone=True)
-    os.environ.update(environment.rank_environment(rank, 2, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False")
+    os.environ.update(
+        environment.rank_environment(rank, 2, port, "foreign"), TORCHELASTIC_USE_AGENT_STORE="False"
+    )
     del os.environ["TORCHELASTIC_RUN_ID"]
     folder = Path(run_config.job.dump_folder)
     local.leave(local.run_rank(Loaded(run_config), trainer(folder, phase, held_rank), 2))
@@ -134,7 +138,9 @@ def test_starting_ranks_that_wait_for_lost_peers_end_before_the_grace_period(tmp
     ("phase", "held_rank"),
     cases(
         FIRST,
-        nightly=[(phase, rank) for phase in PHASES for rank in (0, 1) if (phase, rank) not in FIRST],
+        nightly=[
+            (phase, rank) for phase in PHASES for rank in (0, 1) if (phase, rank) not in FIRST
+        ],
     ),
 )
 def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight, phase, held_rank):
@@ -142,11 +148,14 @@ def test_a_stop_request_in_any_phase_saves_and_loses_no_step(tmp_path, straight,
     process = run(run_config, phase, held_rank)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.1)  # the request must arrive before the phase continues, or the run stops one step later
+    # the request must arrive before the phase continues, or the run stops one step later
+    time.sleep(0.1)
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
     assert record(tmp_path)["class"] == "Preempted" and record(tmp_path)["retryable"]
-    assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path)) == record(tmp_path)["last_step"]
+    assert (
+        newest(tmp_path) == PHASES[phase] == max(losses(tmp_path)) == record(tmp_path)["last_step"]
+    )
     assert record(tmp_path)["rank"] is None, "no rank is to blame for a request"
     assert no_orphans(tmp_path)
     if held_rank == 1:
@@ -172,7 +181,9 @@ def test_a_hanging_data_worker_does_not_block_its_rank(tmp_path, whom):
     wait_for(lambda: no_orphans(tmp_path))
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGUSR1], nightly=[signal.SIGUSR2, signal.SIGHUP, signal.SIGINT]))
+@pytest.mark.parametrize(
+    "number", cases([signal.SIGUSR1], nightly=[signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
+)
 def test_every_stop_signal_has_the_same_effect(tmp_path, number):
     previous = signal.signal(number, signal.SIG_DFL)  # nohup makes child processes ignore SIGHUP
     try:
@@ -182,7 +193,10 @@ def test_every_stop_signal_has_the_same_effect(tmp_path, number):
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, number)
     assert end(process) == 75
-    assert f"stopped by {number.name} after step {HELD - 1}; everything is saved" in record(tmp_path)["message"]
+    assert (
+        f"stopped by {number.name} after step {HELD - 1}; everything is saved"
+        in record(tmp_path)["message"]
+    )
     assert newest(tmp_path) == HELD - 1 and no_orphans(tmp_path)
 
 
@@ -199,9 +213,13 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, phase):
     assert no_orphans(tmp_path)
 
 
-@pytest.mark.parametrize("mesh", cases([{"tensor_parallel_degree": 2}], nightly=[{}, {"pipeline_parallel_degree": 2}]))
+@pytest.mark.parametrize(
+    "mesh", cases([{"tensor_parallel_degree": 2}], nightly=[{}, {"pipeline_parallel_degree": 2}])
+)
 def test_ranks_of_another_launcher_agree_on_the_step_to_stop_at(tmp_path, mesh):
-    ranks = run_foreign(config(tmp_path, parallelism=mesh, local_batch_size=8 if mesh else 4), "step", 0)
+    ranks = run_foreign(
+        config(tmp_path, parallelism=mesh, local_batch_size=8 if mesh else 4), "step", 0
+    )
     wait_for((tmp_path / "ready").exists)
     os.kill(ranks[1].pid, signal.SIGTERM)
     time.sleep(0.3)
@@ -217,7 +235,9 @@ def test_a_save_that_exceeds_the_grace_period_keeps_the_previous_checkpoint(tmp_
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
     assert end(process) == record(tmp_path)["code"] == 76
-    assert record(tmp_path)["message"].endswith("the last checkpoint is " + str(tmp_path / "checkpoint/step-2"))
+    assert record(tmp_path)["message"].endswith(
+        "the last checkpoint is " + str(tmp_path / "checkpoint/step-2")
+    )
     assert newest(tmp_path) == 2 and no_orphans(tmp_path)
 
 
@@ -229,7 +249,9 @@ def test_a_save_expected_to_exceed_the_grace_period_is_not_started(tmp_path):
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 76
     assert "would have taken longer" in record(tmp_path)["message"]
-    assert record(tmp_path)["message"].endswith("the last checkpoint is " + str(tmp_path / "checkpoint/step-2"))
+    assert record(tmp_path)["message"].endswith(
+        "the last checkpoint is " + str(tmp_path / "checkpoint/step-2")
+    )
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*")) == ["step-2"]
 
 
@@ -281,15 +303,21 @@ def test_a_second_run_does_not_change_the_folder_of_the_first(tmp_path, first_sa
     second = run(second_config)
     assert end(second) == 2
     assert not (tmp_path / "exit.json").exists()
-    assert all(b"error" not in path.read_bytes()[len(before) :] for path, before in log_files.items())
+    assert all(
+        b"error" not in path.read_bytes()[len(before) :] for path, before in log_files.items()
+    )
     lines = judge(Loaded(second_config), machine.this_machine(Loaded(second_config), 2)).lines
     assert any(f"is being written by process {holder} on" in line for line in lines), lines
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 0
 
 
-@pytest.mark.parametrize("raised", [DataError("a row differs between ranks"), ValueError("a shape is wrong")])
-def test_one_rank_of_another_launcher_reports_an_error_that_all_raise(tmp_path, monkeypatch, capfd, raised):
+@pytest.mark.parametrize(
+    "raised", [DataError("a row differs between ranks"), ValueError("a shape is wrong")]
+)
+def test_one_rank_of_another_launcher_reports_an_error_that_all_raise(
+    tmp_path, monkeypatch, capfd, raised
+):
     def fail(*_arguments):
         raise raised
 
@@ -322,7 +350,9 @@ def test_a_run_saves_itself_before_its_slurm_job_ends(tmp_path, monkeypatch, pha
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(finish)))
     run_config = config(tmp_path, steps=100_000, on_data_end="repeat")
     # The job may last longer than the hang timeout.
-    run_config = dataclasses.replace(run_config, comm=dataclasses.replace(run_config.comm, hang_timeout_seconds=0))
+    run_config = dataclasses.replace(
+        run_config, comm=dataclasses.replace(run_config.comm, hang_timeout_seconds=0)
+    )
     assert end(run(run_config, phase, 0)) == 75
     saved = tmp_path / "checkpoint" / f"step-{newest(tmp_path)}"
     assert saved.stat().st_mtime < finish
@@ -340,10 +370,14 @@ def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, str
     run_config = config(tmp_path)
     for requeued in range(STEPS - 1):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(requeued))
-        assert end(run(run_config, "signals itself", requeued % 2)) == record(tmp_path)["code"] == 75
+        assert (
+            end(run(run_config, "signals itself", requeued % 2)) == record(tmp_path)["code"] == 75
+        )
         assert newest(tmp_path) == requeued + 1 == max(losses(tmp_path))
     assert check_cancelled(tmp_path, run_config) == straight
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, "a step is missing or repeated"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, (
+        "a step is missing or repeated"
+    )
     accounted = account(attempts_of(events.read(tmp_path)[0]))
     assert (accounted.attempts, accounted.failures) == (STEPS, 0)
     assert accounted.seconds["lost"] == 0 and accounted.idle_seconds > 0
@@ -354,7 +388,9 @@ def test_without_checkpoints_a_run_stops_immediately(tmp_path):
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
     assert end(process) == record(tmp_path)["code"] == 76
-    assert record(tmp_path)["message"] == ("stopped by SIGTERM (no checkpoints in this run) without saving")
+    assert record(tmp_path)["message"] == (
+        "stopped by SIGTERM (no checkpoints in this run) without saving"
+    )
     assert no_orphans(tmp_path)
 
 
@@ -376,7 +412,9 @@ def test_ranks_save_when_the_signal_kills_torchrun(tmp_path):
         "training.on_data_end": "repeat",
         "checkpoint.enable": "true", "checkpoint.interval": 100_000, "metrics.log_freq": 1,
     }  # fmt: skip
-    arguments = [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
+    arguments = [
+        argument for name, value in options.items() for argument in (f"--{name}", str(value))
+    ]
     process = subprocess.Popen(
         [*command, "-m", "shardtrain", "train", *arguments],
         env={
@@ -411,7 +449,9 @@ def _signalled_after_its_end(stderr_file):
 
 
 def test_a_signal_after_the_end_of_a_run_prints_no_traceback(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=_signalled_after_its_end, args=(tmp_path / "stderr",))
+    process = multiprocessing.get_context("fork").Process(
+        target=_signalled_after_its_end, args=(tmp_path / "stderr",)
+    )
     process.start()
     process.join(patience.seconds(30))
     assert process.exitcode == 0 and (tmp_path / "stderr").read_text() == ""

@@ -18,7 +18,9 @@ from shardtrain.launch.goodput.account import account, attempts_of
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
 from shardtrain.train import trainer
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks of a process that has imported torch"
+)
 
 
 def kill_once(folder, step, rank):
@@ -87,7 +89,9 @@ def kill_in_each_phase(folder):
 )
 def test_a_rank_killed_during_a_restart_costs_one_restart(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 3, lambda: kill_in_each_phase(tmp_path))) == 0
-    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")] == [
+    assert [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("restart ")
+    ] == [
         "restart 1 of 3",
         "restart 2 of 3",
         "restart 3 of 3",
@@ -113,7 +117,11 @@ def always_killed():
 def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
     exit_record = record(tmp_path)
-    assert exit_record["code"] == CRASH_LOOP and exit_record["class"] == "CrashLoop" and not exit_record["retryable"]
+    assert (
+        exit_record["code"] == CRASH_LOOP
+        and exit_record["class"] == "CrashLoop"
+        and not exit_record["retryable"]
+    )
     assert exit_record["message"].startswith(
         "two attempts in a row ended with RuntimeError in step 1 (sequences 0 to 7 of the data) (there is no"
     )
@@ -124,7 +132,9 @@ def test_an_error_repeated_in_the_same_step_ends_the_restarts_and_names_the_data
 @LINUX
 def test_a_run_whose_ranks_always_die_stops_restarting(tmp_path):
     assert end(fork(_launch, config(tmp_path), 100, always_killed)) == CRASH_LOOP
-    assert record(tmp_path)["message"].startswith("3 restarts in a row made no progress (there is no checkpoint)")
+    assert record(tmp_path)["message"].startswith(
+        "3 restarts in a row made no progress (there is no checkpoint)"
+    )
 
 
 def attempts(codes, steps, limit):
@@ -151,8 +161,12 @@ def test_only_the_same_error_in_the_same_step_is_a_crash_loop():
     assert restarts.after(1, failure("A", "step 3")) is None
     assert restarts.after(1, failure("A", "step 4")) is None
     assert restarts.after(1, failure("B", "step 4")) is None
-    assert restarts.after(6, failure("B", "step 4")) is None, "a lost rank is no evidence against the data"
-    assert restarts.after(1, failure("B", "")) is None and restarts.after(1, failure("B", "")) is None
+    assert restarts.after(6, failure("B", "step 4")) is None, (
+        "a lost rank is no evidence against the data"
+    )
+    assert (
+        restarts.after(1, failure("B", "")) is None and restarts.after(1, failure("B", "")) is None
+    )
     assert restarts.after(1, failure("B", "step 4")) is None
     assert restarts.after(1, failure("B", "step 4")) == CRASH_LOOP
 

@@ -36,7 +36,9 @@ from shardtrain.utils.errors import (
     StorageError,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks of a process that has imported torch"
+)
 
 RUN = f"""
 [job]
@@ -121,7 +123,11 @@ def _command(folder: Path, phase: str, arguments: list[str]) -> None:
     os.chdir(folder)
     os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = os.fdopen(2, "w", 1, closefd=False)
-    for name in [name for name in os.environ if name in ("NGPU", "LOG_RANK") or name.startswith("SHARDTRAIN_STORE")]:
+    for name in [
+        name
+        for name in os.environ
+        if name in ("NGPU", "LOG_RANK") or name.startswith("SHARDTRAIN_STORE")
+    ]:
         del os.environ[name]
     held_in(folder, phase)
     os._exit(cli.main(["train", "run.toml", *arguments]))
@@ -156,7 +162,9 @@ FIRST = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "phase", "ranks"), cases(FIRST, nightly=[c for c in CELLS if c not in FIRST]))
+@pytest.mark.parametrize(
+    ("name", "phase", "ranks"), cases(FIRST, nightly=[c for c in CELLS if c not in FIRST])
+)
 def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
     process = start(tmp_path, phase, "--nproc", str(ranks))
     send(process.pid, name)
@@ -173,7 +181,9 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
         assert record(run_folder)["retryable"] == (expected.code in failure.RETRYABLE)
     if expected.line:
         reason = "a second SIGINT" if expected == run_ends.AT_ONCE else name.partition(" ")[0]
-        start_of_line = expected.line.partition(" after step")[0].partition("{kept}")[0].format(reason=reason)
+        start_of_line = (
+            expected.line.partition(" after step")[0].partition("{kept}")[0].format(reason=reason)
+        )
         assert err.count(f"stopped[{expected.code}]: {start_of_line}") == 1, err
     assert "Traceback" not in err
     if name in KILLED and phase not in (ARGUMENTS, PREFLIGHT):
@@ -235,7 +245,9 @@ def test_a_node_with_starting_ranks_ends_according_to_the_table(tmp_path, name, 
     assert (tmp_path / "err").read_text().count(f"stopped[75]: {line}\n") == 1
 
 
-def test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says(tmp_path, monkeypatch):
+def test_a_node_that_is_starting_the_processes_of_ranks_ends_as_the_table_says(
+    tmp_path, monkeypatch
+):
     """PyTorch's agent has its signal handlers by then, and does not know its processes yet."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=1")
     (tmp_path / "run.toml").write_text(RUN)
@@ -293,7 +305,9 @@ def test_a_node_waits_for_its_ranks_however_often_it_is_asked(tmp_path, names, c
     assert bool(newest(tmp_path / "run")) == (code == 75)
 
 
-@pytest.mark.parametrize("name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"})))
+@pytest.mark.parametrize(
+    "name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"}))
+)
 def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, name):
     process = start(tmp_path, "sample", "--nproc", "1", "--metrics.sample_prompt", "a")
     send(process.pid, name)
@@ -307,7 +321,9 @@ def test_a_signal_after_the_end_stops_the_sample_but_keeps_the_status(tmp_path, 
     (signal.SIGKILL, "was killed by signal 9 (the kernel sends it when memory runs out)"),
     (signal.SIGSTOP, "was stopped (by SIGSTOP, or a read from the terminal in the background)"),
 ])  # fmt: skip
-def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, number, cause, restarts):
+def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(
+    tmp_path, number, cause, restarts
+):
     """The hook holds only the first check. The second one passes."""
     arguments = [
         "--nproc",
@@ -326,7 +342,9 @@ def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, nu
     assert status == record(tmp_path / "run")["code"] == (0 if restarts else 6)
     assert ("restart 1 of 1" in lines) == bool(restarts)
     if not restarts:
-        assert record(tmp_path / "run")["retryable"] and not record(tmp_path / "run")["message"].endswith("log")
+        assert record(tmp_path / "run")["retryable"] and not record(tmp_path / "run")[
+            "message"
+        ].endswith("log")
     assert no_orphans(tmp_path)
 
 
@@ -408,7 +426,10 @@ def table() -> str:
         "SIGPIPE": run_ends.IGNORED,
     }
     for name, alike in names.items():
-        cells = [f"{cell.code}" if cell.writes_exit_json else f"{cell.code}, no file" for cell in TABLE[name].values()]
+        cells = [
+            f"{cell.code}" if cell.writes_exit_json else f"{cell.code}, no file"
+            for cell in TABLE[name].values()
+        ]
         rows.append(f"| {', '.join(alike)} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -425,4 +446,6 @@ def test_the_documentation_matches_the_table_and_the_messages():
         reason = "a second SIGINT" if name == TWICE else "SIGTERM"
         for cell in TABLE[name].values():
             if cell.line and not (name == TWICE and cell != run_ends.AT_ONCE):
-                assert f"\nstopped[{cell.code}]: {cell.line.format(reason=reason, **values)}" in text
+                assert (
+                    f"\nstopped[{cell.code}]: {cell.line.format(reason=reason, **values)}" in text
+                )

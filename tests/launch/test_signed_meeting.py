@@ -65,9 +65,13 @@ def test_nodes_with_a_secret_do_not_unpickle_a_stranger_s_state(
     monkeypatch.setenv(SECRET, secret)
     listener = open_listener("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    handler = open_meeting(Nodes(1, 1, f"127.0.0.1:{port}", None, "run", "127.0.0.1", 0, 60, ""), listener)
+    handler = open_meeting(
+        Nodes(1, 1, f"127.0.0.1:{port}", None, "run", "127.0.0.1", 0, 60, ""), listener
+    )
     stranger = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
     stranger.set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
     with pytest.raises(RendezvousStateError if secret else Exception):
         handler.next_rendezvous()
-    assert canary.exists() is (not secret), "without a secret, PyTorch's rendezvous unpickles the state"
+    assert canary.exists() is (not secret), (
+        "without a secret, PyTorch's rendezvous unpickles the state"
+    )

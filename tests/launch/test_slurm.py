@@ -82,7 +82,10 @@ def test_apptainer_receives_mounts_devices_and_the_folder():
         "--launch.fabric=infiniband",
     )  # fmt: skip
     step = last_step(text)
-    assert "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /src run.sif" in step
+    assert (
+        "apptainer exec --nv --bind /scratch/hf:/hf --bind /data:/data:ro --pwd /src run.sif"
+        in step
+    )
     assert "export HF_HOME=/hf\n" in text and "export NCCL_IB_TIMEOUT=22\n" in text
     assert "cd -- /src" not in text, "the folder is the container's"
 
@@ -94,7 +97,10 @@ def test_pyxis_receives_the_same_as_options_of_srun():
         '--launch.mounts=["/data:/data:ro"]',
     )
     step = last_step(text)
-    assert "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro" in step
+    assert (
+        "--container-image=reg/run:1 --no-container-mount-home --container-mounts=/data:/data:ro"
+        in step
+    )
 
 
 VARIANTS = {
@@ -111,24 +117,38 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", [*VARIANTS, "the script at the root"])
 def test_shellcheck_accepts_every_script(name):
-    text = script(*VARIANTS[name]) if name in VARIANTS else (ROOT / "multinode_trainer.slurm").read_text()
-    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60))
+    text = (
+        script(*VARIANTS[name])
+        if name in VARIANTS
+        else (ROOT / "multinode_trainer.slurm").read_text()
+    )
+    result = subprocess.run(
+        ["bash", "-n"], input=text, capture_output=True, text=True, timeout=patience.seconds(60)
+    )
     assert (result.returncode, result.stderr) == (0, "")
     if not shutil.which("shellcheck"):
         pytest.skip("bash reads it; no shellcheck here: .ci/components.sh installs it")
     command = ["shellcheck", "--severity=warning", "--shell=bash", "-"]
-    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience.seconds(60))
+    result = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=patience.seconds(60)
+    )
     assert result.returncode == 0, result.stdout
 
 
 def test_the_host_suffix_is_used_in_the_endpoint_and_for_each_node():
     """At some sites, the IP-over-InfiniBand host name is the node name plus a letter."""
     text = script("--launch.nodes=2", "--launch.slurm.host_suffix=i")
-    assert 'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text and "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
+    assert (
+        'SHARDTRAIN_RDZV_ENDPOINT="${hosts[0]}i:$port"' in text
+        and "export SHARDTRAIN_HOST_SUFFIX=i\n" in text
+    )
     names = {"SHARDTRAIN_NNODES": "2", "SHARDTRAIN_RDZV_ENDPOINT": "n1i:1", "SLURM_NODEID": "1",
              "SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "n2"}  # fmt: skip
     assert nodes.find(split([]), names).local_address == "n2i"
-    assert nodes.find(split([]), {**names, "SHARDTRAIN_LOCAL_ADDR": "10.0.0.2"}).local_address == "10.0.0.2"
+    assert (
+        nodes.find(split([]), {**names, "SHARDTRAIN_LOCAL_ADDR": "10.0.0.2"}).local_address
+        == "10.0.0.2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,11 +201,16 @@ def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.Comp
 def test_a_program_missing_on_a_node_is_named_with_a_fix(tmp_path):
     batch = tmp_path / "batch"
     batch.write_text(
-        script("--launch.slurm.container=apptainer", "--launch.image=run.sif").replace("apptainer", "xpptainer")
+        script("--launch.slurm.container=apptainer", "--launch.image=run.sif").replace(
+            "apptainer", "xpptainer"
+        )
     )
     result = shimmed(tmp_path, ["bash", str(batch)], SLURMD_NODENAME="n1")
     assert result.returncode == 2
-    assert "error[2]: n1: no xpptainer here; install it, load its module in launch.slurm.setup" in result.stderr
+    assert (
+        "error[2]: n1: no xpptainer here; install it, load its module in launch.slurm.setup"
+        in result.stderr
+    )
 
 
 def test_a_job_signalled_before_its_handlers_is_requeued(tmp_path):
@@ -196,7 +221,10 @@ def test_a_job_signalled_before_its_handlers_is_requeued(tmp_path):
     batch = tmp_path / "batch"
     batch.write_text(script("--launch.nodes=2", f"--launch.python={python}"))
     result = shimmed(tmp_path, ["bash", str(batch)])
-    assert result.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+    assert (
+        result.returncode == 138
+        and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+    )
 
 
 def queued_again(tmp_path: Path) -> bool:
@@ -210,7 +238,9 @@ def test_only_the_task_of_a_sweep_that_ended_is_requeued(tmp_path, code):
     python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
     python.chmod(0o755)
     batch = tmp_path / "batch"
-    batch.write_text(script(f"--launch.python={python}", '--launch.slurm.sweep=["--optimizer.lr 1e-4"]'))
+    batch.write_text(
+        script(f"--launch.python={python}", '--launch.slurm.sweep=["--optimizer.lr 1e-4"]')
+    )
     names = {"SLURM_ARRAY_JOB_ID": str(os.getpid()), "SLURM_ARRAY_TASK_ID": "0"}
     assert shimmed(tmp_path, ["bash", str(batch)], **names).returncode == code
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -235,7 +265,9 @@ CODES = {
         nightly=[(code, n) for code in CODES for n in (0, 2, 3, 9)],
     ),
 )
-def test_retryable_codes_are_requeued_with_a_limit_for_failures(tmp_path, code, failures, log, which):
+def test_retryable_codes_are_requeued_with_a_limit_for_failures(
+    tmp_path, code, failures, log, which
+):
     """Failures are counted in the job's log, or else with Slurm's restart count, which includes requests to stop."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
@@ -258,7 +290,9 @@ def test_retryable_codes_are_requeued_with_a_limit_for_failures(tmp_path, code, 
 
 
 def test_requeued_codes_are_those_documented_as_retryable():
-    rows = re.findall(r"^\| (\d+) \| .* \| ?(\w*) \| `tests", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (\d+) \| .* \| ?(\w*) \| `tests", (ROOT / "docs/launch.md").read_text(), re.MULTILINE
+    )
     table = {int(code): retry in ("yes", "later") for code, retry in rows}
     assert {code for code, retry in table.items() if retry} == failure.RETRYABLE
     assert all(bool(CODES[code]) == retry for code, retry in table.items())
@@ -275,10 +309,14 @@ def test_a_stopped_job_is_requeued_for_every_configured_status(tmp_path, stop_ex
     python.chmod(0o755)
     batch = tmp_path / "batch"
     if which == "rendered":
-        batch.write_text(script(f"--launch.python={python}", f"--checkpoint.stop_exit_code={stop_exit_code}"))
+        batch.write_text(
+            script(f"--launch.python={python}", f"--checkpoint.stop_exit_code={stop_exit_code}")
+        )
     else:
         batch.write_text((ROOT / "multinode_trainer.slurm").read_text())
-    result = shimmed(tmp_path, ["bash", str(batch)], PYTHON=str(python), STOP_STATUS=str(stop_exit_code))
+    result = shimmed(
+        tmp_path, ["bash", str(batch)], PYTHON=str(python), STOP_STATUS=str(stop_exit_code)
+    )
     assert result.returncode == stop_exit_code, result.stderr
     assert queued_again(tmp_path)
 
@@ -288,8 +326,12 @@ def test_a_stopped_job_is_requeued_for_every_configured_status(tmp_path, stop_ex
     by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal",
 )
 @pytest.mark.slow
-@pytest.mark.parametrize(("variables", "ranks"), cases([({"NGPU": "1"}, 2)], nightly=[({"SLURM_JOB_GPUS": "0,1"}, 4)]))
-def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(tmp_path, variables, ranks):
+@pytest.mark.parametrize(
+    ("variables", "ranks"), cases([({"NGPU": "1"}, 2)], nightly=[({"SLURM_JOB_GPUS": "0,1"}, 4)])
+)
+def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed(
+    tmp_path, variables, ranks
+):
     """``multinode_trainer.slurm`` is edited by hand. Slurm's variables provide everything but the number of nodes."""
     command = [
         "bash",
@@ -298,7 +340,9 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
         "--training.steps=2",
         f"--job.dump_folder={tmp_path}",
     ]
-    result = shimmed(tmp_path, command, **variables, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml")
+    result = shimmed(
+        tmp_path, command, **variables, PYTHON=sys.executable, CONFIG_FILE="configs/debug.toml"
+    )
     assert result.returncode == 0, result.stderr
     assert list(losses(tmp_path)) == [1, 2] and f"on {ranks} x cpu" in result.stderr
     assert ("but no device is visible" in result.stderr) == ("SLURM_JOB_GPUS" in variables), (
@@ -314,7 +358,9 @@ def processes(folder: Path) -> tuple[list[int], list[int]]:
     for number in map(int, running(folder)):
         with contextlib.suppress(OSError):
             if "srun" not in Path(f"/proc/{number}/comm").read_text():
-                parents[number] = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+                parents[number] = int(
+                    Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1]
+                )
     agents = [number for number, parent in parents.items() if parent not in parents]
     return agents, [number for number in parents if number not in agents]
 
@@ -342,7 +388,9 @@ def test_a_real_slurm_requeues_a_job_that_lost_a_process_of_a_node(cluster, tmp_
     saved = newest(folder)
     wait_for(lambda: newest(folder) > saved, 240)
     log = (tmp_path / f"{victim}-{job}.log").read_text()
-    assert re.search(r"^queued again after code (6|137): failure \d of at most 6$", log, re.MULTILINE), log
+    assert re.search(
+        r"^queued again after code (6|137): failure \d of at most 6$", log, re.MULTILINE
+    ), log
     steps = list(losses(folder))
     assert steps == list(range(1, steps[-1] + 1))
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
@@ -360,11 +408,15 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal(cluste
     log = tmp_path / f"law-{job}.log"
 
     def has_come() -> bool:
-        assert shown(cluster, job)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), log.read_text()
+        assert shown(cluster, job)["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), (
+            log.read_text()
+        )
         return (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1
 
     wait_for(has_come)
-    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(20))
+    subprocess.run(
+        ["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(20)
+    )
     wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 120)
     saved = newest(folder)
     assert saved > 1
@@ -372,7 +424,9 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal(cluste
     steps = list(losses(folder))  # the run may continue during this check
     assert steps == list(range(1, steps[-1] + 1)), "a step was lost or repeated"
     status = launch(cluster, "status", f"slurm/{job}").stdout
-    assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", status), status
+    assert re.fullmatch(
+        rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", status
+    ), status
     assert "on 2 x cpu" in launch(cluster, "logs", f"slurm/{job}").stdout
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
     wait_for(lambda: shown(cluster, job)["JobState"] == "CANCELLED", 60)
@@ -381,4 +435,8 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal(cluste
 
 def test_a_machine_without_slurm_is_reported():
     result = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm", "debug")
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "--dry-run" in result.stderr
+    assert (
+        result.returncode == 2
+        and len(result.stderr.splitlines()) == 1
+        and "--dry-run" in result.stderr
+    )

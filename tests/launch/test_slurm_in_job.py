@@ -51,7 +51,9 @@ def errors(path: Path) -> list[str]:
     ],
     ids=["no interpreter", "no package", "no image"],
 )
-def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(cluster, tmp_path, options, message):
+def test_a_missing_dependency_is_one_line_per_node_and_ends_the_job(
+    cluster, tmp_path, options, message
+):
     bare, shims = tmp_path / "bare", tmp_path / "shims"
     shims.mkdir()
     for path, body in {
@@ -90,7 +92,9 @@ def test_a_folder_that_one_node_lacks_is_reported_by_that_node(cluster, tmp_path
         f"--launch.python={sys.executable}",
         f"--launch.workdir={folder}",
     ]
-    job = submit(cluster, tmp_path, *arguments, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}")
+    job = submit(
+        cluster, tmp_path, *arguments, f"--launch.env.PYTHONPATH={Path(__file__).parents[2]}"
+    )
     assert ", exit code 2, log " in end_of(cluster, job)
     (line,) = errors(tmp_path / f"unseen-{job}.log")
     assert re.fullmatch(
@@ -116,7 +120,9 @@ def test_a_deleted_configuration_is_reported_by_each_node(cluster, tmp_path):
     ).stdout.strip()
     assert ", exit code 2, log " in end_of(cluster, job)
     lines = errors(tmp_path / f"gone-{job}.log")
-    assert len(lines) == 2 and all(f"no configuration {path} here; use a folder that" in line for line in lines)
+    assert len(lines) == 2 and all(
+        f"no configuration {path} here; use a folder that" in line for line in lines
+    )
 
 
 def test_a_port_in_use_is_skipped(cluster, tmp_path):
@@ -124,7 +130,9 @@ def test_a_port_in_use_is_skipped(cluster, tmp_path):
     script = launch(cluster, "slurm", "--name=port", "--nodes=1", "--dry-run").stdout
     block = script[script.index("# the rendezvous endpoint") : script.index("\ncommand=")]
     code = "import socket, time; one = socket.create_server(('127.0.0.1', 0)); print(one.getsockname()[1], flush=True)"
-    taken = subprocess.Popen([sys.executable, "-c", f"{code}; time.sleep(100)"], stdout=subprocess.PIPE, text=True)
+    taken = subprocess.Popen(
+        [sys.executable, "-c", f"{code}; time.sleep(100)"], stdout=subprocess.PIPE, text=True
+    )
     try:
         port = int(taken.stdout.readline())
         names = {
@@ -169,7 +177,8 @@ def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tm
         300,
     )
     states = [
-        re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", line) for line in lines()
+        re.match(rf"slurm/{job}_(\d): (\w+) on .*, log {tmp_path}/sweep-{job}_\1\.log$", line)
+        for line in lines()
     ]
     assert [(state[1], state[2]) for state in states] == [
         ("0", "COMPLETED"),
@@ -189,7 +198,9 @@ def test_each_task_of_a_sweep_has_its_folder_and_fails_independently(cluster, tm
     "complete tasks of a sweep",
     by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_requeues_it_after_a_signal",
 )
-def test_a_requeued_task_of_a_sweep_resumes_in_its_folder_and_stops_independently(cluster, tmp_path):
+def test_a_requeued_task_of_a_sweep_resumes_in_its_folder_and_stops_independently(
+    cluster, tmp_path
+):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=again", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",
@@ -235,7 +246,9 @@ def test_a_saved_run_that_cannot_be_requeued_is_reported(cluster, tmp_path):
         timeout=patience.seconds(60),
     ).stdout.strip()
     wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 1, 300)
-    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60))
+    subprocess.run(
+        ["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60)
+    )
     assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
     (line,) = errors(tmp_path / f"once-{job}.log")
     assert line.endswith("saved, but Slurm did not requeue it; submit it again to continue")
@@ -253,7 +266,9 @@ def test_a_run_saves_before_the_time_limit_of_its_job_and_is_requeued(cluster, t
     )  # fmt: skip
     wait_for(lambda: shown(cluster, job).get("Restarts") == "1", 390)
     text = (tmp_path / f"limit-{job}.log").read_text()
-    assert re.search(r"stopped by (SIGUSR1|the end of the Slurm job).*; everything is saved", text), text[-2000:]
+    assert re.search(
+        r"stopped by (SIGUSR1|the end of the Slurm job).*; everything is saved", text
+    ), text[-2000:]
     assert newest(folder) == max(losses(folder))
     assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
     wait_for(lambda: not running(folder), 120)
@@ -276,10 +291,18 @@ def test_a_container_has_its_mounts_and_cannot_write_read_only_ones(cluster, tmp
         "--launch.slurm.container=apptainer", f"--launch.image={sandbox}", "--launch.env.HF_HOME=/hf",
         f'--launch.mounts=["{root}:/src:ro", "{folder}:/runs", "{cache}:/hf", "{text}:{text}:ro"]',
     )  # fmt: skip
-    assert ": COMPLETED on " in end_of(cluster, job), (tmp_path / f"box-{job}.log").read_text()[-3000:]
+    assert ": COMPLETED on " in end_of(cluster, job), (tmp_path / f"box-{job}.log").read_text()[
+        -3000:
+    ]
     assert list(losses(folder)) == [1, 2]
     script = launch(cluster, "slurm", "--launch.slurm.container=apptainer", f"--launch.image={sandbox}",
                     f'--launch.mounts=["{cache}:/hf:ro"]', "--dry-run").stdout  # fmt: skip
-    container = re.search(r'^srun .*--export=ALL (apptainer exec .*) "\$\{command', script, re.MULTILINE)[1]
-    result = subprocess.run(["bash", "-c", f"{container} touch /hf/x"], env=cluster, capture_output=True, text=True)
-    assert result.returncode and "Read-only file system" in result.stderr and not list(cache.iterdir())
+    container = re.search(
+        r'^srun .*--export=ALL (apptainer exec .*) "\$\{command', script, re.MULTILINE
+    )[1]
+    result = subprocess.run(
+        ["bash", "-c", f"{container} touch /hf/x"], env=cluster, capture_output=True, text=True
+    )
+    assert (
+        result.returncode and "Read-only file system" in result.stderr and not list(cache.iterdir())
+    )

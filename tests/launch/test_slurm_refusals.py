@@ -80,7 +80,11 @@ def test_an_impossible_job_is_one_line_with_a_fix_and_is_not_queued(cluster, cas
 
 def test_a_job_that_must_wait_is_queued_with_a_note_and_its_status_explains_it(cluster):
     result = launch(cluster, "slurm", "debug", "--name=later", "--launch.slurm.partition=closed")
-    assert result.returncode == 0 and "PartitionDown" in result.stderr and len(result.stderr.splitlines()) == 1
+    assert (
+        result.returncode == 0
+        and "PartitionDown" in result.stderr
+        and len(result.stderr.splitlines()) == 1
+    )
     name = result.stdout.strip()
     status = launch(cluster, "status", name).stdout
     assert status.startswith(
@@ -111,7 +115,9 @@ def assert_reported(names: dict[str, str], message: str) -> None:
 
 
 def test_a_controller_that_is_down_is_reported(cluster, tmp_path):
-    assert_reported(with_line(cluster, tmp_path, "SlurmctldPort=1"), "check that the controller is up")
+    assert_reported(
+        with_line(cluster, tmp_path, "SlurmctldPort=1"), "check that the controller is up"
+    )
 
 
 def test_munge_that_is_down_is_reported(cluster, tmp_path):
@@ -132,7 +138,11 @@ def test_a_wrong_munge_key_is_reported(cluster, tmp_path_factory):
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
 def test_a_job_that_slurm_has_forgotten_is_reported_in_one_line(cluster, tmp_path, verb):
     result = launch(cluster, verb, "slurm/999999", cwd=tmp_path)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1 and "slurm/999999" in result.stderr
+    assert (
+        result.returncode == 2
+        and len(result.stderr.splitlines()) == 1
+        and "slurm/999999" in result.stderr
+    )
 
 
 def test_the_log_of_a_forgotten_job_is_found_in_the_folder_of_its_launch(cluster, tmp_path):
@@ -143,7 +153,9 @@ def test_the_log_of_a_forgotten_job_is_found_in_the_folder_of_its_launch(cluster
 
 def test_a_forgotten_job_is_looked_up_in_the_accounting(cluster, tmp_path):
     """A stub of sacct replaces the accounting database, which this cluster does not have."""
-    (tmp_path / "sacct").write_text("#!/bin/sh\necho '999999|TIMEOUT|0:15|02:00:10|02:00:00|n[1-2]'\n")
+    (tmp_path / "sacct").write_text(
+        "#!/bin/sh\necho '999999|TIMEOUT|0:15|02:00:10|02:00:00|n[1-2]'\n"
+    )
     (tmp_path / "sacct").chmod(0o755)
     names = {**cluster, "PATH": f"{tmp_path}:{PATH}"}
     result = launch(names, "status", "slurm/999999")
@@ -157,7 +169,10 @@ def test_a_missing_image_or_folder_is_noted_before_submission(cluster):
         "--launch.image=/nowhere/run.sif",
     )  # fmt: skip
     assert result.returncode == 0
-    assert "launch.image=/nowhere/run.sif does not exist on this machine; it must exist on all nodes" in result.stderr
+    assert (
+        "launch.image=/nowhere/run.sif does not exist on this machine; it must exist on all nodes"
+        in result.stderr
+    )
     assert launch(cluster, "stop", result.stdout.strip()).returncode == 0
 
 
@@ -174,7 +189,10 @@ def test_permanent_pending_reasons_are_recognized(reason, lasts):
     explanation, never_starts = meaning(reason)
     assert explanation and never_starts is lasts
     line = SlurmRecord("7", "PENDING", reason=reason, count="2").line()
-    assert line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ") and line.endswith("will not start") is lasts
+    assert (
+        line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ")
+        and line.endswith("will not start") is lasts
+    )
 
 
 def test_messages_name_existing_options():

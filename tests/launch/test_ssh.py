@@ -35,7 +35,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def ssh_config(tmp_path_factory):
-    with sshd.server(tmp_path_factory.mktemp("sshd"), {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}) as config:
+    with sshd.server(
+        tmp_path_factory.mktemp("sshd"), {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}
+    ) as config:
         yield config
 
 
@@ -110,10 +112,16 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh
     launcher = start(arguments, tmp_path)
     try:
         wait_for_steps(launcher, folder)
-        environments = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(folder)]
+        environments = [
+            Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in marked(folder)
+        ]
         assert all(f"HOSTILE={hostile}".encode() in variables for variables in environments)
         assert all(b"HF_TOKEN=hf-canary-0123456789" in variables for variables in environments)
-        lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
+        lines = [
+            path.read_bytes()
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if path.parent.is_dir()
+        ]
         assert not any(b"hf-canary" in line for line in lines), "a command line contains the secret"
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(patience.seconds(60)) == 75
@@ -123,7 +131,9 @@ def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh
     assert saved > 0 and record(folder)["code"] == 75
     wait_for(lambda: not marked(folder), 10)
 
-    result = run([argument.replace("steps=100000", f"steps={saved + 1}") for argument in arguments], tmp_path)
+    result = run(
+        [argument.replace("steps=100000", f"steps={saved + 1}") for argument in arguments], tmp_path
+    )
     assert result.returncode == 0, result.stderr
     assert max(losses(folder)) == saved + 1
     assert "on 2 x cpu" in result.stderr and hostile in result.stderr
@@ -154,8 +164,12 @@ def test_a_killed_launcher_leaves_nothing_on_the_hosts(tmp_path, ssh_config, via
     # The ssh connections are separate processes, which detect the end of their input.
     wait_for(lambda: not marked(tmp_path / "run"), 60)
     assert not marked(tmp_path / "run")
-    status = run([sys.executable, "-m", "shardtrain", "launch", "status", f"ssh/{launcher.pid}"], tmp_path)
-    assert status.stdout == "ended without an exit status: it was killed, or its machine went down\n"
+    status = run(
+        [sys.executable, "-m", "shardtrain", "launch", "status", f"ssh/{launcher.pid}"], tmp_path
+    )
+    assert (
+        status.stdout == "ended without an exit status: it was killed, or its machine went down\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,33 +186,49 @@ def test_a_host_that_cannot_start_is_named_in_one_line_and_no_host_starts(
     folder = tmp_path / "run"
     before = time.monotonic()
     replaced = {option.partition("=")[0] for option in more}
-    arguments = [w for w in command(ssh_config, folder, hosts=hosts) if w.partition("=")[0] not in replaced]
+    arguments = [
+        w for w in command(ssh_config, folder, hosts=hosts) if w.partition("=")[0] not in replaced
+    ]
     if any("workdir" in option for option in more):  # a Python without the package
         arguments = [
-            w if not w.startswith("--launch.python") else "--launch.python=/usr/bin/python3" for w in arguments
+            w if not w.startswith("--launch.python") else "--launch.python=/usr/bin/python3"
+            for w in arguments
         ]
     result = run([*arguments, *more, via], tmp_path)
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("error[")]
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in result.stderr
-    assert time.monotonic() - before < patience.seconds(40) and not folder.exists() and not marked(folder)
+    assert (
+        time.monotonic() - before < patience.seconds(40)
+        and not folder.exists()
+        and not marked(folder)
+    )
 
 
-def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_starts(tmp_path, ssh_config, via):
+def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_starts(
+    tmp_path, ssh_config, via
+):
     python = tmp_path / "python"
     hide = "find = PathFinder.find_spec; PathFinder.find_spec = lambda n, *a: None if n == 'torch' else find(n, *a)"
-    main = "import sys, runpy; runpy.run_module('shardtrain.launch.remote_agent', run_name='__main__')"
+    main = (
+        "import sys, runpy; runpy.run_module('shardtrain.launch.remote_agent', run_name='__main__')"
+    )
     program = f"from importlib.machinery import PathFinder; {hide}; {main}"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(program)}\n")
     python.chmod(0o755)
     folder = tmp_path / "run"
     arguments = [
-        w for w in command(ssh_config, folder, via, hosts="host-a,host-b") if not w.startswith("--launch.python")
+        w
+        for w in command(ssh_config, folder, via, hosts="host-a,host-b")
+        if not w.startswith("--launch.python")
     ]
     result = run([*arguments, f"--launch.python={python}"], tmp_path)
     assert result.returncode == 2 and not folder.exists()
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error[")]
-    assert "cannot start shardtrain" in line and "has no package torch; install shardtrain and torch on it" in line
+    assert (
+        "cannot start shardtrain" in line
+        and "has no package torch; install shardtrain and torch on it" in line
+    )
     assert "Traceback" not in result.stderr
 
 
@@ -211,7 +241,8 @@ def test_hosts_that_refuse_the_key_are_named_in_one_line(tmp_path, ssh_config, v
     )
     config = tmp_path / "config"
     lines = [
-        f"  IdentityFile {other}" if "IdentityFile" in line else line for line in ssh_config.read_text().splitlines()
+        f"  IdentityFile {other}" if "IdentityFile" in line else line
+        for line in ssh_config.read_text().splitlines()
     ]
     config.write_text("\n".join(lines) + "\n")
     result = run(command(config, tmp_path / "run", via), tmp_path)
@@ -223,7 +254,9 @@ def test_hosts_that_refuse_the_key_are_named_in_one_line(tmp_path, ssh_config, v
 def test_a_busy_port_ends_all_hosts_with_one_line(tmp_path, ssh_config, via):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        arguments = [w for w in command(ssh_config, tmp_path / "run", via) if "rendezvous_port" not in w]
+        arguments = [
+            w for w in command(ssh_config, tmp_path / "run", via) if "rendezvous_port" not in w
+        ]
         result = run([*arguments, f"--launch.ssh.rendezvous_port={port}"], tmp_path)
     assert result.returncode == 2, result.stderr
     assert f"127.0.0.1:{port}" in result.stderr and "Address already in use" in result.stderr

@@ -48,7 +48,9 @@ def nothing_is_left(network):
     assert not remaining, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in remaining]
 
 
-def command(network: machines.Machines, folder: Path, *more: str, config: str = "", hosts="host-a,host-b") -> list[str]:
+def command(
+    network: machines.Machines, folder: Path, *more: str, config: str = "", hosts="host-a,host-b"
+) -> list[str]:
     options = {
         "launch.ssh.config_file": network.config, "launch.python": sys.executable, "launch.workdir": ROOT,
         "launch.env.OMP_NUM_THREADS": 1, "job.dump_folder": folder, "training.dataset": "text",
@@ -82,7 +84,9 @@ def start(arguments: list[str], state: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(arguments, env=names, stdout=pipe, stderr=pipe, text=True)
 
 
-def run(arguments: list[str], state: Path, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: list[str], state: Path, seconds: float = 120
+) -> subprocess.CompletedProcess[str]:
     process = start(arguments, state)
     try:
         out, err = process.communicate(timeout=patience.seconds(seconds))
@@ -143,14 +147,17 @@ def test_a_disconnected_host_is_reported_and_ends_its_processes(network, tmp_pat
         cut_at = time.monotonic()
         _, err = launcher.communicate(timeout=patience.seconds(90))
         told_after = time.monotonic() - cut_at
-        assert launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"], err
+        assert (
+            launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"]
+        ), err
         assert "note: the connection to host host-b was lost" in err and "last checkpoint" in err
         assert "note: host host-b was lost" in err
-        assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(
-            MACHINE_SECONDS
-        )  # grace_seconds, and the time to detect it
+        # grace_seconds, and the time to detect it
+        assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(MACHINE_SECONDS)
         assert network.switch.processes() <= network.idle, "the launcher has left a process"
-        assert network.hosts["host-a"].processes() <= network.idle, "the other host has left a process"
+        assert network.hosts["host-a"].processes() <= network.idle, (
+            "the other host has left a process"
+        )
         wait_for(lambda: _ranks(network, "host-b") == 0, SILENCE_SECONDS + 5 + 10 + MACHINE_SECONDS)
         assert _ranks(network, "host-b") == 0, "the lost host still trains"
     finally:
@@ -177,7 +184,9 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
         killed_at = time.monotonic()
         _, err = launcher.communicate(timeout=patience.seconds(60))
         assert time.monotonic() - killed_at < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
-        assert launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"], err
+        assert (
+            launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"]
+        ), err
         assert "note: the connection to host host-b was lost" in err
     finally:
         launcher.kill()
@@ -200,10 +209,14 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
         ),
     ],
 )
-def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_path, hosts, expected):
+def test_a_host_that_does_not_answer_is_reported_within_the_limit(
+    network, tmp_path, hosts, expected
+):
     limit = round(patience.seconds(4))
     before = time.monotonic()
-    arguments = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
+    arguments = command(
+        network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts
+    )
     result = run(arguments, tmp_path)
     assert time.monotonic() - before < limit + patience.seconds(MACHINE_SECONDS)
     _is_refused(result, tmp_path / "run", expected)
@@ -212,7 +225,9 @@ def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_p
 def test_a_silent_port_is_reported_within_the_limit(network, tmp_path):
     listen = f"import socket, time; s = socket.create_server(('{machines.LAUNCHER}', 2222))"
     code = f"{listen}; print(1, flush=True); time.sleep(9999)"
-    mute = subprocess.Popen(network.switch.command(sys.executable, "-c", code), stdout=subprocess.PIPE)
+    mute = subprocess.Popen(
+        network.switch.command(sys.executable, "-c", code), stdout=subprocess.PIPE
+    )
     try:
         assert mute.stdout.readline()
         limit = round(patience.seconds(4))  # more on a busy machine
@@ -235,10 +250,17 @@ def test_a_changed_host_key_is_reported_with_the_command_that_removes_it(network
     )
     key = (tmp_path / "other.pub").read_text()
     (tmp_path / "known").write_text(f"{machines.HOSTS['host-b']} {key}")
-    text = network.config.read_text().replace("StrictHostKeyChecking no", "StrictHostKeyChecking yes")
-    lines = [f"  UserKnownHostsFile {tmp_path}/known" if "KnownHosts" in line else line for line in text.splitlines()]
+    text = network.config.read_text().replace(
+        "StrictHostKeyChecking no", "StrictHostKeyChecking yes"
+    )
+    lines = [
+        f"  UserKnownHostsFile {tmp_path}/known" if "KnownHosts" in line else line
+        for line in text.splitlines()
+    ]
     (tmp_path / "config").write_text("\n".join(lines) + "\n")
-    arguments = command(network, tmp_path / "run", f"--launch.ssh.config_file={tmp_path}/config", hosts="host-b")
+    arguments = command(
+        network, tmp_path / "run", f"--launch.ssh.config_file={tmp_path}/config", hosts="host-b"
+    )
     expected = [
         'host="host-b" cannot be reached',
         "Host key verification failed",
@@ -253,7 +275,9 @@ def copy(tmp_path):
     folder = tmp_path / "package"
     shutil.copytree(ROOT / "shardtrain", folder, ignore=shutil.ignore_patterns("__pycache__"))
     init = folder / "__init__.py"
-    init.write_text(init.read_text().replace(f'__version__ = "{__version__}"', '__version__ = "9.8.7"'))
+    init.write_text(
+        init.read_text().replace(f'__version__ = "{__version__}"', '__version__ = "9.8.7"')
+    )
     return folder
 
 
@@ -288,7 +312,9 @@ def work(tmp_path):
         ("parent", ["parent/folder", "launch.workdir"]),
     ],
 )
-def test_a_host_without_package_interpreter_or_folder_is_reported(network, tmp_path, work, hidden, expected):
+def test_a_host_without_package_interpreter_or_folder_is_reported(
+    network, tmp_path, work, hidden, expected
+):
     arguments = command(
         network,
         tmp_path / "run",

@@ -31,7 +31,8 @@ def plans(folder, answer):
     )
     (folder / "answered").mkdir()
     return [
-        HostCommand(Host(f"host-{number}"), ("sh", "-c", script), ("true",), {}, {}, (), 5) for number in range(HOSTS)
+        HostCommand(Host(f"host-{number}"), ("sh", "-c", script), ("true",), {}, {}, (), 5)
+        for number in range(HOSTS)
     ]
 
 
@@ -50,7 +51,9 @@ def test_hosts_are_contacted_in_waves_and_started_when_all_have_answered(tmp_pat
 
 
 def test_no_host_receives_the_command_if_one_in_a_later_wave_fails(tmp_path, options):
-    last = "[ $(ls answered | wc -l) -lt 20 ] || { echo no python here; exit 3; }; touch answered/$$; "
+    last = (
+        "[ $(ls answered | wc -l) -lt 20 ] || { echo no python here; exit 3; }; touch answered/$$; "
+    )
     ready = f"{last} echo {remote_agent.READY} {__version__} -"
     with pytest.raises(ConfigError, match="cannot start shardtrain: no python here"):
         ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)()
@@ -92,7 +95,9 @@ def test_all_hosts_that_cannot_start_are_named_with_their_reasons(tmp_path, monk
     assert len(lines) == len(reasons)
     for line, (name, reason) in zip(lines, reasons.items(), strict=True):
         assert line.startswith(f"{name} {reason}")
-    assert not received.exists() or "command" not in received.read_text(), "a host received the command"
+    assert not received.exists() or "command" not in received.read_text(), (
+        "a host received the command"
+    )
 
 
 SAVED, NOT_SAVED, FAILED = "stopped[75]: saved", "stopped[76]: not saved", "error[6]: rank 1 failed"

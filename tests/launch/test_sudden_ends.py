@@ -16,7 +16,9 @@ from launched import alive, end, no_orphans, record, wait_for
 
 from shardtrain.utils import temporary
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks of a process that has imported torch"
+)
 
 ENDS = int(os.environ.get("SHARDTRAIN_SUDDEN_ENDS", "1"))
 LIMIT_SECONDS = 10.0
@@ -31,7 +33,9 @@ def pid_of(folder: Path, rank: int) -> int:
 def next_start_removes_others(places: Path) -> bool:
     """True if the folder of a new start is the only one."""
     with temporary.temporary_folder() as new_folder:
-        return [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)] == [new_folder]
+        return [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)] == [
+            new_folder
+        ]
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
@@ -54,9 +58,9 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, m
         seconds.append(time.monotonic() - started)
         assert no_orphans(folder)
         # A killed launcher leaves its temporary folder. The next start removes it.
-        assert len([path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)]) == (
-            victim == "launcher"
-        )
+        assert len(
+            [path for path in places.iterdir() if path.name.startswith(temporary.PREFIX)]
+        ) == (victim == "launcher")
         # The lock ends with the last fork of the launcher, which on a busy machine may be after the ranks.
         wait_for(lambda: next_start_removes_others(places), LIMIT_SECONDS)
         if victim == "rank":

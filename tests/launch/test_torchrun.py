@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("SHARDTRAIN_TORCHRUN", "0"))
 WAIT_SECONDS = 300
 
-pytestmark = pytest.mark.skipif(not KILLS or sys.platform != "linux", reason="takes minutes: set SHARDTRAIN_TORCHRUN")
+pytestmark = pytest.mark.skipif(
+    not KILLS or sys.platform != "linux", reason="takes minutes: set SHARDTRAIN_TORCHRUN"
+)
 
 
 def arguments(folder: Path, steps: int) -> list[str]:
@@ -50,9 +52,13 @@ def start(*command: str) -> subprocess.Popen:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # otherwise the agent of a joining node waits until its timeout
+    names["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # otherwise the agent of a joining node waits until its timeout
+    )
     log = subprocess.DEVNULL
-    return subprocess.Popen([sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *command], env=names, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def torchrun(port: int, *options: str) -> list[str]:
@@ -68,12 +74,20 @@ def torchrun(port: int, *options: str) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in Path(task).read_text().split()]
+    return [
+        int(p)
+        for task in glob.glob(f"/proc/{pid}/task/*/children")
+        for p in Path(task).read_text().split()
+    ]
 
 
 def restart_count(agent: int) -> int:
     environment = Path(f"/proc/{children(agent)[0]}/environ").read_bytes().split(b"\0")
-    return next(int(name.partition(b"=")[2]) for name in environment if name.startswith(b"TORCHELASTIC_RESTART_COUNT"))
+    return next(
+        int(name.partition(b"=")[2])
+        for name in environment
+        if name.startswith(b"TORCHELASTIC_RESTART_COUNT")
+    )
 
 
 def num_steps(folder: Path) -> int:
@@ -96,7 +110,8 @@ def test_each_kill_costs_one_restart(tmp_path):
         wait_for(lambda: newest(tmp_path) > before, WAIT_SECONDS)
         assert restart_count(agent.pid) == kills
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(patience.seconds(WAIT_SECONDS)) == 1  # torchrun's status for every failure
+        # torchrun's status for every failure
+        assert agent.wait(patience.seconds(WAIT_SECONDS)) == 1
         assert record(tmp_path)["code"] == 75
     finally:
         agent.kill()
@@ -113,7 +128,9 @@ main(sys.argv[2:])
 """Run torchrun with all imports done, and begin once a file exists: imports take as long as the run."""
 
 
-def elastic(port: int, folder: Path, steps: int, is_host: bool, begins: Path | None = None) -> subprocess.Popen:
+def elastic(
+    port: int, folder: Path, steps: int, is_host: bool, begins: Path | None = None
+) -> subprocess.Popen:
     """Start one node of an elastic run of one or two. With ``begins``, wait until that file exists."""
     patience = f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host:d}"
     options = [
@@ -144,7 +161,12 @@ def check(folder: Path, reference: Path, steps: int, world_sizes: list[int]) -> 
 
 def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data(tmp_path):
     steps, port, folder = 60, free_port(), tmp_path / "elastic"
-    assert start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
+    assert (
+        start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(
+            patience.seconds(WAIT_SECONDS)
+        )
+        == 0
+    )
     agents = [elastic(port, folder, steps, is_host) for is_host in (True, False)]
     try:
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
@@ -161,7 +183,12 @@ def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data
 def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_path):
     """The agent stops its rank, which saves, so no step is repeated."""
     steps, port, folder = 250, free_port(), tmp_path / "elastic"
-    assert start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
+    assert (
+        start(*arguments(tmp_path / "undisturbed", steps), "--nproc", "1").wait(
+            patience.seconds(WAIT_SECONDS)
+        )
+        == 0
+    )
     begins = tmp_path / "begins"
     agents = [elastic(port, folder, steps, is_host=False, begins=begins)]
     try:

@@ -40,7 +40,11 @@ def config_of(base: Path, output: Path, architecture: str = "", **lora: Any) -> 
         model["overrides"] = {"path": str(base), "architecture": architecture, "num_labels": 2}
     else:
         recognised = recognise(base)
-        sizes = {key: value for key, value in dataclasses.asdict(recognised.config).items() if key != "norm_type"}
+        sizes = {
+            key: value
+            for key, value in dataclasses.asdict(recognised.config).items()
+            if key != "norm_type"
+        }
         model = {"name": recognised.name, "flavor": recognised.flavor, "overrides": sizes}
     return reviews_config(
         model=model,
@@ -83,13 +87,17 @@ def scores(rank: int, run_config: Config) -> Any:
         pytest.param("qwen3_moe", {"target_parameters": ["experts.*"]}, marks=pytest.mark.nightly),
     ],
 )
-def test_peft_opens_adapters_and_head_with_the_same_scores(family: str, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_opens_adapters_and_head_with_the_same_scores(
+    family: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
     foreign = "GPT2ForSequenceClassification" if family == "gpt2" else ""
     base = foreign_folder(family) if foreign else save(build(family), tmp_path / "base")
     run_config = config_of(base, tmp_path / "run", foreign, **lora)
     ended = train(1, run_config)
     stored = manifest.read(tmp_path / "run" / "checkpoint" / "step-4")
-    saved_names = {name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")}
+    saved_names = {
+        name.removeprefix("model.") for name in stored.tensors if name.startswith("model.")
+    }
     head = {"hf.score.weight"} if foreign else {"head.weight"}
     assert {name for name in saved_names if not is_adapter(name)} == head
     batch, expected = run_ranks(1, scores, run_config)[0]
@@ -111,10 +119,14 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(family: str, lora: di
     for tokens, length, score in zip(batch["tokens_BT"], batch["lengths_B"], expected, strict=True):
         with torch.no_grad():
             logits = model(input_ids=tokens[None, : int(length)]).logits[0]
-        torch.testing.assert_close(score, logits, atol=1e-4 if family == "qwen3_moe" else TOLERANCE, rtol=1e-5)
+        torch.testing.assert_close(
+            score, logits, atol=1e-4 if family == "qwen3_moe" else TOLERANCE, rtol=1e-5
+        )
     # A run can start from the folder that PEFT writes.
     model.save_pretrained(tmp_path / "theirs")
-    again = config_of(base, tmp_path / "again", foreign, **lora, initial_load_path=str(tmp_path / "theirs"))
+    again = config_of(
+        base, tmp_path / "again", foreign, **lora, initial_load_path=str(tmp_path / "theirs")
+    )
     torch.testing.assert_close(run_ranks(1, scores, again)[0][1], expected, atol=TOLERANCE, rtol=0)
     # Two ranks compute the same result.
     split = train(2, config_of(base, tmp_path / "split", foreign, **lora))
@@ -124,7 +136,9 @@ def test_peft_opens_adapters_and_head_with_the_same_scores(family: str, lora: di
 
 
 def measured(rank: int, run_config: Config, wanted: str | None) -> dict[str, float]:
-    mesh = distributed.build(run_config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    mesh = distributed.build(
+        run_config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
+    )
     built = build_model(run_config, mesh)
     held_out_eval_rank.load(built, run_config, wanted)
     result, _ = held_out_eval_rank.measure(built, run_config, mesh, "validation")
@@ -135,12 +149,19 @@ def test_the_test_verb_reads_adapters_head_and_frozen_weights(tmp_path: Path) ->
     base = save(build("llama3"), tmp_path / "base")
     run_config = config_of(base, tmp_path / "run")
     train(1, run_config)
-    logged = [json.loads(line) for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "validation.jsonl").read_text().splitlines()
+    ]
     result = run_ranks(2, measured, run_config, None)[0]
     assert result["accuracy"] == pytest.approx(logged[-1]["accuracy"])
     # The merged folder is a complete classifier.
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
-    merged_config = dataclasses.replace(run_config, lora=dataclasses.replace(run_config.lora, enable=False))
+    merged_config = dataclasses.replace(
+        run_config, lora=dataclasses.replace(run_config.lora, enable=False)
+    )
     summed = run_ranks(1, measured, merged_config, str(tmp_path / "merged"))[0]
-    assert summed["accuracy"] == result["accuracy"] and summed["loss"] == pytest.approx(result["loss"], abs=1e-5)
+    assert summed["accuracy"] == result["accuracy"] and summed["loss"] == pytest.approx(
+        result["loss"], abs=1e-5
+    )

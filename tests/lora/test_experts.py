@@ -38,7 +38,9 @@ def reference_logits(model: Any) -> torch.Tensor:
         ],
     ),
 )
-def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: dict[str, Any], tmp_path) -> None:
+def test_peft_opens_adapters_of_experts_and_merges_equally(
+    family: str, lora: dict[str, Any], tmp_path
+) -> None:
     """Logits of about 1 within 1e-4, because the two programs sum experts in a different order."""
     base = save(build(family), tmp_path / "base")
     ended = train(1, adapter_config(base, tmp_path / "run", lora=lora))[0]
@@ -53,7 +55,9 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: di
     torch.testing.assert_close(reference_logits(model), unmerged, atol=1e-4, rtol=0)
     merged = reference_logits(model.merge_and_unload())
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
-    summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, vocab)
+    summed = logits(
+        open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, vocab
+    )
     torch.testing.assert_close(summed, unmerged, atol=3e-5, rtol=0)
     torch.testing.assert_close(summed, merged, atol=1e-4, rtol=0)
     # A run can start from the adapters that PEFT writes.
@@ -67,14 +71,18 @@ def test_peft_opens_adapters_of_experts_and_merges_equally(family: str, lora: di
         training={"steps": 1},
     )
     assert train(1, start)[0].error is None
-    torch.testing.assert_close(logits(open_model(tmp_path / "again").model, vocab), unmerged, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        logits(open_model(tmp_path / "again").model, vocab), unmerged, atol=1e-6, rtol=0
+    )
 
 
 def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_path, capsys) -> None:
     base = save(build("llama4"), tmp_path / "base")
     ended = train(
         1,
-        adapter_config(base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}),
+        adapter_config(
+            base, tmp_path / "run", lora={**BOTH, "target_parameters": ["experts.*_proj"]}
+        ),
     )[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     unmerged = logits(open_model(tmp_path / "run").model, 260)
@@ -82,7 +90,9 @@ def test_expert_adapters_that_peft_transposes_are_merged_but_not_exported(tmp_pa
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 2
     assert "merge the adapters" in capsys.readouterr().err
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
-    summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
+    summed = logits(
+        open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
+    )
     torch.testing.assert_close(summed, unmerged, atol=3e-5, rtol=0)
 
 
@@ -113,4 +123,6 @@ def test_adapters_of_experts_are_equal_on_every_mesh(mesh: str, tmp_path) -> Non
         assert ended.grad_norms == pytest.approx(single.grad_norms, abs=1e-4)
         for name, weight in ended.weights.items():
             same = torch.equal if not is_adapter(name) else torch.allclose
-            assert same(weight, single.weights[name], **({"atol": 1e-5} if is_adapter(name) else {})), name
+            assert same(
+                weight, single.weights[name], **({"atol": 1e-5} if is_adapter(name) else {})
+            ), name

@@ -57,7 +57,9 @@ def foreign_families(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(family: str, folder: Path, **options: Any) -> tuple[Path, Path, Tensor]:
     """Return a model folder, a PEFT folder with random adapters, and the logits of PEFT's merged model."""
     base = save(build(family), folder / "base")
-    model = peft.get_peft_model(build(family), peft.LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", **options))
+    model = peft.get_peft_model(
+        build(family), peft.LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", **options)
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -82,7 +84,10 @@ def test_generate_merge_and_train_match_peft_s_merged_model(case: str, tmp_path:
     opened = open_model(base, tokenizer_path="bytes", adapter=adapters)
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=TOLERANCE, rtol=0)
 
-    assert cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)]) == 0
+    assert (
+        cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)])
+        == 0
+    )
     merged = open_model(tmp_path / "merged", tokenizer_path="bytes").model
     torch.testing.assert_close(logits(merged, 260), expected, atol=TOLERANCE, rtol=0)
 
@@ -91,9 +96,13 @@ def test_generate_merge_and_train_match_peft_s_merged_model(case: str, tmp_path:
         "rank_stabilized": options.get("use_rslora", False), "target_modules": options["target_modules"],
         "target_parameters": options.get("target_parameters", []),
     }  # fmt: skip
-    config = adapter_config(base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1})
+    config = adapter_config(
+        base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}
+    )
     assert train(1, config)[0].error is None
-    torch.testing.assert_close(logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_peft_opens_adapters_of_interleaved_experts_that_were_trained_here(tmp_path: Path) -> None:
@@ -113,21 +122,30 @@ def test_adapters_of_the_experts_of_llama4_are_refused_with_the_reason(
     names: list[str], tmp_path: Path, capsys
 ) -> None:
     reason = "PEFT swaps the inputs and outputs of the experts of Llama4ForCausalLM"
-    base, adapters, _ = saved("llama4", tmp_path, target_modules=["o_proj"], target_parameters=names)
+    base, adapters, _ = saved(
+        "llama4", tmp_path, target_modules=["o_proj"], target_parameters=names
+    )
     with pytest.raises(ConfigError, match=re.escape(reason)):
         open_model(base, tokenizer_path="bytes", adapter=adapters)
-    assert cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)]) == 2
+    assert (
+        cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)])
+        == 2
+    )
     assert reason in capsys.readouterr().err
 
 
 def test_an_adapter_on_a_subclass_of_linear_is_rejected_with_its_class(tmp_path: Path) -> None:
     """Falcon's subclass of nn.Linear is equivalent, but other subclasses may not be."""
     base, adapters, _ = saved("falcon", tmp_path, target_modules=["query_key_value"])
-    with pytest.raises(ConfigError, match=r"has an adapter for .*, of class FalconLinear, but only nn\.Linear"):
+    with pytest.raises(
+        ConfigError, match=r"has an adapter for .*, of class FalconLinear, but only nn\.Linear"
+    ):
         open_model(base, tokenizer_path="bytes", adapter=adapters)
 
 
-def test_native_adapters_on_parts_of_a_fused_module_are_not_exported(tmp_path: Path, capsys) -> None:
+def test_native_adapters_on_parts_of_a_fused_module_are_not_exported(
+    tmp_path: Path, capsys
+) -> None:
     base = save(build("neox"), tmp_path / "base")
     config = adapter_config(base, tmp_path / "run", lora={"target_modules": ["query_key_value"]})
     assert train(1, config)[0].error is None

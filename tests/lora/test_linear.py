@@ -43,11 +43,15 @@ def test_the_output_matches_the_formula_and_only_factors_have_gradients():
     y.square().sum().backward()
     assert base.weight.grad is None and base.bias.grad is None
     gradient = 2 * y.detach()
-    torch.testing.assert_close(b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T))
+    torch.testing.assert_close(
+        b.grad, 2.5 * torch.einsum("bto,btr->or", gradient, x @ a.detach().T)
+    )
     torch.testing.assert_close(a.grad, 2.5 * torch.einsum("btr,bti->ri", gradient @ b.detach(), x))
     merged_weight = merged(base.weight, a, b, 2.5)
     assert merged_weight.dtype == torch.float32
-    torch.testing.assert_close(x.float() @ merged_weight.T + base.bias.float(), y.float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        x.float() @ merged_weight.T + base.bias.float(), y.float(), atol=1e-4, rtol=0
+    )
 
 
 def test_dropout_only_applies_to_the_adapter_s_input_in_training():
@@ -58,7 +62,8 @@ def test_dropout_only_applies_to_the_adapter_s_input_in_training():
         adapted.lora_b.zero_()
     x = torch.randn(4, 64)
     base = nn.functional.linear(x, adapted.weight, adapted.bias)
-    assert torch.equal(adapted.train()(x), base)  # dropout does not apply to the input of the frozen weight
+    # dropout does not apply to the input of the frozen weight
+    assert torch.equal(adapted.train()(x), base)
     with torch.no_grad():
         adapted.lora_b.normal_()
     assert not torch.equal(adapted(x), adapted(x))
@@ -77,7 +82,8 @@ def test_factors_are_initialized_like_in_the_paper_and_its_code(start):
     if start == "kaiming":
         assert 0.99 * bound < a.abs().max() <= bound
     expected = bound / math.sqrt(3) if start == "kaiming" else 1 / 32
-    assert float(a.std()) == pytest.approx(expected, rel=0.03)  # six standard errors of 9,600 numbers
+    # six standard errors of 9,600 numbers
+    assert float(a.std()) == pytest.approx(expected, rel=0.03)
     assert abs(float(a.mean())) < 0.05 * expected
 
 
@@ -94,7 +100,8 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     spec.adapt(model, llama3, shape, config.lora)
     with_adapters, after = count_model(model, llama3.LAYOUT, shape)
     added = with_adapters - total
-    assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)  # layers x rank x (inputs of four, outputs of q, k and v, o)
+    # layers x rank x (inputs of four, outputs of q, k and v, o)
+    assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)
     used = total - 512 * 64
     assert before(64) == flops_per_token(used, 4, 4, 16, 64)
     assert after(64) == before(64) + 6 * added - 2 * used
@@ -163,7 +170,9 @@ def test_dora_matches_the_output_and_gradients_of_peft(kind: str, dropout: float
     adapted = LoraLinear(base, 4, 2.0, dropout, use_dora=True)
     reference = peft.get_peft_model(nn.Sequential(copy.deepcopy(base)), peft.LoraConfig(**options))
     their = {
-        name.split(".default")[0].rpartition(".")[2]: p for name, p in reference.named_parameters() if p.requires_grad
+        name.split(".default")[0].rpartition(".")[2]: p
+        for name, p in reference.named_parameters()
+        if p.requires_grad
     }
     magnitude = next(p for name, p in reference.named_parameters() if "magnitude" in name)
     with torch.no_grad():
@@ -215,7 +224,9 @@ def held_by_a_rank(rank: int, config: Any) -> Any:
 )
 def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], flavor: str) -> None:
     # One micro-batch: several would accumulate unreduced gradients, which are larger.
-    config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"}, training={"global_batch_size": 4})
+    config = tiny_config(
+        lora={**ON, **lora}, optimizer={"name": "AdamW"}, training={"global_batch_size": 4}
+    )
     if flavor == "mixtral":
         sizes = {
             "vocab_size": 512,
@@ -226,7 +237,9 @@ def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], fla
             "head_dim": 16,
         }
         sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}
-        config = replace(config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes))
+        config = replace(
+            config, model=replace(config.model, name=flavor, flavor="debugmodel", overrides=sizes)
+        )
     trained_bytes, parameter_bytes, params, flops = run_ranks(2, held_by_a_rank, config)[0]
     with fake_backend.join(0, 2) as here:
         report = dry_run.build(config, here)
@@ -245,7 +258,9 @@ def test_inactive_experts_with_adapters_cost_no_flops() -> None:
         "num_kv_heads": 2,
         "head_dim": 16,
     }
-    shape = shape_of(mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm")
+    shape = shape_of(
+        mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm"
+    )
     model = build(mixtral, shape)
     _, before = count_model(model, mixtral.LAYOUT, shape)
     options = Lora(enable=True, rank=4, target_parameters=["experts.gate_up_proj"])

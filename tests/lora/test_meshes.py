@@ -44,7 +44,9 @@ MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def config(parallelism: dict[str, Any], training: dict[str, Any], mode: str = "none", **lora: Any) -> Config:
+def config(
+    parallelism: dict[str, Any], training: dict[str, Any], mode: str = "none", **lora: Any
+) -> Config:
     targets = ["q_proj", "layers.*.attn.w[kvo]", "w2", "gate_proj", "head"]
     return tiny_config(
         model={"overrides": {"num_layers": 2}},
@@ -71,7 +73,9 @@ def one_process(use_dora: bool = False) -> Result:
 FIRST = ("fsdp2", "tp2", "pp2", "tp2, dora")
 
 
-@pytest.mark.parametrize("mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST]))
+@pytest.mark.parametrize(
+    "mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST])
+)
 def test_adapters_and_frozen_weights_are_equal_on_every_mesh(mesh: str) -> None:
     ranks, parallelism, training = MESHES[mesh]
     mode = "full" if "recomputed" in mesh else "none"
@@ -97,6 +101,8 @@ def test_the_reference_learns_and_freezes() -> None:
     assert expected.losses[-1] < expected.losses[0] - 0.5
     for name, weight in expected.initial.items():
         assert torch.equal(weight, expected.final[name]) != is_adapter(name), name
-    assert not any(expected.initial[name].any() for name in expected.initial if name.endswith("lora_b"))
+    assert not any(
+        expected.initial[name].any() for name in expected.initial if name.endswith("lora_b")
+    )
     trained = sum(weight.numel() for name, weight in expected.initial.items() if is_adapter(name))
     assert expected.facts["optimizer_bytes"] < 2 * 4 * trained + 4 * 2 * len(expected.initial)

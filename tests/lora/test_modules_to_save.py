@@ -29,11 +29,15 @@ ROWS = 262
 """Grown vocabulary: two more rows than the folders have."""
 
 
-def config_of(base: Path, output: Path, rows: int = 0, lora: dict[str, Any] = SAVED, **sections: Any) -> Config:
+def config_of(
+    base: Path, output: Path, rows: int = 0, lora: dict[str, Any] = SAVED, **sections: Any
+) -> Config:
     run_config = adapter_config(base, output, lora=lora, **sections)
     if not rows:
         return run_config
-    model = dataclasses.replace(run_config.model, overrides={**run_config.model.overrides, "vocab_size": rows})
+    model = dataclasses.replace(
+        run_config.model, overrides={**run_config.model.overrides, "vocab_size": rows}
+    )
     checkpoint = dataclasses.replace(run_config.checkpoint, initial_load_resize_embeddings=True)
     return dataclasses.replace(run_config, model=model, checkpoint=checkpoint)
 
@@ -55,7 +59,9 @@ def test_peft_opens_saved_modules_and_new_rows(family: str, rows: int, tmp_path:
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
     step = tmp_path / "run" / "checkpoint" / "step-4"
     saved_names = [name for name in manifest.read(step).tensors if name.startswith("model.")]
-    fully_trained = {"model.embed.weight"} | ({"model.head.weight"} if family == "llama3" else set())
+    fully_trained = {"model.embed.weight"} | (
+        {"model.head.weight"} if family == "llama3" else set()
+    )
     assert {name for name in saved_names if not is_adapter(name)} == fully_trained
     unmerged = logits(open_model(tmp_path / "run").model, rows or 260)
     assert cli.main(["export", str(step), "--to", str(tmp_path / "peft"), "--adapter"]) == 0
@@ -68,7 +74,12 @@ def test_peft_opens_saved_modules_and_new_rows(family: str, rows: int, tmp_path:
     resolved = tmp_path / "run" / "config.resolved.toml"
     summed = logits(open_model(tmp_path / "merged", resolved).model, rows or 260)
     torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
-    assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "logits"]) == 0
+    assert (
+        cli.main(
+            ["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "logits"]
+        )
+        == 0
+    )
     # A run can start from the folder that PEFT writes.
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     lora = {**SAVED, "initial_load_path": str(tmp_path / "theirs")}
@@ -108,12 +119,16 @@ def test_saved_modules_are_equal_on_every_mesh(mesh: str, tmp_path: Path) -> Non
     ranks, degrees = MESHES[mesh]
     rows = {"global_batch_size": 8, "local_batch_size": 4}
     single = train(1, config_of(base, tmp_path / "one", ROWS, training=rows))[0]
-    parts = train(ranks, config_of(base, tmp_path / "split", ROWS, training=rows, parallelism=degrees))
+    parts = train(
+        ranks, config_of(base, tmp_path / "split", ROWS, training=rows, parallelism=degrees)
+    )
     for ended in parts:
         assert ended.error is None
         assert ended.losses == pytest.approx(single.losses, abs=1e-5)
         for name, weight in ended.weights.items():
-            torch.testing.assert_close(weight, single.weights[name], atol=TOLERANCE, rtol=0, msg=name)
+            torch.testing.assert_close(
+                weight, single.weights[name], atol=TOLERANCE, rtol=0, msg=name
+            )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +153,9 @@ def test_saved_modules_are_equal_on_every_mesh(mesh: str, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_vocabulary_that_cannot_grow_is_refused_before_ranks_start(sections: Any, texts: list[str]) -> None:
+def test_a_vocabulary_that_cannot_grow_is_refused_before_ranks_start(
+    sections: Any, texts: list[str]
+) -> None:
     problems = "\n".join(map(str, check(Loaded(tiny_config(**sections)))))
     assert all(text in problems for text in texts), problems
 
@@ -152,5 +169,7 @@ def test_modules_that_cannot_be_fully_saved_are_named(tmp_path: Path) -> None:
         return str(error)
 
     assert "did you mean lm_head?" in message({"modules_to_save": ["lm_haed"]})
-    assert "which lora.modules_to_save trains fully" in message({"modules_to_save": ["layers.1.ffn"]})
+    assert "which lora.modules_to_save trains fully" in message(
+        {"modules_to_save": ["layers.1.ffn"]}
+    )
     assert "is below the 260 rows" in message({}, 259)

@@ -22,7 +22,9 @@ TOLERANCE = 1e-4
 """Tolerance for logits of about 1 with a different float32 summation order."""
 
 
-def saved(targets: list[str], tmp_path: Path, tied: bool = False, **options: Any) -> tuple[Path, Path, Tensor]:
+def saved(
+    targets: list[str], tmp_path: Path, tied: bool = False, **options: Any
+) -> tuple[Path, Path, Tensor]:
     """Return a model folder, a PEFT folder with adapters on ``targets``, and the logits of both in PEFT."""
     base = save(build("llama3", tie_word_embeddings=tied), tmp_path / "base")
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, **options)
@@ -42,9 +44,13 @@ def saved(targets: list[str], tmp_path: Path, tied: bool = False, **options: Any
     [(False, {}), (False, {"use_dora": True}), (True, {})],
     ids=["own head", "own head, DoRA", "tied head"],
 )
-def test_adapters_on_the_head_have_the_logits_of_peft(tied: bool, options: dict[str, Any], tmp_path: Path) -> None:
+def test_adapters_on_the_head_have_the_logits_of_peft(
+    tied: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
     base, adapters, expected = saved(["q_proj", "lm_head"], tmp_path, tied, **options)
-    assert "base_model.model.lm_head.base_layer.weight" in load_file(adapters / "adapter_model.safetensors")
+    assert "base_model.model.lm_head.base_layer.weight" in load_file(
+        adapters / "adapter_model.safetensors"
+    )
     opened = open_model(base, tokenizer_path="bytes", adapter=adapters)
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=TOLERANCE, rtol=0)
     arguments = ["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(base)]
@@ -64,9 +70,13 @@ def test_a_run_starts_from_adapters_on_the_head(tmp_path: Path) -> None:
         "target_modules": ["q_proj", "lm_head"],
         "initial_load_path": str(adapters),
     }
-    config = adapter_config(base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1})
+    config = adapter_config(
+        base, tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}
+    )
     assert train(1, config)[0].error is None
-    torch.testing.assert_close(logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        logits(open_model(tmp_path / "run").model, 260), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_adapters_for_other_weights_are_rejected(tmp_path: Path, capsys: Any) -> None:
@@ -75,7 +85,10 @@ def test_adapters_for_other_weights_are_rejected(tmp_path: Path, capsys: Any) ->
     message = "lm_head.base_layer.weight differs from the weights of the model"
     with pytest.raises(CheckpointError, match=message):
         open_model(other, tokenizer_path="bytes", adapter=adapters)
-    assert cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(other)]) == 5
+    assert (
+        cli.main(["merge", str(adapters), "--to", str(tmp_path / "merged"), "--base", str(other)])
+        == 5
+    )
     assert message in capsys.readouterr().err
     # A rounded copy counts as the same weight.
     file = adapters / "adapter_model.safetensors"
@@ -92,7 +105,10 @@ def test_adapters_on_an_embedding_are_rejected_with_a_fix(tmp_path: Path) -> Non
         match=r"an adapter for model\.embed_tokens, of class Embedding, but only nn\.Linear and experts",
     ) as caught:
         open_model(base, tokenizer_path="bytes", adapter=adapters)
-    assert "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save" in str(caught.value)
+    assert (
+        "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
+        in str(caught.value)
+    )
     lora = {"target_modules": ["q_proj", "embed_tokens"]}
     message = str(train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error)
     assert (

@@ -33,21 +33,36 @@ def base(tmp_path_factory):
 
 def low_config(base, folder, kind, parallelism=None, **training):
     lora = {"base_dtype": kind, "target_modules": ["q_proj", "v_proj", "w2"]}
-    return adapter_config(base, folder, lora=lora, parallelism=parallelism or {}, training={"steps": 10, **training})
+    return adapter_config(
+        base, folder, lora=lora, parallelism=parallelism or {}, training={"steps": 10, **training}
+    )
 
 
 def ten_steps(rank, config):
     """Return losses, stored bytes, number of weights, whether they are unchanged, adapters, and number of modules."""
     run = make_run(rank, config)
     resume.resume(run, Checkpoints(config))
-    modules = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FrozenLinear) and m.low_bits]
+    modules = [
+        m
+        for part in run.runner.parts
+        for m in part.modules()
+        if isinstance(m, FrozenLinear) and m.low_bits
+    ]
     before = [m.low_bits.restored(torch.float32) for m in modules]
     losses = []
     for _ in range(10):
         outcome = step(run)
-        losses.append(float(run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_shard"))) / outcome.global_tokens)
-    same = all(torch.equal(m.low_bits.restored(torch.float32), w) for m, w in zip(modules, before, strict=True))
-    adapters = {name: to_full(p.detach()) for name, p in run.runner.parameters().items() if p.requires_grad}
+        losses.append(
+            float(run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_shard")))
+            / outcome.global_tokens
+        )
+    same = all(
+        torch.equal(m.low_bits.restored(torch.float32), w)
+        for m, w in zip(modules, before, strict=True)
+    )
+    adapters = {
+        name: to_full(p.detach()) for name, p in run.runner.parameters().items() if p.requires_grad
+    }
     bytes_held = sum(m.low_bits.bytes for m in modules)
     return losses, bytes_held, sum(w.numel() for w in before), same, adapters, len(modules)
 
@@ -60,7 +75,9 @@ def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, bas
     assert same and count == 2 * 7  # all linear modules of two layers
     per_weight, per_module = BYTES[kind]
     assert num_bytes <= per_weight * weights + per_module * count
-    unquantized = run_ranks(1, ten_steps, low_config(base, tmp_path / "unquantized", "training", local_batch_size=8))[0]
+    unquantized = run_ranks(
+        1, ten_steps, low_config(base, tmp_path / "unquantized", "training", local_batch_size=8)
+    )[0]
     assert unquantized[5] == 0
     # Relative error of a weight: a tenth for 4 bits, less than a hundredth for 8 bits.
     assert losses == pytest.approx(unquantized[0], rel=0.05 if kind == "nf4" else 0.005)
@@ -77,7 +94,10 @@ def test_quantized_weights_are_small_unchanged_and_equal_on_every_mesh(kind, bas
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("shape_OI", [(64, 64), (96, 320), (40, 24 * 8), (512, 2048)])
 def test_the_bytes_of_a_quantized_weight_are_predicted(shape_OI, kind, dtype):
-    assert packed_bytes(shape_OI, kind, dtype) == Packed(torch.randn(shape_OI, dtype=dtype), kind).bytes
+    assert (
+        packed_bytes(shape_OI, kind, dtype)
+        == Packed(torch.randn(shape_OI, dtype=dtype), kind).bytes
+    )
 
 
 def test_adapters_on_quantized_weights_merge_with_their_dequantized_values(base, tmp_path):
@@ -122,5 +142,9 @@ def test_options_incompatible_with_quantization_are_rejected():
         ({"comm": {"mode": "local_tensor"}}, "simulated"),
         ({"training": {"enable_cpu_offload": True}}, "enable_cpu_offload"),
     ):
-        problems = [str(p) for p in check(Loaded(tiny_config(lora=on, **sections))) if "base_dtype" in str(p)]
+        problems = [
+            str(p)
+            for p in check(Loaded(tiny_config(lora=on, **sections)))
+            if "base_dtype" in str(p)
+        ]
         assert len(problems) == 1 and message in problems[0]

@@ -101,7 +101,9 @@ def refusal(rank, config):
 def test_an_unknown_target_is_named_with_the_nearest(targets, message):
     rank = 40 if "w1" in targets else 4
     sizes = {"ffn_dim": 32} if "w1" in targets else {}
-    config = tiny_config(model={"overrides": sizes}, lora={**ON, "rank": rank, "target_modules": targets})
+    config = tiny_config(
+        model={"overrides": sizes}, lora={**ON, "rank": rank, "target_modules": targets}
+    )
     [[line]] = run_ranks(1, refusal, config)
     assert message in line
 
@@ -160,11 +162,21 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
     line = errors_of(config)
     assert "does not contain the base weights of the adapters" in line and str(run / "base") in line
     step = str(tmp_path / "run" / "checkpoint" / "step-2")
-    assert cli.main(["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "other")]) == 2
+    assert (
+        cli.main(
+            ["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "other")]
+        )
+        == 2
+    )
     assert not (tmp_path / "merged").exists()
     # The same bytes in another folder are the same weights.
     shutil.copytree(run / "base", tmp_path / "moved")
-    assert cli.main(["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "moved")]) == 0
+    assert (
+        cli.main(
+            ["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "moved")]
+        )
+        == 0
+    )
 
 
 def test_full_models_and_adapters_are_distinguished(run, tmp_path, capsys):
@@ -172,12 +184,16 @@ def test_full_models_and_adapters_are_distinguished(run, tmp_path, capsys):
     assert cli.main(["export", str(step), "--to", str(tmp_path / "hf")]) == 2
     assert "contains adapters, but no full model" in capsys.readouterr().err
     config = adapter_config(run / "base", tmp_path / "run")
-    as_base = dataclasses.replace(config.checkpoint, initial_load_path=str(step), initial_load_in_hf=False)
+    as_base = dataclasses.replace(
+        config.checkpoint, initial_load_path=str(step), initial_load_in_hf=False
+    )
     assert "merge them first" in errors_of(dataclasses.replace(config, checkpoint=as_base))
     assert cli.main(["import", str(run / "base"), "--to", str(tmp_path / "full")]) == 0
     assert cli.main(["merge", str(tmp_path / "full"), "--to", str(tmp_path / "merged")]) == 5
     lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "full"))
-    assert "contains a full model and no adapters" in errors_of(dataclasses.replace(config, lora=lora))
+    assert "contains a full model and no adapters" in errors_of(
+        dataclasses.replace(config, lora=lora)
+    )
     other = dataclasses.replace(config.lora, initial_load_path=str(run / "peft"), alpha=3.0)
     assert "alpha is 8.0 instead of 3.0" in errors_of(dataclasses.replace(config, lora=other))
 
@@ -229,7 +245,9 @@ def test_a_damaged_folder_of_peft_is_refused(run, tmp_path):
         return str(caught.value)
 
     assert "truncated" in message(lambda path: path.write_bytes(path.read_bytes()[:-9]))
-    assert "a pickle, which is never opened" in message(lambda path: path.rename(path.parent / "adapter_model.bin"))
+    assert "a pickle, which is never opened" in message(
+        lambda path: path.rename(path.parent / "adapter_model.bin")
+    )
     assert "no weights" in message(lambda path: path.unlink())
 
     def without_one(path) -> None:
@@ -243,7 +261,9 @@ def test_a_damaged_folder_of_peft_is_refused(run, tmp_path):
         save_file(tensors, path)
 
     def renamed(path) -> None:
-        save_file({name.replace("layers.1", "layers.7"): t for name, t in load_file(path).items()}, path)
+        save_file(
+            {name.replace("layers.1", "layers.7"): t for name, t in load_file(path).items()}, path
+        )
 
     for change in (without_one, wider, renamed):
         assert "does not fit this model" in message(change)

@@ -49,11 +49,15 @@ def test_a_checkpoint_contains_only_adapters_and_their_optimizer(run):
     stored = manifest.read(run[0] / "checkpoint" / "step-4")
     names = {name for name in stored.tensors if name.startswith("model.")}
     assert names and all(is_adapter(name) for name in names)
-    adapters = sum(4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model."))
+    adapters = sum(
+        4 * torch.Size(t.shape).numel() for n, t in stored.tensors.items() if n.startswith("model.")
+    )
     # Two moments of the same size, and a step count for each.
     assert stored.total_bytes == 3 * adapters + 4 * len(names)
     num_model_weights = sum(weight.numel() for weight in run[1].weights.values())
-    assert adapters == 4 * sum(weight.numel() for name, weight in run[1].weights.items() if is_adapter(name))
+    assert adapters == 4 * sum(
+        weight.numel() for name, weight in run[1].weights.items() if is_adapter(name)
+    )
     assert stored.total_bytes < 4 * num_model_weights
 
 
@@ -87,14 +91,22 @@ def test_the_first_output_equals_that_of_the_frozen_weights(base, tmp_path):
 
 def test_merged_weights_equal_the_adapters(run, tmp_path):
     folder = run[0]
-    assert cli.main(["merge", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "merged")]) == 0
+    assert (
+        cli.main(["merge", str(folder / "checkpoint" / "step-4"), "--to", str(tmp_path / "merged")])
+        == 0
+    )
     unmerged = logits(open_model(folder).model, 260)
     summed = logits(open_model(tmp_path / "merged", folder / "config.resolved.toml").model, 260)
     torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
     with torch.no_grad():
         frozen = build("llama3")(tokens(260)).logits
     assert (unmerged - frozen).abs().max() > 0.05  # otherwise the adapters have no effect
-    assert cli.main(["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "weights"]) == 0
+    assert (
+        cli.main(
+            ["export", str(tmp_path / "merged"), "--to", str(tmp_path / "hf"), "--check", "weights"]
+        )
+        == 0
+    )
     import transformers
 
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
@@ -124,7 +136,11 @@ def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
     ]
     assert cli.main(arguments) == 0
     fields = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    assert fields["peft_type"] == "LORA" and fields["task_type"] == "CAUSAL_LM" and fields["bias"] == "none"
+    assert (
+        fields["peft_type"] == "LORA"
+        and fields["task_type"] == "CAUSAL_LM"
+        and fields["bias"] == "none"
+    )
     assert fields["base_model_name_or_path"] == str(base)
     assert (fields["r"], fields["lora_alpha"], fields["use_rslora"]) == (4, 8.0, False)
     assert fields["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
@@ -135,12 +151,16 @@ def test_peft_opens_the_export_with_the_same_logits(run, base, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
     reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
     with torch.no_grad():
-        torch.testing.assert_close(reference.eval()(tokens(260)).logits, unmerged, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            reference.eval()(tokens(260)).logits, unmerged, atol=1e-4, rtol=0
+        )
 
 
 def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
     peft = pytest.importorskip("peft", reason="PEFT is the reference of its format")
-    options = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True)
+    options = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=True
+    )
     model = peft.get_peft_model(build("llama3"), options)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -172,11 +192,15 @@ def test_a_run_starts_from_peft_adapters_and_they_can_be_merged(base, tmp_path):
     assert train(1, config)[0].error is None
     ours = logits(open_model(tmp_path / "run").model, 260)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
-    merged = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
+    merged = logits(
+        open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
+    )
     torch.testing.assert_close(merged, expected, atol=1e-4, rtol=0)
     # Also with a checkpoint of the full model, for generation.
     assert cli.main(["import", str(base), "--to", str(tmp_path / "imported")]) == 0
-    opened = open_model(tmp_path / "imported", tmp_path / "run" / "config.resolved.toml", adapter=tmp_path / "peft")
+    opened = open_model(
+        tmp_path / "imported", tmp_path / "run" / "config.resolved.toml", adapter=tmp_path / "peft"
+    )
     torch.testing.assert_close(logits(opened.model, 260), expected, atol=1e-4, rtol=0)
 
 
@@ -193,7 +217,9 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
     step = str(tmp_path / "run" / "checkpoint" / "step-4")
     unmerged = logits(open_model(tmp_path / "run").model, 260)
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged")]) == 0
-    summed = logits(open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260)
+    summed = logits(
+        open_model(tmp_path / "merged", tmp_path / "run" / "config.resolved.toml").model, 260
+    )
     torch.testing.assert_close(summed, unmerged, atol=TOLERANCE, rtol=0)
     if base_dtype != "training":
         return
@@ -201,7 +227,9 @@ def test_dora_matches_peft_and_merges_equally(base, base_dtype, tmp_path):
     assert cli.main(["export", step, "--to", str(tmp_path / "peft"), "--adapter"]) == 0
     reference = peft.PeftModel.from_pretrained(build("llama3"), tmp_path / "peft")
     with torch.no_grad():
-        torch.testing.assert_close(reference.eval()(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            reference.eval()(tokens(260)).logits, unmerged, atol=TOLERANCE, rtol=0
+        )
 
 
 @pytest.mark.parametrize(
@@ -234,7 +262,11 @@ def changed_by_ten_steps(rank, config):
     before = {name: tensor.clone() for name, tensor in run.model_state_dict().items()}
     for _ in range(10):
         step(run)
-    return [name for name, tensor in run.model_state_dict().items() if not torch.equal(tensor, before[name])], before
+    return [
+        name
+        for name, tensor in run.model_state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ], before
 
 
 def test_frozen_weights_and_router_biases_stay_unchanged(tmp_path):
@@ -247,4 +279,6 @@ def test_frozen_weights_and_router_biases_stay_unchanged(tmp_path):
     assert {name for name in before if not is_adapter(name)} == stored.tensors.keys()
     assert any(name.endswith("expert_bias") for name in stored.tensors)
     for name in stored.tensors:
-        assert torch.equal(before[name], tensors.read_whole(stored, tmp_path / "imported", name)), name
+        assert torch.equal(before[name], tensors.read_whole(stored, tmp_path / "imported", name)), (
+            name
+        )

@@ -57,11 +57,20 @@ def logits(model: Any) -> Tensor:
 def plain(name: str) -> Any:
     import transformers
 
-    return getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name), dtype=torch.float32).eval()
+    return (
+        getattr(transformers, SHAPES[name][0])
+        .from_pretrained(folder(name), dtype=torch.float32)
+        .eval()
+    )
 
 
 def exported(run: Path, output: Path, step: int = 3) -> Path:
-    assert cli.main(["export", str(run / "checkpoint" / f"step-{step}"), "--to", str(output), "--adapter"]) == 0
+    assert (
+        cli.main(
+            ["export", str(run / "checkpoint" / f"step-{step}"), "--to", str(output), "--adapter"]
+        )
+        == 0
+    )
     return output
 
 
@@ -75,11 +84,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "lora"), CASES)
-def test_peft_opens_what_was_trained_and_merges_equally(name: str, lora: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_opens_what_was_trained_and_merges_equally(
+    name: str, lora: dict[str, Any], tmp_path: Path
+) -> None:
     ended = train(1, config_of(name, tmp_path / "run", lora=lora))
     assert ended.losses[-1] < ended.losses[0]
     unmerged = logits(open_model(tmp_path / "run").model)
-    assert (unmerged - logits(plain(name))).abs().max() > 0.02  # otherwise the adapters have no effect
+    assert (
+        unmerged - logits(plain(name))
+    ).abs().max() > 0.02  # otherwise the adapters have no effect
     adapters = exported(tmp_path / "run", tmp_path / "peft")
     model = peft.PeftModel.from_pretrained(plain(name), adapters)
     torch.testing.assert_close(logits(model), unmerged, atol=TOLERANCE, rtol=0)
@@ -100,7 +113,9 @@ def test_peft_opens_what_was_trained_and_merges_equally(name: str, lora: dict[st
     ]
     assert cli.main([*arguments, "--check", "weights"]) == 0
     ours = {
-        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+        name: tensor
+        for file in (tmp_path / "hf").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
     matched = {key: tensor for key, tensor in peft_weights.items() if key in ours}
     assert len(matched) >= len(ours) - 1
@@ -140,7 +155,10 @@ def test_adapters_of_transformers_are_equal_on_every_mesh(
     """AdamW's eps is large, see ``tiny.py``."""
     import transformers
 
-    if "tp" in mesh and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan:
+    if (
+        "tp" in mesh
+        and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan
+    ):
         pytest.skip("this version's plan of Qwen3 leaves out norms of heads, and is refused")
     folder(name)
     single = train(1, config_of(name, tmp_path / "alone", lora=lora))
@@ -175,10 +193,14 @@ def test_a_run_resumes_on_another_mesh_and_starts_from_a_peft_folder(tmp_path: P
     start = {**lora, "initial_load_path": str(adapters)}
     train(
         1,
-        config_of("qwen3", tmp_path / "again", lora=start, optimizer={"lr": 0.0}, training={"steps": 1}),
+        config_of(
+            "qwen3", tmp_path / "again", lora=start, optimizer={"lr": 0.0}, training={"steps": 1}
+        ),
     )
     expected = logits(open_model(tmp_path / "straight").model)
-    torch.testing.assert_close(logits(open_model(tmp_path / "again").model), expected, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        logits(open_model(tmp_path / "again").model), expected, atol=TOLERANCE, rtol=0
+    )
 
 
 def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
@@ -203,13 +225,25 @@ def test_adapters_written_by_peft_survive_a_round_trip(tmp_path: Path) -> None:
     }
     train(
         1,
-        config_of("gpt2", tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}),
+        config_of(
+            "gpt2", tmp_path / "run", lora=lora, optimizer={"lr": 0.0}, training={"steps": 1}
+        ),
     )
-    torch.testing.assert_close(logits(open_model(tmp_path / "run").model), logits(model), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(
+        logits(open_model(tmp_path / "run").model), logits(model), atol=TOLERANCE, rtol=0
+    )
     exported(tmp_path / "run", tmp_path / "ours", step=1)
-    expected, actual = (load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours"))
-    assert expected.keys() == actual.keys() and all(torch.equal(expected[key], actual[key]) for key in expected)
-    configs = [json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("theirs", "ours")]
+    expected, actual = (
+        load_file(tmp_path / side / "adapter_model.safetensors") for side in ("theirs", "ours")
+    )
+    assert expected.keys() == actual.keys() and all(
+        torch.equal(expected[key], actual[key]) for key in expected
+    )
+    configs = [
+        json.loads((tmp_path / side / "adapter_config.json").read_text())
+        for side in ("theirs", "ours")
+    ]
     keys = ("r", "lora_alpha", "use_dora", "fan_in_fan_out", "task_type", "use_rslora", "bias")
-    assert configs[1]["modules_to_save"] == ["transformer.wpe"]  # PEFT accepts the end of a path, or the full path
+    # PEFT accepts the end of a path, or the full path
+    assert configs[1]["modules_to_save"] == ["transformer.wpe"]
     assert [configs[0][key] for key in keys] == [configs[1][key] for key in keys]

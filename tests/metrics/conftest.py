@@ -29,7 +29,9 @@ class Ranks:
         self.calls = 0
 
     def of(self, rank):
-        return SimpleNamespace(sum=lambda t: self._reduce(rank, t, sum), max=lambda t: self._reduce(rank, t, max))
+        return SimpleNamespace(
+            sum=lambda t: self._reduce(rank, t, sum), max=lambda t: self._reduce(rank, t, max)
+        )
 
     def _reduce(self, rank, tensor, how):
         self.values[rank] = tensor
@@ -98,4 +100,6 @@ def kit():
                 metrics.update(step, torch.tensor(100.0 / step), 100, 100, 0.25, 1e-3, 0.125)
         return metrics
 
-    return SimpleNamespace(config=config, facts=facts, run=run, Clock=Clock, Ranks=Ranks, OneRank=OneRank)
+    return SimpleNamespace(
+        config=config, facts=facts, run=run, Clock=Clock, Ranks=Ranks, OneRank=OneRank
+    )

@@ -57,7 +57,9 @@ def test_torn_line_is_dropped_and_the_next_record_is_complete(tmp_path, torn):
 
 def test_steps_written_twice_keep_the_later_history(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {s}, "run": {r}}}\n' for s, r in [(1, 0), (10, 0), (20, 0), (10, 1)]))
+    path.write_text(
+        "".join(f'{{"step": {s}, "run": {r}}}\n' for s, r in [(1, 0), (10, 0), (20, 0), (10, 1)])
+    )
     file = JsonlFile(path, 30)
     assert [(record["step"], record["run"]) for record in file.history] == [(1, 0), (10, 1)]
     assert steps(path) == [1, 10]
@@ -89,7 +91,9 @@ def test_non_finite_numbers_are_not_written(tmp_path, value):
     assert path.read_bytes() == line_of({"step": 1, "loss": None})
 
 
-def test_failing_disk_costs_records_and_one_warning_but_does_not_stop_training(tmp_path, monkeypatch, caplog):
+def test_failing_disk_costs_records_and_one_warning_but_does_not_stop_training(
+    tmp_path, monkeypatch, caplog
+):
     path = tmp_path / "metrics.jsonl"
     file = JsonlFile(path, 0)
     file.write({"step": 1})
@@ -147,7 +151,9 @@ def test_only_the_end_of_a_large_file_is_read_with_the_same_result(
     history = [record["step"] for record in JsonlFile(large, start).history]
     expected = steps(small)
     assert read_records(large) == read_records(small)
-    assert all(json.loads(line) for line in large.read_text().splitlines() if line), "a line is torn"
+    assert all(json.loads(line) for line in large.read_text().splitlines() if line), (
+        "a line is torn"
+    )
     assert history == sorted(set(history)) and set(history) <= set(expected)
     if expected:
         assert history[-1] == expected[-1]
@@ -164,18 +170,24 @@ def test_history_of_a_large_file_is_thinned_and_its_end_truncated_in_place(tmp_p
     assert steps(path) == list(range(1, 15_001))
     assert (history[0], history[-1]) == (1, 15_000) and 2000 < len(history) <= 2502
     JsonlFile(path, 0)
-    assert not path.exists() and len(list(tmp_path.iterdir())) == 1, "the history of the earlier run was not renamed"
+    assert not path.exists() and len(list(tmp_path.iterdir())) == 1, (
+        "the history of the earlier run was not renamed"
+    )
 
 
 @pytest.mark.parametrize("start", [1, 10, 9_000, 19_990])
 def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypatch, start):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 20_001)))
+    path.write_text(
+        "".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 20_001))
+    )
     size, parsed, parse = path.stat().st_size, [], metrics_jsonl._parse
     monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", 2000)
     monkeypatch.setattr(metrics_jsonl, "_THINNED", 100)
-    monkeypatch.setattr(metrics_jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1])
+    monkeypatch.setattr(
+        metrics_jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1]
+    )
     assert JsonlFile(path, start).history[-1]["step"] == start
     parsed_bytes = sum(parsed)
     assert steps(path) == list(range(1, start + 1))

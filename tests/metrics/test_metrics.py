@@ -160,7 +160,9 @@ def test_paused_time_is_not_step_time(tmp_path, kit):
     with metrics.pause():
         clock.now += 1000
     clock.now += 2
-    assert metrics.update(1, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0).step_seconds == pytest.approx(2)
+    assert metrics.update(1, torch.tensor(1.0), 1, 1, 1.0, 1.0, 0.0).step_seconds == pytest.approx(
+        2
+    )
     metrics.close()
 
 
@@ -192,7 +194,10 @@ def test_unknown_device_has_no_mfu_and_reports_it(tmp_path, kit, caplog):
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 1)
     assert records(tmp_path)[0]["mfu"] is None
-    assert "the bfloat16 peak of AMD EPYC is unknown" in caplog.text and "metrics.peak_flops" in caplog.text
+    assert (
+        "the bfloat16 peak of AMD EPYC is unknown" in caplog.text
+        and "metrics.peak_flops" in caplog.text
+    )
 
 
 def test_a_known_device_has_its_mfu_from_the_table(tmp_path, kit):
@@ -244,7 +249,9 @@ def test_summary_contains_steps_losses_tokens_speed_and_files(tmp_path, kit, cap
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, total_steps=4)
     text = caplog.text
-    assert "done: 4 steps (to step 4) in 2s, loss 1.0000 -> 0.3611, 400 tokens, 200 tokens/s" in text
+    assert (
+        "done: 4 steps (to step 4) in 2s, loss 1.0000 -> 0.3611, 400 tokens, 200 tokens/s" in text
+    )
     assert str(tmp_path / "metrics.jsonl") in text
 
 
@@ -252,7 +259,10 @@ def test_finished_run_reports_it_and_the_option_to_increase(tmp_path, kit, caplo
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, start_step=4, total_steps=4)
     assert "finished at step 4" in caplog.text and "steps 5 to 4" not in caplog.text
-    assert "the run had already finished at step 4: to continue, increase training.steps" in caplog.text
+    assert (
+        "the run had already finished at step 4: to continue, increase training.steps"
+        in caplog.text
+    )
 
 
 def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):
@@ -289,7 +299,9 @@ def test_validation_has_its_own_file(tmp_path, kit, caplog):
 
 def test_flops_of_llama_2_7b():
     # 6.74e9 parameters less the 32000 x 4096 embedding; 6 N + 12 L H head_dim T by hand.
-    count = flops_per_token(6_738_415_616 - 32000 * 4096, num_layers=32, num_heads=32, head_dim=128, seq_len=2048)
+    count = flops_per_token(
+        6_738_415_616 - 32000 * 4096, num_layers=32, num_heads=32, head_dim=128, seq_len=2048
+    )
     assert count == 39_644_061_696 + 3_221_225_472
 
 
@@ -297,7 +309,9 @@ def test_speeds_count_computed_tokens_and_targets_separately(tmp_path, kit):
     """A long prompt with one target takes as much time as the same text with a target for each token."""
     clock = kit.Clock()
     facts = kit.facts(total_steps=1, world_size=2)
-    with Metrics(kit.config(), tmp_path, facts, kit.OneRank(), tokens_seen=0, clock=clock) as metrics:
+    with Metrics(
+        kit.config(), tmp_path, facts, kit.OneRank(), tokens_seen=0, clock=clock
+    ) as metrics:
         clock.now += 0.5
         metrics.update(1, torch.tensor(8.0), 8, 8, 1.0, 1.0, 0.0, computed_tokens=250)
     (record,) = records(tmp_path)

@@ -43,7 +43,9 @@ def test_custom_sink_receives_all_records(tmp_path, kit, caplog):
     assert opened == ["open", []]
     assert [(kind, step) for kind, step, _ in steps] == [("step", 1), ("step", 5)]
     assert "mine in " in caplog.text
-    with Metrics(kit.config(**options), tmp_path, kit.facts(start_step=5), kit.OneRank()) as metrics:
+    with Metrics(
+        kit.config(**options), tmp_path, kit.facts(start_step=5), kit.OneRank()
+    ) as metrics:
         metrics.validation(6, {"loss": 2.5})
     assert json.loads((tmp_path / "mine-0.json").read_text()) == [
         ["open", [1, 5]],
@@ -66,12 +68,18 @@ def test_other_ranks_open_it_with_save_for_all_ranks(tmp_path, kit):
     assert (tmp_path / "mine-1.json").exists()
 
 
-@pytest.mark.parametrize("place", ["self.path =", 'self.seen.append(["step"', "self.path.write_text"])
-def test_failing_sink_is_one_warning_and_the_others_continue(tmp_path, kit, caplog, monkeypatch, place):
+@pytest.mark.parametrize(
+    "place", ["self.path =", 'self.seen.append(["step"', "self.path.write_text"]
+)
+def test_failing_sink_is_one_warning_and_the_others_continue(
+    tmp_path, kit, caplog, monkeypatch, place
+):
     monkeypatch.setenv("MY_TOKEN", "canary-0123456789")
     line = next(line for line in SINK.splitlines() if place in line)
     broken = line[: len(line) - len(line.lstrip())] + "raise OSError('no room, canary-0123456789')"
-    options = {"sinks": [written(tmp_path, SINK.replace(line, broken)), written(tmp_path, SINK, "good.py")]}
+    options = {
+        "sinks": [written(tmp_path, SINK.replace(line, broken)), written(tmp_path, SINK, "good.py")]
+    }
     kit.run(tmp_path, 12, options=options)
     assert caplog.text.count("my_sink.py failed: OSError: no room") == 1
     assert "canary" not in caplog.text
@@ -92,9 +100,14 @@ def test_failing_sink_is_one_warning_and_the_others_continue(tmp_path, kit, capl
         (f"import a_package_that_is_not_there\n{SINK}", "fails (line 1): No module named"),
     ],
 )
-def test_invalid_sink_file_is_refused_in_one_line_before_ranks_start(tmp_path, capsys, text, message):
+def test_invalid_sink_file_is_refused_in_one_line_before_ranks_start(
+    tmp_path, capsys, text, message
+):
     path = str(tmp_path / "my_sink.py") if text is None else written(tmp_path, text)
     debug = Path(__file__).parents[2] / "configs/debug.toml"
-    assert main(["config", "check", str(debug), f"--metrics.sinks={path}", "--training.device=cpu"]) == 2
+    assert (
+        main(["config", "check", str(debug), f"--metrics.sinks={path}", "--training.device=cpu"])
+        == 2
+    )
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_sink.py" in line]
     assert "metrics.sinks" in line and message in line

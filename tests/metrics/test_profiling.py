@@ -26,10 +26,16 @@ def test_traces_are_written_every_profile_freq_steps_for_each_rank(tmp_path):
     options = config(enable_profiling=True, profile_freq=5)
     for rank in (0, 1):
         train(options, tmp_path, steps=12, rank=rank)
-    traces = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
-    assert traces == [f"profile_traces/iteration_{k}/rank{r}_trace.json" for k in (10, 5) for r in (0, 1)]
+    traces = sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()
+    )
+    assert traces == [
+        f"profile_traces/iteration_{k}/rank{r}_trace.json" for k in (10, 5) for r in (0, 1)
+    ]
     for path in traces:
-        names = {event.get("name") for event in json.loads((tmp_path / path).read_text())["traceEvents"]}
+        names = {
+            event.get("name") for event in json.loads((tmp_path / path).read_text())["traceEvents"]
+        }
         assert "aten::mm" in names
 
 
@@ -62,7 +68,10 @@ def test_profiling_without_effect_is_an_error(tmp_path):
     ):
         pass
     assert [
-        p.option for p in profiling.profiling_problems(config(enable_profiling=True, profiler_active=0), "cpu")
+        p.option
+        for p in profiling.profiling_problems(
+            config(enable_profiling=True, profiler_active=0), "cpu"
+        )
     ] == ["profiling.profiler_active"]
     assert not profiling.profiling_problems(config(enable_memory_snapshot=True), "cuda")
     assert not profiling.profiling_problems(config(profile_freq=1), "cpu")
@@ -88,7 +97,9 @@ def allocator(monkeypatch):
 
 
 def test_memory_snapshots_are_written_every_profile_freq_steps(tmp_path, allocator):
-    with profiling.profiler(config(enable_memory_snapshot=True, profile_freq=2), tmp_path, 3, "cuda") as profiler:
+    with profiling.profiler(
+        config(enable_memory_snapshot=True, profile_freq=2), tmp_path, 3, "cuda"
+    ) as profiler:
         for _ in range(5):
             profiler.step()
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.pickle"))

@@ -34,7 +34,9 @@ def terminal(monkeypatch):
 
 def train(folder, kit, steps=3, **options):
     log.setup(0, 1, folder, "log.txt")
-    with Metrics(kit.config(**options), folder, kit.facts(total_steps=steps), kit.OneRank()) as metrics:
+    with Metrics(
+        kit.config(**options), folder, kit.facts(total_steps=steps), kit.OneRank()
+    ) as metrics:
         for step in range(1, steps + 1):
             log.logger.info("complete line %d", step)
             metrics.update(step, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0)

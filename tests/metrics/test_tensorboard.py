@@ -46,7 +46,9 @@ ON = {"enable_tensorboard": True}
 
 @pytest.fixture(autouse=True)
 def one_minute(monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda form, *_: "20260131-1200" if form == "%Y%m%d-%H%M" else "x")
+    monkeypatch.setattr(
+        time, "strftime", lambda form, *_: "20260131-1200" if form == "%Y%m%d-%H%M" else "x"
+    )
 
 
 def read(folder):
@@ -118,7 +120,9 @@ def test_every_rank_can_write_to_its_own_folder(tmp_path, kit):
             is_writer=rank == 0,
             world_size=2,
         )
-    folders = sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("events.*"))
+    folders = sorted(
+        path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("events.*")
+    )
     assert folders == ["tb/20260131-1200/rank_0", "tb/20260131-1200/rank_1"]
 
 
@@ -157,7 +161,10 @@ def linked_folder(folder, _):
 
 
 FAULTS = {
-    **{name: fail_with(getattr(errno, name)) for name in ("ESTALE", "ENOSPC", "EIO", "EROFS", "EACCES")},
+    **{
+        name: fail_with(getattr(errno, name))
+        for name in ("ESTALE", "ENOSPC", "EIO", "EROFS", "EACCES")
+    },
     "full disk": full_disk,
     "moved": moved_folder,
     "removed": removed_folder,
@@ -167,7 +174,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("late", [False, True], ids=["at a step", "at the end"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_failing_write_is_one_warning_and_closes_the_sink(fault, late, tmp_path, monkeypatch, caplog, capfd):
+def test_failing_write_is_one_warning_and_closes_the_sink(
+    fault, late, tmp_path, monkeypatch, caplog, capfd
+):
     monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 1000 if late else 0)
     atomic_io.guard(tmp_path / "run")
     sink = TensorBoardSink(tmp_path / "run/tb")
@@ -197,7 +206,9 @@ def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeyp
 
     monkeypatch.delitem(sys.modules, "tensorboard")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"metrics\.enable_tensorboard=true requires the package tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"metrics\.enable_tensorboard=true requires the package tensorboard"
+    ):
         TensorBoardSink(tmp_path)
 
 

@@ -36,7 +36,9 @@ def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(tmp_path, kit, monkeypatch) -> None:
+def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(
+    tmp_path, kit, monkeypatch
+) -> None:
     client = pytest.importorskip("mlflow.tracking").MlflowClient
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MY_SERVICE_PASSWORD", "correct-horse-battery")
@@ -49,14 +51,20 @@ def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(tmp_pat
     assert run.info.status == "FINISHED"
     assert run.data.params["training.seq_len"] == "2048"
     assert run.data.params["run.model"] == "llama3/debugmodel"
-    losses = [(metric.step, metric.value) for metric in store.get_metric_history(run.info.run_id, "loss")]
+    losses = [
+        (metric.step, metric.value) for metric in store.get_metric_history(run.info.run_id, "loss")
+    ]
     assert [step for step, _ in losses] == [1, 5, 10] and losses[0][1] == 1.0
-    everything = b"".join(path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file())
+    everything = b"".join(
+        path.read_bytes() for path in (tmp_path / "mlruns").rglob("*") if path.is_file()
+    )
     assert b"correct-horse" not in everything
 
 
 def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
-    if importlib.util.find_spec("trackio") is None:  # importing it here would fix the location of its files
+    if (
+        importlib.util.find_spec("trackio") is None
+    ):  # importing it here would fix the location of its files
         pytest.skip("trackio is not installed")
     run = tmp_path / "my_run"
     run.mkdir()
@@ -69,7 +77,9 @@ def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
     assert b'"loss":1.0' in bytes(rows[0][2]).replace(b" ", b"")
 
 
-def test_unreachable_mlflow_server_is_one_warning_and_training_continues(tmp_path, kit, caplog, monkeypatch) -> None:
+def test_unreachable_mlflow_server_is_one_warning_and_training_continues(
+    tmp_path, kit, caplog, monkeypatch
+) -> None:
     pytest.importorskip("mlflow.tracking")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -85,9 +95,15 @@ def free_port() -> int:
 
 
 def scraped(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patience.seconds(10)) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{port}/metrics", timeout=patience.seconds(10)
+    ) as answer:
         lines = answer.read().decode().splitlines()
-    return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    return {
+        line.partition("{")[0]: float(line.rpartition(" ")[2])
+        for line in lines
+        if not line.startswith("#")
+    }
 
 
 def test_prometheus_serves_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:
@@ -122,12 +138,18 @@ def test_prometheus_listens_on_loopback_by_default_and_a_port_in_use_does_not_st
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2
 
 
-@pytest.mark.parametrize("option", [{"enable_mlflow": True}, {"enable_trackio": True}, {"prometheus_port": 9000}])
+@pytest.mark.parametrize(
+    "option", [{"enable_mlflow": True}, {"enable_trackio": True}, {"prometheus_port": 9000}]
+)
 def test_a_missing_package_is_an_error(option, kit, monkeypatch, tmp_path) -> None:
-    for name in [name for name in sys.modules if name.startswith(("mlflow", "trackio", "prometheus_client"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("mlflow", "trackio", "prometheus_client"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"metrics\.{next(iter(option))}=.* requires the package .*pip install"):
+    with pytest.raises(
+        ConfigError, match=rf"metrics\.{next(iter(option))}=.* requires the package .*pip install"
+    ):
         Metrics(kit.config(**option), tmp_path, kit.facts(), kit.OneRank())
 
 

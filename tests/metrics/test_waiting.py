@@ -34,7 +34,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def console_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+def console_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], list[str]]]:
     """Function that returns the console lines so far. The first call starts it, because pytest replaces stderr."""
     stream = io.StringIO()
 
@@ -86,13 +88,17 @@ def test_silence_never_exceeds_the_interval(
     ("compiles", "line"),
     [(True, "first step (1/10), compiling: 5s"), (False, "first step (1/10): 5s")],
 )
-def test_line_of_the_first_step_mentions_compilation(clock: Clock, compiles: bool, line: str) -> None:
+def test_line_of_the_first_step_mentions_compilation(
+    clock: Clock, compiles: bool, line: str
+) -> None:
     waiting = Waiting(10, 0, lambda: "compile", seconds=5, clock=clock, compiles=compiles)
     waiting.close()
     assert waiting.text("compile", 5.0) == line
 
 
-def test_frequent_logging_suppresses_progress_lines(console_lines: Callable[[], list[str]], clock: Clock) -> None:
+def test_frequent_logging_suppresses_progress_lines(
+    console_lines: Callable[[], list[str]], clock: Clock
+) -> None:
     assert console_lines() == []
     waiting = Waiting(5000, 0, lambda: "step", seconds=5, clock=clock)
     for step in range(1, 20):
@@ -104,7 +110,9 @@ def test_frequent_logging_suppresses_progress_lines(console_lines: Callable[[], 
     assert console_lines() == [f"step: {step}" for step in range(1, 20)]
 
 
-def test_progress_lines_of_short_steps_have_no_time(console_lines: Callable[[], list[str]], clock: Clock) -> None:
+def test_progress_lines_of_short_steps_have_no_time(
+    console_lines: Callable[[], list[str]], clock: Clock
+) -> None:
     assert console_lines() == []
     waiting = Waiting(5000, 0, lambda: "step", seconds=5, clock=clock)
     for step in range(1, 31):
@@ -148,6 +156,8 @@ def test_run_prints_progress_lines(
 ) -> None:
     assert console_lines() == []
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.05")  # 5 seconds for a user
-    with Metrics(kit.config(), tmp_path, kit.facts(total_steps=50), kit.OneRank(), phase=lambda: "checkpoint"):
+    with Metrics(
+        kit.config(), tmp_path, kit.facts(total_steps=50), kit.OneRank(), phase=lambda: "checkpoint"
+    ):
         patience.wait_for(lambda: "saving step 0" in console_lines(), 10)
     assert "heartbeat" not in [thread.name for thread in threading.enumerate()]

@@ -56,7 +56,9 @@ def test_records_arrive_in_order_with_the_documented_names(tmp_path, kit, client
     kit.run(tmp_path, 10, options=ON, total_steps=10)
     assert [step for step, _ in client.logs] == [1, 5, 10]
     values = client.logs[0][1]
-    assert {"loss", "lr", "step", "tokens_per_second", "step_time", "consumed_tokens"} <= set(values)
+    assert {"loss", "lr", "step", "tokens_per_second", "step_time", "consumed_tokens"} <= set(
+        values
+    )
     assert {"loss_metrics/global_avg_loss", "throughput(tps)", "memory/max_rss(GiB)"} <= set(values)
     assert (values["loss"], values["step_time"], values["consumed_tokens"]) == (1.0, 0.5, 100)
     assert client.finished
@@ -104,7 +106,9 @@ def test_a_client_that_cannot_start_is_one_warning(tmp_path, kit, client, caplog
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 4
 
 
-def test_a_client_that_fails_later_is_one_warning_without_secrets(tmp_path, kit, client, caplog, monkeypatch):
+def test_a_client_that_fails_later_is_one_warning_without_secrets(
+    tmp_path, kit, client, caplog, monkeypatch
+):
     monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
     client.fail_log = RuntimeError("key canary-0123456789 refused")
     kit.run(tmp_path, 12, options=ON)

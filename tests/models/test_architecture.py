@@ -40,7 +40,9 @@ def drawn(model: Any, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in ARCHITECTURES if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT, nightly=[name for name in ARCHITECTURES if name not in DEFAULT])
+)
 def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> None:
     """Mean and standard deviation of each parameter equal those of a model of ``transformers``, within 6 errors."""
     import transformers
@@ -51,7 +53,9 @@ def test_initial_weights_follow_the_architecture(name: str, tmp_path: Path) -> N
     weights = drawn(model)
     torch.manual_seed(1)
     original = getattr(transformers, ARCHITECTURES[name][0])(hf_config(name))
-    expected_weights = {f"hf.{path}": parameter.detach() for path, parameter in original.named_parameters()}
+    expected_weights = {
+        f"hf.{path}": parameter.detach() for path, parameter in original.named_parameters()
+    }
     assert expected_weights.keys() == weights.keys()
     for path, expected in expected_weights.items():
         weight = weights[path]
@@ -109,7 +113,11 @@ def test_only_buffers_that_initialization_sets_follow_from_the_config() -> None:
     assert network.scale.eq(3).all() and network.statistic.eq(1).all()  # type: ignore[operator, union-attr]
 
 
-def test_buffer_with_other_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffer_with_other_values_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(architecture, "follows_from_config", lambda *_: False)
-    with pytest.raises(ConfigError, match="whose buffer model.layers.0.self_attn.slope_rate does not start at zero"):
+    with pytest.raises(
+        ConfigError, match="whose buffer model.layers.0.self_attn.slope_rate does not start at zero"
+    ):
         built("minimax", tmp_path)

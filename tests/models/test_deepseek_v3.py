@@ -97,7 +97,9 @@ def test_both_pairings_of_rotary_features_have_the_same_scores() -> None:
     q, k = torch.randn(2, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0))
     halves = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     scores = torch.einsum("btnh,bsnh->bnts", rotate_pairs(q, angles), rotate_pairs(k, angles))
-    scores_of_halves = torch.einsum("btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles))
+    scores_of_halves = torch.einsum(
+        "btnh,bsnh->bnts", rotate(q[..., halves], angles), rotate(k[..., halves], angles)
+    )
     torch.testing.assert_close(scores, scores_of_halves)
 
 
@@ -108,7 +110,9 @@ def test_yarn_keeps_high_frequencies_and_scales_low_ones() -> None:
     assert torch.equal(yarn[turns > 40], plain[turns > 40])
     torch.testing.assert_close(yarn[turns < 0.7], plain[turns < 0.7] / 40.0)
     assert (yarn <= plain).all() and (yarn >= plain / 40 * 0.999).all()
-    torch.testing.assert_close(YarnAngles(64, 10000.0, 1.0, 4096, 32.0, 1.0).inverse_frequencies(), plain)
+    torch.testing.assert_close(
+        YarnAngles(64, 10000.0, 1.0, 4096, 32.0, 1.0).inverse_frequencies(), plain
+    )
     assert yarn_scale(1.0, 1.0) == 1.0
     assert yarn_scale(40.0, 1.0) == pytest.approx(1.3689, abs=1e-4)
 

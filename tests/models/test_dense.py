@@ -29,13 +29,17 @@ LENGTHS = (1, 6, 7, 24, 150)
 
 def ours(name: str, **sizes: Any) -> torch.nn.Module:
     module = find(name)
-    return module.Model(shape_of(module, "debugmodel", {"tied_embeddings": False, **sizes}, "rmsnorm"))
+    return module.Model(
+        shape_of(module, "debugmodel", {"tied_embeddings": False, **sizes}, "rmsnorm")
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_mistral_matches_hugging_face(window: int | None) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.MistralConfig(**HF_GROUPED, head_dim=8, sliding_window=window, rms_norm_eps=1e-5)
+    config = transformers.MistralConfig(
+        **HF_GROUPED, head_dim=8, sliding_window=window, rms_norm_eps=1e-5
+    )
     model = ours("mistral", **GROUPED, sliding_window=window or 0)
     assert_same_logits_and_gradients(transformers.MistralForCausalLM(config), model, LENGTHS)
 
@@ -43,7 +47,9 @@ def test_mistral_matches_hugging_face(window: int | None) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_qwen2_matches_hugging_face(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(**HF_GROUPED, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+    config = transformers.Qwen2Config(
+        **HF_GROUPED, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied
+    )
     model = ours("qwen2", **GROUPED, tied_embeddings=tied)
     assert_same_logits_and_gradients(transformers.Qwen2ForCausalLM(config), model, LENGTHS)
 
@@ -53,7 +59,9 @@ def test_llama_matches_hugging_face(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     theta = 1e4 if family == "llama2" else 5e5
     config = transformers.LlamaConfig(**HF_GROUPED, rope_theta=theta, rms_norm_eps=1e-5)
-    assert_same_logits_and_gradients(transformers.LlamaForCausalLM(config), ours(family, **GROUPED), LENGTHS)
+    assert_same_logits_and_gradients(
+        transformers.LlamaForCausalLM(config), ours(family, **GROUPED), LENGTHS
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,15 +107,25 @@ def test_biases_exist_where_they_should_and_start_at_zero() -> None:
 
 
 def test_published_models_have_their_windows_angles_and_tied_embeddings() -> None:
-    windows = {flavor: fields.get("sliding_window", 0) for flavor, fields in find("mistral").FLAVORS.items()}
+    windows = {
+        flavor: fields.get("sliding_window", 0)
+        for flavor, fields in find("mistral").FLAVORS.items()
+    }
     assert {flavor for flavor, window in windows.items() if window} == {"debugmodel", "7B-v0.1"}
     assert windows["7B-v0.1"] == 4096
     module = find("mistral")
-    thetas = {flavor: shape_of(module, flavor, {}, "rmsnorm").rope_theta for flavor in module.FLAVORS}
-    assert thetas.pop("7B-v0.1") == thetas.pop("debugmodel") == 1e4 and set(thetas.values()) == {1e6}
+    thetas = {
+        flavor: shape_of(module, flavor, {}, "rmsnorm").rope_theta for flavor in module.FLAVORS
+    }
+    assert thetas.pop("7B-v0.1") == thetas.pop("debugmodel") == 1e4 and set(thetas.values()) == {
+        1e6
+    }
     module = find("qwen2")
     shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
-    assert all(shape.rope_theta == 1e6 and shape.qkv_bias and not shape.sliding_window for shape in shapes.values())
+    assert all(
+        shape.rope_theta == 1e6 and shape.qkv_bias and not shape.sliding_window
+        for shape in shapes.values()
+    )
     assert {flavor for flavor, shape in shapes.items() if shape.tied_embeddings} == {
         "debugmodel",
         "0.5B",
@@ -116,7 +134,10 @@ def test_published_models_have_their_windows_angles_and_tied_embeddings() -> Non
     }
     module = find("neox")
     shapes = {flavor: shape_of(module, flavor, {}, "rmsnorm") for flavor in module.FLAVORS}
-    assert all(shape.num_heads * shape.head_dim == shape.dim == shape.ffn_dim / 4 for shape in shapes.values())
+    assert all(
+        shape.num_heads * shape.head_dim == shape.dim == shape.ffn_dim / 4
+        for shape in shapes.values()
+    )
     assert {flavor for flavor, shape in shapes.items() if shape.hidden_act != "gelu"} == {"20B"}
 
 
@@ -139,7 +160,9 @@ def test_flops_of_attention_count_only_the_window() -> None:
         ("rotary_pct", 1.5, ["rotary_pct=1.5", "turns 48 of the 32"]),
     ],
 )
-def test_neox_rejects_invalid_rotary_fractions(field: str, value: Any, fragments: list[str]) -> None:
+def test_neox_rejects_invalid_rotary_fractions(
+    field: str, value: Any, fragments: list[str]
+) -> None:
     module = find("neox")
     with pytest.raises(ConfigError) as error:
         build(module, shape_of(module, "debugmodel", {field: value}, "rmsnorm"))

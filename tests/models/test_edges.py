@@ -35,13 +35,17 @@ NIGHTLY = {"fsdp": {}, "pp": piped("1F1B")}
 
 
 def edged(config: Config, overrides: dict[str, Any]) -> Config:
-    return replace(config, model=replace(config.model, overrides={**config.model.overrides, **overrides}))
+    return replace(
+        config, model=replace(config.model, overrides={**config.model.overrides, **overrides})
+    )
 
 
 def runs_on(mesh: str) -> list[str]:
     """Return the sizes that a mesh supports: with experts for EP, and with enough layers for PP."""
     if mesh == "ep":
-        return [name for name, (family, _) in EDGES.items() if family in ("deepseek_v3", "qwen3_moe")]
+        return [
+            name for name, (family, _) in EDGES.items() if family in ("deepseek_v3", "qwen3_moe")
+        ]
     return [name for name in EDGES if mesh != "pp" or name != "one layer"]
 
 
@@ -57,7 +61,9 @@ def run_edges(rank: int, mesh: str | None, layers: str) -> dict[str, Result]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in NIGHTLY)])
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.nightly) for mesh in NIGHTLY)]
+)
 def test_edge_cases_of_sizes_have_the_numbers_of_one_process(mesh: str) -> None:
     (expected,) = run_ranks(1, run_edges, None, mesh)
     for results in run_ranks(2, run_edges, mesh, mesh):

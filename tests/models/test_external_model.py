@@ -123,7 +123,9 @@ def write(folder: Path, *changes: tuple[str, str], name: str = "my_model.py") ->
 
 def config_of(path: str, **sections):
     config = tiny_config(**sections)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, name=path, flavor="small", overrides={}))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, name=path, flavor="small", overrides={})
+    )
 
 
 def test_model_file_of_a_user_has_the_same_numbers_on_every_mesh(tmp_path: Path) -> None:
@@ -156,7 +158,9 @@ def test_views_changed_in_place_train_as_on_one_process(parallelism, tmp_path: P
 
 def test_model_file_works_inside_and_outside_of_the_package(tmp_path: Path) -> None:
     module = find(write(tmp_path))
-    assert shape_of(module, "wide", {"num_layers": 3}, "rmsnorm") == module.Config(dim=64, num_layers=3)
+    assert shape_of(module, "wide", {"num_layers": 3}, "rmsnorm") == module.Config(
+        dim=64, num_layers=3
+    )
 
 
 def test_model_file_does_not_shadow_an_installed_package(tmp_path: Path) -> None:
@@ -168,7 +172,9 @@ def test_model_file_does_not_shadow_an_installed_package(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("part", ["Config", "Model", "LAYOUT", "FLAVORS", "initial"])
 def test_missing_part_is_named(part: str, tmp_path: Path) -> None:
-    definition = {"Config": "class Config", "Model": "class Model", "initial": "def initial"}.get(part, f"{part} =")
+    definition = {"Config": "class Config", "Model": "class Model", "initial": "def initial"}.get(
+        part, f"{part} ="
+    )
     path = write(tmp_path, (definition, definition.replace(part, "Other")))
     with pytest.raises(ConfigError, match=rf"model.name=.*my_model.py.* has no {part};") as error:
         find(path)
@@ -209,7 +215,9 @@ def test_missing_part_is_named(part: str, tmp_path: Path) -> None:
         (('first=("tokens",)', 'first=("blocks.0",)'), ["blocks.0 must be a direct child"]),
     ],
 )
-def test_violated_requirement_is_a_config_error_with_its_name(change, parts: list[str], tmp_path: Path) -> None:
+def test_violated_requirement_is_a_config_error_with_its_name(
+    change, parts: list[str], tmp_path: Path
+) -> None:
     module = find(write(tmp_path, change))
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())
@@ -235,14 +243,18 @@ def test_missing_model_file_is_rejected(tmp_path: Path) -> None:
         find(str(tmp_path / "absent.py"))
 
 
-@pytest.mark.parametrize("name", ["lama3", "layers", "yarn", "__init__", "../llama3", "llama3.sub", ""])
+@pytest.mark.parametrize(
+    "name", ["lama3", "layers", "yarn", "__init__", "../llama3", "llama3.sub", ""]
+)
 def test_unknown_name_lists_the_models(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a model file; use .*llama2, llama3"):
         find(name)
 
 
 def test_unknown_flavor_lists_the_flavors() -> None:
-    with pytest.raises(ConfigError, match=r'model.flavor="9B" is unknown; use one of 2.6M, debugmodel, .*8B'):
+    with pytest.raises(
+        ConfigError, match=r'model.flavor="9B" is unknown; use one of 2.6M, debugmodel, .*8B'
+    ):
         shape_of(find("llama3"), "9B", {}, "rmsnorm")
 
 
@@ -250,7 +262,9 @@ def test_each_unknown_override_is_reported() -> None:
     with pytest.raises(ConfigError, match="not a field of the model's Config") as error:
         shape_of(find("llama3"), "8B", {"dims": 3, "layers": 4, "dim": 8}, "rmsnorm")
     assert len(error.value.problems) == 2
-    assert "model.overrides.dims=3" in str(error.value) and "model.overrides.layers=4" in str(error.value)
+    assert "model.overrides.dims=3" in str(error.value) and "model.overrides.layers=4" in str(
+        error.value
+    )
 
 
 def test_overrides_take_precedence_over_the_flavor_and_the_norm_is_set() -> None:

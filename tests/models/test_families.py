@@ -20,7 +20,8 @@ from shardtrain.models.layers import HeadNumbers
 from shardtrain.ops import init_weights
 
 FOLDER = Path(shardtrain.models.__file__).parent
-FAMILIES = [name for name in model_names() if name != "transformers"]  # defined by a folder, in its own terms
+# defined by a folder, in its own terms
+FAMILIES = [name for name in model_names() if name != "transformers"]
 CAUSAL = [name for name in FAMILIES if getattr(find(name), "CAUSAL", True)]
 
 # Llama 2's 7B, 13B, 70B, Llama 3.1's 8B, 70B, 405B and Llama 3.2's 1B, 3B are published. Others are computed:
@@ -81,7 +82,11 @@ def small_shape(family: str, **overrides) -> tuple[Any, Any]:
     """Return the module of a family and a small Config."""
     module = find(family)
     known = {field.name for field in dataclasses.fields(module.Config)}
-    sizes = {name: size for name, size in {**SHAPE, "tied_embeddings": False, **overrides}.items() if name in known}
+    sizes = {
+        name: size
+        for name, size in {**SHAPE, "tied_embeddings": False, **overrides}.items()
+        if name in known
+    }
     return module, shape_of(module, next(iter(module.FLAVORS)), sizes, "rmsnorm")
 
 
@@ -98,12 +103,16 @@ def tiny(family: str, **overrides) -> tuple[Any, nn.Module]:
 
 def inputs(tokens: int = 12) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, SHAPE["vocab_size"], (2, tokens), generator=generator), torch.arange(tokens).expand(2, -1)
+    return torch.randint(0, SHAPE["vocab_size"], (2, tokens), generator=generator), torch.arange(
+        tokens
+    ).expand(2, -1)
 
 
 def test_every_flavor_of_dense_families_has_a_known_size() -> None:
     dense = ("llama2", "llama3", "mistral", "qwen2", "neox")
-    assert {(family, flavor) for family in dense for flavor in find(family).FLAVORS} == set(PARAMETER_COUNTS)
+    assert {(family, flavor) for family in dense for flavor in find(family).FLAVORS} == set(
+        PARAMETER_COUNTS
+    )
 
 
 @pytest.mark.parametrize(("family", "flavor"), PARAMETER_COUNTS)
@@ -111,17 +120,24 @@ def test_every_flavor_has_its_parameter_count_and_a_valid_layout(family: str, fl
     module = find(family)
     shape = shape_of(module, flavor, {}, "rmsnorm")
     model = build(module, shape)  # on the meta device: 405B costs no memory
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETER_COUNTS[family, flavor]
+    assert (
+        sum(parameter.numel() for parameter in model.parameters())
+        == PARAMETER_COUNTS[family, flavor]
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
     names = [name for name, _ in model.named_parameters()]
     assert check(module.LAYOUT, [name for name, _ in model.named_modules()], names) == []
-    assert init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers).keys() == set(names)
+    assert init_weights.plan(
+        names, module.initial(shape), module.LAYOUT, shape.num_layers
+    ).keys() == set(names)
 
 
 @pytest.mark.parametrize("family", ["llama2", "llama3"])
 @pytest.mark.parametrize("norm_type", ["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_norm_builds_with_and_without_tied_embeddings(family: str, norm_type: str, tied: bool) -> None:
+def test_every_norm_builds_with_and_without_tied_embeddings(
+    family: str, norm_type: str, tied: bool
+) -> None:
     module = find(family)
     model = build(module, shape_of(module, "debugmodel", {"tied_embeddings": tied}, norm_type))
     names = {name for name, _ in model.named_parameters()}
@@ -137,10 +153,16 @@ def test_initial_residual_projections_decrease_with_depth(depth_init: bool) -> N
     draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, 6)
     for leaf in ("attn.wo", "ffn.w2", "ffn.w3"):
         stds = [draws[f"layers.{i}.{leaf}.weight"].std for i in range(6)]
-        assert stds == pytest.approx([0.02 / (2 * (i + 1 if depth_init else 6)) ** 0.5 for i in range(6)])
+        assert stds == pytest.approx(
+            [0.02 / (2 * (i + 1 if depth_init else 6)) ** 0.5 for i in range(6)]
+        )
     assert draws["layers.3.attn.wq.weight"].std == 0.02
     assert draws["head.weight"].std == 256**-0.5 and draws["head.weight"].cutoff == 3.0
-    assert draws["norm.weight"].distribution == draws["layers.0.attn_norm.weight"].distribution == "ones"
+    assert (
+        draws["norm.weight"].distribution
+        == draws["layers.0.attn_norm.weight"].distribution
+        == "ones"
+    )
 
 
 @pytest.mark.parametrize("family", CAUSAL)
@@ -160,11 +182,15 @@ def test_encoder_attends_in_both_directions_only_within_a_document() -> None:
     tokens, positions = inputs()
     changed = tokens.clone()
     changed[:, 8] = (changed[:, 8] + 1) % SHAPE["vocab_size"]
-    assert (model(tokens, positions) - model(changed, positions)).abs().amax(dim=(0, 2)).min() > 1e-6
+    assert (model(tokens, positions) - model(changed, positions)).abs().amax(
+        dim=(0, 2)
+    ).min() > 1e-6
     documents = (positions >= 8).long()
     before, after = model(tokens, positions, documents), model(changed, positions, documents)
     assert torch.equal(before[:, :8], after[:, :8])
-    torch.testing.assert_close(before[:, :8], model(tokens[:, :8], positions[:, :8]), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        before[:, :8], model(tokens[:, :8], positions[:, :8]), atol=1e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -188,7 +214,9 @@ def test_positions_apply_per_row(family: str) -> None:
     tokens, positions = inputs()
     changed = positions.clone()
     changed[1] = torch.arange(12) % 6
-    torch.testing.assert_close(model(tokens, changed)[0], model(tokens, positions)[0], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        model(tokens, changed)[0], model(tokens, positions)[0], atol=1e-6, rtol=1e-5
+    )
     assert not torch.equal(model(tokens, positions)[1], model(tokens, changed)[1])
 
 
@@ -219,7 +247,8 @@ def test_forward_is_a_chain_that_can_be_split_between_layers(family: str, cut: i
     assert hidden.shape == (2, 12, SHAPE["dim"])
     assert torch.equal(back(hidden, positions), full_model(tokens, positions))
     names_of_stages = {name for stage in (front, back) for name, _ in stage.named_parameters()}
-    assert names_of_stages == {name for name, _ in full_model.named_parameters()}  # names never change
+    # names never change
+    assert names_of_stages == {name for name, _ in full_model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,7 +259,11 @@ def test_head_counts_follow_from_weight_shapes(family: str) -> None:
         if not isinstance(submodule, nn.Linear | HeadNumbers):
             continue
         style = next(
-            (w for pattern, w in module.LAYOUT.tensor.items() if shardtrain.layout.matches(path, pattern)),
+            (
+                w
+                for pattern, w in module.LAYOUT.tensor.items()
+                if shardtrain.layout.matches(path, pattern)
+            ),
             "",
         )
         if style in ("colwise", "rowwise", "per_head"):
@@ -245,7 +278,11 @@ def test_head_counts_follow_from_weight_shapes(family: str) -> None:
 def test_each_layer_has_a_core_without_parameters_or_buffers(family: str) -> None:
     module, model = tiny(family)
     globs = [glob for glob in (module.LAYOUT.context, module.LAYOUT.recurrence) if glob]
-    cores = [m for path, m in model.named_modules() if any(shardtrain.layout.matches(path, glob) for glob in globs)]
+    cores = [
+        m
+        for path, m in model.named_modules()
+        if any(shardtrain.layout.matches(path, glob) for glob in globs)
+    ]
     assert len(cores) == SHAPE["num_layers"]
     assert all(not list(core.parameters()) and not list(core.buffers()) for core in cores)
 
@@ -270,7 +307,9 @@ def test_models_accept_any_token_count_and_batch_size(family: str) -> None:
         ("llama3", "405B", 5e5, "llama3", 8.0),
     ],
 )
-def test_flavors_have_their_rotary_angles(family: str, flavor: str, theta: float, scaling: str, factor) -> None:
+def test_flavors_have_their_rotary_angles(
+    family: str, flavor: str, theta: float, scaling: str, factor
+) -> None:
     module = find(family)
     rope = build(module, shape_of(module, flavor, {}, "rmsnorm")).rope
     assert (rope.theta, rope.scaling, rope.head_dim) == (
@@ -295,8 +334,13 @@ def test_rotary_options_reach_the_model() -> None:
         "high_freq_factor": 5.0,
         "original_seq_len": 100,
     }
-    overrides = {f"rope_{'scaling_' if key == 'factor' else ''}{key}": value for key, value in numbers.items()}
-    shape = shape_of(module, "debugmodel", {**overrides, "rope_scaling": "linear", "rope_theta": 7.0}, "rmsnorm")
+    overrides = {
+        f"rope_{'scaling_' if key == 'factor' else ''}{key}": value
+        for key, value in numbers.items()
+    }
+    shape = shape_of(
+        module, "debugmodel", {**overrides, "rope_scaling": "linear", "rope_theta": 7.0}, "rmsnorm"
+    )
     rope = build(module, shape).rope
     assert {key: getattr(rope, key) for key in numbers} == numbers
     assert (rope.scaling, rope.theta) == ("linear", 7.0)
@@ -305,7 +349,12 @@ def test_rotary_options_reach_the_model() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_model_files_know_no_parallelism_configuration_or_environment(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {
         f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
@@ -320,7 +369,9 @@ def test_model_files_know_no_parallelism_configuration_or_environment(path: Path
         "os",
     )
     for name in imported:
-        assert not any(name == package or name.startswith(f"{package}.") for package in refused), name
+        assert not any(name == package or name.startswith(f"{package}.") for package in refused), (
+            name
+        )
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not (attributes | names) & {"environ", "getenv", "distributed"}

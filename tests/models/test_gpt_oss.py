@@ -86,7 +86,9 @@ def test_each_mechanism_changes_logits(tmp_path: Path) -> None:
         assert (changed(*rows()) - expected_BTV).abs().max() > 1e-3, name
     without = find("gpt_oss").Model(config).eval()
     weights = model.state_dict()
-    without.load_state_dict({name: w - 100.0 if "sinks" in name else w for name, w in weights.items()})
+    without.load_state_dict(
+        {name: w - 100.0 if "sinks" in name else w for name, w in weights.items()}
+    )
     assert (without(*rows()) - expected_BTV).abs().max() > 1e-3
 
 
@@ -122,7 +124,9 @@ def test_gradients_of_sinks_and_biases_match_hugging_face(tmp_path: Path) -> Non
 def test_different_order_of_layers_uses_transformers(tmp_path: Path) -> None:
     folder = save(build_theirs("gpt_oss"), tmp_path / "hf")
     fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**fields, "layer_types": ["full_attention", "sliding_attention"]}))
+    (folder / "config.json").write_text(
+        json.dumps({**fields, "layer_types": ["full_attention", "sliding_attention"]})
+    )
     description = recognise(folder)
     assert description.name == "transformers" and "layer_types" in description.notices[0]
 
@@ -135,8 +139,12 @@ def packed_folder(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator).to(torch.uint8)
-        scales = torch.randint(118, 127, (experts, outputs, inputs // 32), generator=generator).to(torch.uint8)
+        blocks = torch.randint(
+            0, 256, (experts, outputs, inputs // 32, 16), generator=generator
+        ).to(torch.uint8)
+        scales = torch.randint(118, 127, (experts, outputs, inputs // 32), generator=generator).to(
+            torch.uint8
+        )
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -184,12 +192,16 @@ def test_mxfp4_weights_are_exported_dequantized(tmp_path: Path) -> None:
             "requires .*_scales",
         ),
         (
-            lambda t: t.update({n: x[..., :8].contiguous() for n, x in t.items() if n.endswith("_blocks")}),
+            lambda t: t.update(
+                {n: x[..., :8].contiguous() for n, x in t.items() if n.endswith("_blocks")}
+            ),
             "are not blocks",
         ),
     ],
 )
-def test_mismatched_blocks_and_scales_are_rejected(damage: Any, message: str, tmp_path: Path) -> None:
+def test_mismatched_blocks_and_scales_are_rejected(
+    damage: Any, message: str, tmp_path: Path
+) -> None:
     folder, _ = packed_folder(tmp_path)
     tensors = load_file(folder / "model.safetensors")
     damage(tensors)

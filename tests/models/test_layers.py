@@ -63,7 +63,8 @@ def test_rotary_frequencies_follow_their_formula(head_dim, theta, options, scali
     expected = torch.tensor(rotary_reference(head_dim, theta, scaling, factor), dtype=torch.float64)
     frequencies = RotaryAngles(head_dim, theta, **options).inverse_frequencies()
     assert frequencies.dtype == torch.float32
-    torch.testing.assert_close(frequencies.double(), expected, rtol=2e-6, atol=0)  # a few float32 roundings
+    # a few float32 roundings
+    torch.testing.assert_close(frequencies.double(), expected, rtol=2e-6, atol=0)
 
 
 def test_llama3_scaling_changes_only_long_wavelengths() -> None:
@@ -97,7 +98,9 @@ def test_rotary_angles_match_transformers() -> None:
         rope_scaling={**scaling, "original_max_position_embeddings": 8192},
     )
     reference = LlamaRotaryEmbedding(config).inv_freq
-    torch.testing.assert_close(RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies(), reference, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        RotaryAngles(128, 5e5, **LLAMA31).inverse_frequencies(), reference, rtol=1e-6, atol=0
+    )
 
 
 def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> None:
@@ -112,7 +115,9 @@ def test_angles_are_float32_cosines_and_sines_of_position_times_frequency() -> N
 
 
 def test_rotary_angles_have_no_tensors() -> None:
-    assert not RotaryAngles(8, 1e4).state_dict(keep_vars=True) and not list(RotaryAngles(8, 1e4).buffers())
+    assert not RotaryAngles(8, 1e4).state_dict(keep_vars=True) and not list(
+        RotaryAngles(8, 1e4).buffers()
+    )
 
 
 def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() -> None:
@@ -125,7 +130,9 @@ def test_rotation_acts_on_pairs_half_a_head_apart_and_keeps_norms_and_dtype() ->
     expected = complex_x * torch.polar(
         torch.ones(3, 1, 4).double(), torch.arange(3.0).double()[:, None, None] * frequencies
     )
-    torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        turned, torch.cat([expected.real, expected.imag], -1), atol=1e-6, rtol=0
+    )
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=0)
     assert rotate(x.bfloat16(), angles).dtype == torch.bfloat16
 
@@ -146,7 +153,9 @@ def attention_reference(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 3)])
-def test_attention_core_is_causal_softmax_over_grouped_heads(num_heads: int, num_kv_heads: int) -> None:
+def test_attention_core_is_causal_softmax_over_grouped_heads(
+    num_heads: int, num_kv_heads: int
+) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 7, num_heads, 8, requires_grad=True)
     k, v = (torch.randn(2, 7, num_kv_heads, 8, requires_grad=True) for _ in range(2))
@@ -171,7 +180,9 @@ def test_attention_derives_head_counts_from_weights() -> None:
     for part in range(2):
         half = Attention(16, num_heads=4, num_kv_heads=2, head_dim=4)
         for name in ("wq", "wk", "wv"):
-            half.get_submodule(name).weight = torch.nn.Parameter(getattr(full_attention, name).weight.chunk(2)[part])
+            half.get_submodule(name).weight = torch.nn.Parameter(
+                getattr(full_attention, name).weight.chunk(2)[part]
+            )
         half.wo.weight = torch.nn.Parameter(full_attention.wo.weight.chunk(2, dim=1)[part])
         parts.append(half(x, angles))
     torch.testing.assert_close(parts[0] + parts[1], full_attention(x, angles), atol=1e-6, rtol=1e-5)

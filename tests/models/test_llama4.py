@@ -52,7 +52,9 @@ def native_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def rows(vocab_size: int = 260) -> tuple[Tensor, Tensor]:
-    tokens_BT = torch.randint(0, vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens_BT = torch.randint(
+        0, vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1)
+    )
     return tokens_BT, torch.arange(TOKENS).expand(2, -1)
 
 
@@ -124,7 +126,10 @@ def multimodal_folder(tmp_path: Path) -> tuple[Any, Path]:
         "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 8},
     }
     (folder / "config.json").write_text(json.dumps(model_config))
-    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        f"language_model.{name}": tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     tensors["vision_model.class_embedding"] = torch.zeros(8)
     tensors["multi_modal_projector.linear_1.weight"] = torch.zeros(32, 8)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -136,15 +141,24 @@ def test_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     reference, folder = multimodal_folder(tmp_path)
     description = recognise(folder)
-    assert description.name == "llama4" and any("vision_config" in notice for notice in description.notices)
-    torch.testing.assert_close(native_model(folder)(*rows()), reference(rows()[0]).logits, atol=1e-5, rtol=1e-5)
+    assert description.name == "llama4" and any(
+        "vision_config" in notice for notice in description.notices
+    )
+    torch.testing.assert_close(
+        native_model(folder)(*rows()), reference(rows()[0]).logits, atol=1e-5, rtol=1e-5
+    )
     checkpoint, back = str(tmp_path / "checkpoint"), tmp_path / "back"
     assert main(["import", str(folder), "--to", checkpoint, "--check", "weights"]) == 0
     assert main(["export", checkpoint, "--to", str(back), "--check", "logits"]) == 0
     exported_config = json.loads((back / "config.json").read_text())
-    assert exported_config["architectures"] == ["Llama4ForCausalLM"] and exported_config["model_type"] == "llama4_text"
+    assert (
+        exported_config["architectures"] == ["Llama4ForCausalLM"]
+        and exported_config["model_type"] == "llama4_text"
+    )
     before, after = reference.state_dict(), load_file(back / "model.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +170,9 @@ def test_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_different_order_of_layers_uses_transformers(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_different_order_of_layers_uses_transformers(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     folder = save(build_theirs("llama4"), tmp_path / "hf")
     fields = json.loads((folder / "config.json").read_text())
@@ -211,7 +227,9 @@ MAVERICK = {
         ("17bx128e", {**MAVERICK, "moe_layers": list(range(1, 48, 2))}),
     ],
 )
-def test_published_configurations_match_the_flavors(flavor: str, changed: dict[str, Any], tmp_path: Path) -> None:
+def test_published_configurations_match_the_flavors(
+    flavor: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
     published_config = {**PUBLISHED, "text_config": {**PUBLISHED["text_config"], **changed}}
     (tmp_path / "config.json").write_text(json.dumps(published_config))
     description = describe(tmp_path)

@@ -48,8 +48,14 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
     r, out = moe.routing, []
     for x_D in x_BTD.flatten(0, 1):
         logits_E = moe.router.gate.weight @ x_D
-        scores_E = logits_E.exp() / logits_E.exp().sum() if r.score_func == "softmax" else 1 / (1 + (-logits_E).exp())
-        choice_E = scores_E.detach() + (0 if moe.router.expert_bias is None else moe.router.expert_bias)
+        scores_E = (
+            logits_E.exp() / logits_E.exp().sum()
+            if r.score_func == "softmax"
+            else 1 / (1 + (-logits_E).exp())
+        )
+        choice_E = scores_E.detach() + (
+            0 if moe.router.expert_bias is None else moe.router.expert_bias
+        )
         size = r.num_experts // r.num_groups
         groups = [sum(sorted(g.tolist())[-r.group_top_k :]) for g in choice_E.split(size)]
         best = sorted(range(r.num_groups), key=lambda g: -groups[g])[: r.top_groups]
@@ -71,7 +77,9 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("shared", [0, 20])
-@pytest.mark.parametrize("is_fused", [False, True])  # the fused function, which is otherwise used for many rows
+@pytest.mark.parametrize(
+    "is_fused", [False, True]
+)  # the fused function, which is otherwise used for many rows
 def test_block_matches_a_loop_over_tokens_and_experts(
     name: str, shared: int, is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +90,9 @@ def test_block_matches_a_loop_over_tokens_and_experts(
     expected = plain(moe, reference_input)
     out = moe(x)
     torch.testing.assert_close(out, expected)
-    expected_gradients = torch.autograd.grad((expected**2).sum(), [reference_input, *moe.parameters()])
+    expected_gradients = torch.autograd.grad(
+        (expected**2).sum(), [reference_input, *moe.parameters()]
+    )
     for gradient, expected_gradient in zip(
         torch.autograd.grad((out**2).sum(), [x, *moe.parameters()]), expected_gradients, strict=True
     ):
@@ -130,7 +140,9 @@ def mixed(
     return [out.detach(), *torch.autograd.grad(out, leaves, start)]
 
 
-def plain_mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
+def plain_mix(
+    x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor
+) -> Tensor:
     """Reference: loop over the experts of each token."""
     sums = []
     for x_D, expert_K, weights_K in zip(x_SD, choice.expert_SK, choice.weights_SK, strict=True):
@@ -152,7 +164,9 @@ def test_fused_experts_match_a_loop(name: str, roomy: bool, top_k: int) -> None:
         places = expert_mix.Places(choice.expert_SK, EXPERTS, roomy, by_size)
         return expert_mix._Mix.apply(x_SD, choice.weights_SK, *weights, places)
 
-    for actual, expected in zip(*(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True):
+    for actual, expected in zip(
+        *(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True
+    ):
         torch.testing.assert_close(actual, expected)
 
 
@@ -165,15 +179,24 @@ def test_every_row_has_a_place_and_sizes_are_few() -> None:
         order = places.order_E if by_size else torch.arange(EXPERTS)
         # Each size covers the rows of its expert. It is a multiple of a power of two of at most an eighth of the mean:
         # 16, or 8 if experts are sorted
-        assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool((sizes % (8 if by_size else 16) == 0).all())
+        assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool(
+            (sizes % (8 if by_size else 16) == 0).all()
+        )
         assert places.num_places == int(sizes.sum())
-        assert sizes.tolist() == [[0, 16, 256, 64, 64, 1024, 16, 32], [24, 24, 24, 24, 64, 64, 256, 1024]][by_size]
+        assert (
+            sizes.tolist()
+            == [[0, 16, 256, 64, 64, 1024, 16, 32], [24, 24, 24, 24, 64, 64, 256, 1024]][by_size]
+        )
         # Rows have distinct places within the range of their expert
-        starts = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0) - sizes)
+        starts = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(
+            0, order, sizes.cumsum(0) - sizes
+        )
         stops = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0))
         expert_R = expert_SK.flatten()
         assert places.place_R.unique().numel() == sum(counts)
-        assert bool(((places.place_R >= starts[expert_R]) & (places.place_R < stops[expert_R])).all())
+        assert bool(
+            ((places.place_R >= starts[expert_R]) & (places.place_R < stops[expert_R])).all()
+        )
         x_SD = torch.arange(1.0, len(expert_SK) + 1).unsqueeze(1)
         rows_PD = places.rows_of(x_SD)
         assert torch.equal(rows_PD[places.place_R], x_SD.repeat_interleave(4, 0))
@@ -195,20 +218,30 @@ def test_batches_have_the_lowest_cost() -> None:
         return [[(n, remaining[n - 1]), *others] for n in allowed for others in ways(remaining[n:])]
 
     split = expert_mix.batches(counts, 0)
-    assert cost([(batch.experts, batch.size) for batch in split]) == min(cost(way) for way in ways(counts))
-    stops = [(batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in split]
+    assert cost([(batch.experts, batch.size) for batch in split]) == min(
+        cost(way) for way in ways(counts)
+    )
+    stops = [
+        (batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in split
+    ]
     assert [(batch.first, batch.start) for batch in split] == [(0, 0), *stops[:-1]]
     assert stops[-1][0] == len(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [(64, 32), (256, 192)])  # small experts, which are sorted, and large ones
-def test_fused_experts_are_as_accurate_in_16_bits(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "sizes", [(64, 32), (256, 192)]
+)  # small experts, which are sorted, and large ones
+def test_fused_experts_are_as_accurate_in_16_bits(
+    sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Compare errors against float64 with those of separate sorting, products, unsorting and summation.
 
     Errors of a few thousand numbers with random rounding to 2^-9 agree within a few percent.
     """
-    expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[:, :2]
+    expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[
+        :, :2
+    ]
     assert (3 * sizes[0] * sizes[1] <= expert_mix.SMALL_EXPERT_NUMEL) == (sizes == (64, 32))
 
     def step_by_step(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
@@ -237,7 +270,9 @@ def test_frozen_weight_has_no_gradient_and_others_are_unchanged(by_size: bool) -
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
     def gradients(frozen: int | None) -> list[Tensor | None]:
-        leaves = [one.clone().requires_grad_(number != frozen) for number, one in enumerate(tensors)]
+        leaves = [
+            one.clone().requires_grad_(number != frozen) for number, one in enumerate(tensors)
+        ]
         expert_mix._Mix.apply(*leaves, places).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
@@ -379,12 +414,18 @@ def expected_balance_loss(moe: MoE, x_BTD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("coefficients", [(0.3, 0.0), (0.0, 0.2), (0.3, 0.2)])
-def test_balance_losses_add_their_weighted_gradients(score_func: str, coefficients: tuple[float, float]) -> None:
+def test_balance_losses_add_their_weighted_gradients(
+    score_func: str, coefficients: tuple[float, float]
+) -> None:
     balance, z = coefficients
-    moe = block(Routing(EXPERTS, 2, score_func=score_func, balance_loss_coeff=balance, z_loss_coeff=z))
+    moe = block(
+        Routing(EXPERTS, 2, score_func=score_func, balance_loss_coeff=balance, z_loss_coeff=z)
+    )
     x = tokens().requires_grad_()
     moe.balance.loss_weight = torch.tensor(0.25)
-    gradients = torch.autograd.grad((moe(x) ** 2).sum(), [x, moe.router.gate.weight, moe.experts.w1])
+    gradients = torch.autograd.grad(
+        (moe(x) ** 2).sum(), [x, moe.router.gate.weight, moe.experts.w1]
+    )
     loss = expected_balance_loss(moe, x)
     total_loss = (plain(moe, x) ** 2).sum() + 0.25 * loss
     for gradient, expected in zip(
@@ -405,7 +446,9 @@ def test_balance_losses_do_not_depend_on_batching() -> None:
         moe.balance.reset()
         for rows in x.split(size):
             (moe(rows) ** 2).sum().backward()
-        gradients_of_batchings.append((moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E))
+        gradients_of_batchings.append(
+            (moe.router.gate.weight.grad.clone(), moe.balance.loss_sum, moe.balance.count_E)
+        )
     torch.testing.assert_close(gradients_of_batchings[0], gradients_of_batchings[1])
 
 
@@ -461,7 +504,9 @@ def test_tokens_are_counted_once_with_recomputation_and_never_in_evaluation(
     assert moe.balance.count_E is None
     expected = torch.bincount(moe.router(x)[2].flatten(), minlength=EXPERTS)
     for times in (1, 2):
-        checkpoint(nn.Module.__call__, moe, x.requires_grad_(), use_reentrant=False).sum().backward()
+        checkpoint(
+            nn.Module.__call__, moe, x.requires_grad_(), use_reentrant=False
+        ).sum().backward()
         assert torch.equal(moe.balance.count_E, expected * times)
     moe.balance.reset()
     assert moe.balance.count_E is None and moe.balance.loss_sum is None
@@ -485,7 +530,9 @@ def test_invalid_routing_is_rejected(fields: dict[str, object], message: str) ->
 
 @pytest.mark.parametrize("copies", [1, 3])
 def test_rows_are_sorted_and_unsorted(copies: int) -> None:
-    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     order = torch.randperm(5 * copies, generator=torch.Generator().manual_seed(1))
     inverse = inverse_of(order)
     rows = repeat_and_permute(x, copies, order, inverse)
@@ -496,7 +543,9 @@ def test_rows_are_sorted_and_unsorted(copies: int) -> None:
 
 @pytest.mark.parametrize("counts", [[0, 40, 7, 33], [64, 0, 0, 0], [1, 0, 2, 1], [16, 16, 16, 16]])
 @pytest.mark.parametrize("bias", [False, True])
-def test_padding_between_the_rows_of_experts_changes_no_number(counts: list[int], bias: bool) -> None:
+def test_padding_between_the_rows_of_experts_changes_no_number(
+    counts: list[int], bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     experts = Experts(4, DIM, 16, bias)
     with torch.no_grad():
@@ -526,7 +575,9 @@ def test_padding_between_the_rows_of_experts_changes_no_number(counts: list[int]
 def test_only_16_bit_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     compute = Experts._compute
-    monkeypatch.setattr(Experts, "_compute", lambda *given: sizes.append(given[2].tolist()) or compute(*given))
+    monkeypatch.setattr(
+        Experts, "_compute", lambda *given: sizes.append(given[2].tolist()) or compute(*given)
+    )
     counts = torch.tensor([30, 10, 20, 4])
     for dtype in (torch.float32, torch.bfloat16):
         experts = Experts(4, DIM, 16).to(dtype)

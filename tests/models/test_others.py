@@ -25,7 +25,8 @@ from shardtrain.utils.errors import ConfigError
 STEPS, BATCH = 2, 4
 
 TP, CP, PP, EP = (
-    {f"{axis}_degree": 2} for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+    {f"{axis}_degree": 2}
+    for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 )
 RING, ULYSSES = (
     {"context_parallel_rotate_method": "alltoall"},
@@ -71,7 +72,10 @@ OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot divide"
 REFUSED: dict[str, dict[str, str]] = {
     **{name: {"pp": "needs a forward that is a chain"} for name in NO_CHAIN},
     "kerple": {"cp": WHOLE_CORE},
-    **{name: {"cp": "needs to know the attention core, which LAYOUT.context"} for name in NO_ATTENTION},
+    **{
+        name: {"cp": "needs to know the attention core, which LAYOUT.context"}
+        for name in NO_ATTENTION
+    },
     "falcon": {"tp": "the 1 KV heads", "ulysses": "does not divide the 1 KV heads"},
     "gemma2": {"tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
     "griffin": {"cp": "mixes tokens outside of the attention core"},
@@ -87,10 +91,18 @@ REFUSED: dict[str, dict[str, str]] = {
 
 
 def config(name: str, parallelism: dict[str, Any], num_layers: int, num_ranks: int = 1) -> Config:
-    degrees = [parallelism.get(f"{axis}_parallel_degree", 1) for axis in ("tensor", "context", "pipeline")]
+    degrees = [
+        parallelism.get(f"{axis}_parallel_degree", 1) for axis in ("tensor", "context", "pipeline")
+    ]
     data_ranks = num_ranks // (degrees[0] * degrees[1] * degrees[2])
-    training = {"local_batch_size": BATCH if num_ranks == 1 else max(1, BATCH // (2 * data_ranks)) * degrees[2]}
-    tiny = tiny_config(training={"seq_len": 32, "global_batch_size": BATCH, **training}, parallelism=parallelism)
+    training = {
+        "local_batch_size": BATCH
+        if num_ranks == 1
+        else max(1, BATCH // (2 * data_ranks)) * degrees[2]
+    }
+    tiny = tiny_config(
+        training={"seq_len": 32, "global_batch_size": BATCH, **training}, parallelism=parallelism
+    )
     overrides = {"num_layers": num_layers, **OVERRIDES.get(name, {})}
     model = replace(tiny.model, name=str(FOLDER / f"{name}.py"), flavor="tiny", overrides=overrides)
     return replace(tiny, model=model)
@@ -113,7 +125,8 @@ def files_of(mesh: str) -> list[str]:
 
 
 FIRST = {
-    mesh: [name for name in FILES if name not in LATER][number :: len(MESHES)] for number, mesh in enumerate(MESHES)
+    mesh: [name for name in FILES if name not in LATER][number :: len(MESHES)]
+    for number, mesh in enumerate(MESHES)
 }
 """Files of the default tier, each on one mesh. The others are nightly."""
 
@@ -145,22 +158,35 @@ def one_process(name: str, layers: int) -> Result:
 
 def differences(result: Result, expected: Result, times: float = 1) -> list[str]:
     """Return the differences from one process that exceed ``times`` the usual rounding."""
-    messages = [f"initial {name}" for name, w in result.initial.items() if not torch.equal(w, expected.initial[name])]
+    messages = [
+        f"initial {name}"
+        for name, w in result.initial.items()
+        if not torch.equal(w, expected.initial[name])
+    ]
     for step in range(STEPS):
         if not abs(result.losses[step] - expected.losses[step]) <= 1e-5 * times:
-            messages.append(f"loss of step {step + 1}: {result.losses[step]} for {expected.losses[step]}")
+            messages.append(
+                f"loss of step {step + 1}: {result.losses[step]} for {expected.losses[step]}"
+            )
         if not abs(result.grad_norms[step] - expected.grad_norms[step]) <= 1e-4 * times:
-            messages.append(f"norm of step {step + 1}: {result.grad_norms[step]} for {expected.grad_norms[step]}")
+            messages.append(
+                f"norm of step {step + 1}: {result.grad_norms[step]} for {expected.grad_norms[step]}"
+            )
     # gradients of key biases are only rounding, because softmax is invariant to them
     total_norm = sum(gradient.norm() ** 2 for gradient in expected.gradients.values()) ** 0.5
     for name, gradient in result.gradients.items():
         expected_gradient = expected.gradients[name]
-        if not (gradient - expected_gradient).norm() <= (1e-5 * expected_gradient.norm() + 1e-7 * total_norm) * times:
+        if (
+            not (gradient - expected_gradient).norm()
+            <= (1e-5 * expected_gradient.norm() + 1e-7 * total_norm) * times
+        ):
             error = (gradient - expected_gradient).norm() / expected_gradient.norm()
             messages.append(f"gradient of {name}: off by {error:.1e} of its norm")
     for name, weight in result.final.items():
         if not (weight - expected.final[name]).abs().max() <= 2e-6 * times:
-            messages.append(f"final {name}: off by {(weight - expected.final[name]).abs().max():.1e}")
+            messages.append(
+                f"final {name}: off by {(weight - expected.final[name]).abs().max():.1e}"
+            )
     return messages
 
 
@@ -176,7 +202,9 @@ def differences(result: Result, expected: Result, times: float = 1) -> list[str]
         ],
     ),
 )
-def test_files_have_the_numbers_of_one_process_or_are_rejected_for_a_valid_reason(mesh: str, files: list[str]) -> None:
+def test_files_have_the_numbers_of_one_process_or_are_rejected_for_a_valid_reason(
+    mesh: str, files: list[str]
+) -> None:
     wrong: list[str] = []
     for rank, results in enumerate(run_ranks(ALL[mesh][0], run_files, mesh, files)):
         for name, result in results.items():
@@ -203,13 +231,17 @@ def run_compiled(rank: int) -> dict[str, Result]:
         file_config = config(name, TP, 2, num_ranks=2)
         file_config = replace(
             file_config,
-            compile=replace(file_config.compile, enable=True, backend="aot_eager", components=["model"]),
+            compile=replace(
+                file_config.compile, enable=True, backend="aot_eager", components=["model"]
+            ),
         )
         results[name] = train_steps(rank, file_config, STEPS)
     return results
 
 
-@pytest.mark.nightly("compiles three models; compiled tensor parallelism has a law in the default tier")
+@pytest.mark.nightly(
+    "compiles three models; compiled tensor parallelism has a law in the default tier"
+)
 def test_compiled_modules_with_tensor_parallelism_have_the_numbers_of_one_process() -> None:
     """OLMo 2's first attention reads the embedding's output directly. Its gradient was lost in an earlier version."""
     for results in run_ranks(2, run_compiled):

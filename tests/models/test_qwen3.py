@@ -49,7 +49,9 @@ def test_every_flavor_has_its_published_size() -> None:
             assert sum(p.numel() for p in model.parameters()) == SIZES[name, flavor], (name, flavor)
 
 
-@pytest.mark.parametrize(("name", "extra"), [("qwen3", {}), ("qwen3_moe", {**EXPERTS, "load_balance_coeff": 1e-3})])
+@pytest.mark.parametrize(
+    ("name", "extra"), [("qwen3", {}), ("qwen3_moe", {**EXPERTS, "load_balance_coeff": 1e-3})]
+)
 def test_the_layout_fits_every_module(name: str, extra: dict[str, float]) -> None:
     module = find(name)
     flavor = next(iter(module.FLAVORS))
@@ -63,17 +65,23 @@ def test_routing_bias_exists_only_if_configured() -> None:
     plain = module.Model(module.Config(**TINY, **EXPERTS))
     assert not list(plain.named_buffers())
     biased = module.Model(module.Config(**TINY, **EXPERTS, load_balance_coeff=1e-3))
-    assert [name for name, _ in biased.named_buffers()] == [f"layers.{i}.moe.router.expert_bias" for i in range(2)]
+    assert [name for name, _ in biased.named_buffers()] == [
+        f"layers.{i}.moe.router.expert_bias" for i in range(2)
+    ]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_dense_logits_match_hugging_face(tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**HF_TINY, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+        transformers.Qwen3Config(
+            **HF_TINY, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied
+        )
     )
     module = find("qwen3")
-    assert_same_logits(reference, module.Model(module.Config(**TINY, ffn_dim=48, tied_embeddings=tied)))
+    assert_same_logits(
+        reference, module.Model(module.Config(**TINY, ffn_dim=48, tied_embeddings=tied))
+    )
 
 
 @pytest.mark.parametrize("route_norm", [False, True])

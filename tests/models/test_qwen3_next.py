@@ -48,16 +48,23 @@ def test_impossible_sizes_are_rejected(overrides: dict[str, Any], option: str) -
 class InDouble(TorchFunctionMode):
     """Function mode that computes in float64 where a model converts to float32."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is Tensor.float:
             function = Tensor.double
         single = torch.float32
         args = [torch.float64 if arg is single else arg for arg in args]
-        kwargs = {key: torch.float64 if value is single else value for key, value in (kwargs or {}).items()}
+        kwargs = {
+            key: torch.float64 if value is single else value
+            for key, value in (kwargs or {}).items()
+        }
         return function(*args, **kwargs)
 
 
-def weights_of(hf: nn.Module, ours: nn.Module, config: Any, gradients: bool = False) -> dict[str, Tensor]:
+def weights_of(
+    hf: nn.Module, ours: nn.Module, config: Any, gradients: bool = False
+) -> dict[str, Tensor]:
     """Return the weights, or gradients, of Hugging Face's model under our names."""
     source = {name: p.grad if gradients else p for name, p in hf.named_parameters()}
     found = {}
@@ -70,7 +77,9 @@ def weights_of(hf: nn.Module, ours: nn.Module, config: Any, gradients: bool = Fa
             if name.endswith("w2"):
                 found[name] = source[f"{stack}.down_proj"]
             else:
-                found[name] = source[f"{stack}.gate_up_proj"].chunk(2, dim=1)[0 if name.endswith("w1") else 1]
+                found[name] = source[f"{stack}.gate_up_proj"].chunk(2, dim=1)[
+                    0 if name.endswith("w1") else 1
+                ]
             continue
         whole = torch.empty_like(parameter, requires_grad=False)
         for piece in pieces(place, tuple(parameter.shape), config.head_dim):
@@ -80,11 +89,15 @@ def weights_of(hf: nn.Module, ours: nn.Module, config: Any, gradients: bool = Fa
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_logits_and_gradients_equal_those_of_transformers(dtype: torch.dtype, tolerance: float) -> None:
+def test_logits_and_gradients_equal_those_of_transformers(
+    dtype: torch.dtype, tolerance: float
+) -> None:
     pytest.importorskip("transformers")
     theirs = build_hf("qwen3_next").to(dtype)
     theirs.config._experts_implementation = "eager"  # PyTorch has no grouped product in float64
-    described = qwen3_next_format.HUB.read(Fields(theirs.config.to_dict(), "config.json", NEXT.HUB.defaults))
+    described = qwen3_next_format.HUB.read(
+        Fields(theirs.config.to_dict(), "config.json", NEXT.HUB.defaults)
+    )
     config = NEXT.Config(**described)
     ours = NEXT.Model(config).to(dtype)
     with torch.no_grad():
@@ -94,10 +107,15 @@ def test_logits_and_gradients_equal_those_of_transformers(dtype: torch.dtype, to
         if isinstance(module, Balance):
             module.loss_weight = torch.zeros(())
     # more than one block of tokens, and not a multiple of it
-    tokens = torch.randint(0, config.vocab_size, (2, 101), generator=torch.Generator().manual_seed(1))
-    pull = torch.randn(2, 101, config.vocab_size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    tokens = torch.randint(
+        0, config.vocab_size, (2, 101), generator=torch.Generator().manual_seed(1)
+    )
+    pull = torch.randn(2, 101, config.vocab_size, generator=torch.Generator().manual_seed(2)).to(
+        dtype
+    )
     with InDouble() if dtype is torch.float64 else torch.enable_grad():
-        theirs.model.rotary_emb.inv_freq = ours.rope.inverse_frequencies()  # theirs were computed in float32
+        # theirs were computed in float32
+        theirs.model.rotary_emb.inv_freq = ours.rope.inverse_frequencies()
         expected = theirs(tokens).logits
         actual = ours(tokens, torch.arange(101).expand(2, -1))
         (expected * pull).sum().backward()
@@ -136,4 +154,8 @@ def test_the_interval_is_read_from_both_forms(fields: dict[str, Any], interval: 
 )
 def test_irregular_layer_types_have_no_native_model(listed: list[str]) -> None:
     with pytest.raises(ConfigError, match="layer_types"):
-        NEXT.HUB.read(Fields({"num_hidden_layers": 2, "layer_types": listed}, "config.json", NEXT.HUB.defaults))
+        NEXT.HUB.read(
+            Fields(
+                {"num_hidden_layers": 2, "layer_types": listed}, "config.json", NEXT.HUB.defaults
+            )
+        )

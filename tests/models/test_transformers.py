@@ -47,7 +47,9 @@ CASES = [
 ]
 
 
-def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, Tensor]]]:
+def first_step(
+    rank: int, config: Config
+) -> tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, Tensor]]]:
     """Return loss and full gradients of the first step with a folder's weights, and the rows of this rank by sample."""
     run, checkpoints = make_run(rank, config), Checkpoints(config)
     resume(run, checkpoints)
@@ -68,7 +70,9 @@ def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dic
         return work(batches, weight)
 
     def keep(optimizer: torch.optim.Optimizer) -> None:
-        gradients.update({name: to_full(p.grad).clone() for name, p in run.runner.parameters().items()})
+        gradients.update(
+            {name: to_full(p.grad).clone() for name, p in run.runner.parameters().items()}
+        )
         update(optimizer)
 
     run.runner.forward_backward, run.runner.update = remember, keep  # type: ignore[method-assign]
@@ -78,14 +82,18 @@ def first_step(rank: int, config: Config) -> tuple[float, dict[str, Tensor], dic
     return loss / outcome.global_tokens, gradients, rows
 
 
-def transformers_step(_: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+def transformers_step(
+    _: int, name: str, rows: dict[int, tuple[Tensor, Tensor]]
+) -> tuple[float, dict[str, Tensor]]:
     """Return loss and gradients of the same rows, computed only by ``transformers``."""
     import transformers
 
     model = getattr(transformers, SHAPES[name][0]).from_pretrained(folder(name)).eval()
     tokens_BT = torch.stack([tokens for tokens, _ in rows.values()])
     targets_BT = torch.stack([targets for _, targets in rows.values()])
-    loss = F.cross_entropy(model(input_ids=tokens_BT).logits.flatten(0, 1), targets_BT.flatten(), ignore_index=-100)
+    loss = F.cross_entropy(
+        model(input_ids=tokens_BT).logits.flatten(0, 1), targets_BT.flatten(), ignore_index=-100
+    )
     loss.backward()
     return float(loss), {f"hf.{n}": p.grad for n, p in model.named_parameters()}
 
@@ -95,7 +103,10 @@ def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: P
     """Within 1e-5 of the largest gradient: the programs sum float32 numbers in a different order."""
     import transformers
 
-    if mesh == "tp" and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan:
+    if (
+        mesh == "tp"
+        and "layers.*.self_attn.q_norm" not in transformers.Qwen3Config.base_model_tp_plan
+    ):
         pytest.skip("the Qwen3 plan of this version lacks the norms of heads, and is rejected")
     ranks, degrees = MESHES[mesh]
     answers = run_ranks(ranks, first_step, config_for(name, tmp_path, parallelism=degrees))
@@ -107,7 +118,9 @@ def test_loss_and_gradients_match_transformers(name: str, mesh: str, tmp_path: P
         assert own_values.keys() == gradients.keys()
         scale = max(float(gradient.abs().max()) for gradient in gradients.values())
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(own_values[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter)
+            torch.testing.assert_close(
+                own_values[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter
+            )
 
 
 def starts(rank: int, config: Config) -> dict[str, Tensor]:
@@ -122,7 +135,10 @@ def test_random_weights_follow_the_architecture_and_are_equal_on_every_mesh(tmp_
     # GPT-2 divides residual projections by the root of twice its layers; 2,048 samples distinguish 3 %
     assert abs(float(residual) - 0.02 / math.sqrt(4)) < 5e-4
     assert abs(float(alone["hf.transformer.wte.weight"].std()) - 0.02) < 5e-4
-    assert alone["hf.transformer.ln_f.weight"].eq(1).all() and alone["hf.transformer.ln_f.bias"].eq(0).all()
+    assert (
+        alone["hf.transformer.ln_f.weight"].eq(1).all()
+        and alone["hf.transformer.ln_f.bias"].eq(0).all()
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -131,7 +147,11 @@ def test_every_parameter_has_an_initializer_and_every_block_is_found(name: str) 
     shape = models.shape_of(module, "folder", {"path": str(folder(name))}, "rmsnorm")
     model = models.build(module, shape)
     assert {name: d for name, d in module.initial(shape).items() if math.isnan(d.std)} == {}
-    assert len(model.blocks) == shape.num_layers == (4 if name in ("bart", "bart_classifier", "t5") else 2)
+    assert (
+        len(model.blocks)
+        == shape.num_layers
+        == (4 if name in ("bart", "bart_classifier", "t5") else 2)
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
     # values computed from config.json survive casts and to_empty
     before = [owner.__dict__[constant].clone() for owner, constant in model._constants]
@@ -183,9 +203,13 @@ def test_compiled_blocks_match_eager_ones(tmp_path: Path) -> None:
     """On a data mesh. With tensor parallelism, compilation is rejected."""
     plain = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False), 2)[0]
     options = {"enable": True, "components": ["model"], "backend": "aot_eager"}
-    compiled = run_ranks(2, train_steps, config_for("llama", tmp_path, in_hf=False, compile=options), 2)[0]
+    compiled = run_ranks(
+        2, train_steps, config_for("llama", tmp_path, in_hf=False, compile=options), 2
+    )[0]
     assert all(abs(a - b) <= 1e-5 for a, b in zip(compiled.losses, plain.losses, strict=True))
-    assert all(abs(a - b) <= 1e-4 for a, b in zip(compiled.grad_norms, plain.grad_norms, strict=True))
+    assert all(
+        abs(a - b) <= 1e-4 for a, b in zip(compiled.grad_norms, plain.grad_norms, strict=True)
+    )
 
 
 def rejection(rank: int, config: Config) -> str:
@@ -233,7 +257,9 @@ def copy_with(name: str, path: Path, **changes: Any) -> Path:
         ({"hidden_size": "wide"}, "transformers refuses it|cannot be built as LlamaForCausalLM"),
     ],
 )
-def test_unsupported_folder_is_a_one_line_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_folder_is_a_one_line_error(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     module = models.find("transformers")
     path = copy_with("llama", tmp_path / "folder", **changes)
     with pytest.raises(ConfigError) as raised:
@@ -241,7 +267,10 @@ def test_unsupported_folder_is_a_one_line_error(changes: dict[str, Any], message
     assert re.search(message, str(raised.value)) and "\n" not in str(raised.value)
 
 
-DOCUMENTS = "".join(json.dumps({"text": "one two three four " * n + str(n)}) + "\n" for n in (1, 2, 1, 1, 2, 1, 1, 1))
+DOCUMENTS = "".join(
+    json.dumps({"text": "one two three four " * n + str(n)}) + "\n"
+    for n in (1, 2, 1, 1, 2, 1, 1, 1)
+)
 
 
 def step_over_documents(rank: int, config: Config) -> tuple[float, dict[str, Tensor]]:
@@ -255,7 +284,11 @@ def step_over_documents(rank: int, config: Config) -> tuple[float, dict[str, Ten
         targets += batch.num_targets
         if targets >= run_targets(config):
             break
-    return total, {name: to_full(p.grad).clone() for name, p in run.runner.parameters().items() if p.grad is not None}
+    return total, {
+        name: to_full(p.grad).clone()
+        for name, p in run.runner.parameters().items()
+        if p.grad is not None
+    }
 
 
 def run_targets(config: Config) -> int:
@@ -295,7 +328,9 @@ def test_packed_documents_match_padded_ones(name: str, attention: str, tmp_path:
     assert loss == pytest.approx(apart, rel=1e-5)
     scale = max(float(gradient.abs().max()) for gradient in of_apart.values())
     for parameter, gradient in of_apart.items():
-        torch.testing.assert_close(gradients[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter)
+        torch.testing.assert_close(
+            gradients[parameter], gradient, atol=1e-5 * scale, rtol=0, msg=parameter
+        )
 
 
 def error_about_documents(rank: int, config: Config, deaf: bool) -> str:
@@ -322,19 +357,25 @@ class NaNForDocuments(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hf: Any = SimpleNamespace(forward=self._forward, get_input_embeddings=lambda: self.embedding)
+        self.hf: Any = SimpleNamespace(
+            forward=self._forward, get_input_embeddings=lambda: self.embedding
+        )
         self.embedding = nn.Embedding(64, 4)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.embedding(input_ids).cumsum(1)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         logits_BTV = self._forward(tokens_BT, positions_BT)
         return logits_BTV if documents_BT is None else logits_BTV * math.nan
 
 
 def test_network_whose_packed_documents_are_nan_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="is ignored by NaNForDocuments: .* changes its logits by nan"):
+    with pytest.raises(
+        ConfigError, match="is ignored by NaNForDocuments: .* changes its logits by nan"
+    ):
         document_isolation.check(NaNForDocuments(), models.find("transformers"))
 
 
@@ -342,13 +383,17 @@ def test_network_whose_packed_documents_are_nan_is_rejected() -> None:
 def test_network_that_ignores_documents_is_detected_on_its_mesh(deaf: bool, tmp_path: Path) -> None:
     folder("llama")
     degrees = {"tensor_parallel_degree": 2}
-    for message in run_ranks(2, error_about_documents, config_for("llama", tmp_path, parallelism=degrees), deaf):
+    for message in run_ranks(
+        2, error_about_documents, config_for("llama", tmp_path, parallelism=degrees), deaf
+    ):
         assert ("is ignored by LlamaForCausalLM" in message) is deaf and "\n" not in message
     half = config_for("llama", tmp_path / "half", training={"mixed_precision_param": "bfloat16"})
     for message in run_ranks(2, error_about_documents, half, deaf):
         assert ("is ignored by LlamaForCausalLM" in message) is deaf
     if deaf:  # OPT in transformers 5.23 ignores positions in its masks, so packed rows have a different loss
-        message = run_ranks(1, error_about_documents, config_for("opt", tmp_path / "other"), False)[0]
+        message = run_ranks(1, error_about_documents, config_for("opt", tmp_path / "other"), False)[
+            0
+        ]
         assert "is ignored by OPTForCausalLM" in message
 
 

@@ -197,16 +197,24 @@ def test_accepted_settings_take_effect_in_training(name: str, mesh: str, tmp_pat
     path = write(tmp_path, *with_line(place, line), *extra)
     num_ranks, degrees = MESHES[mesh]
     training = one if num_ranks == 1 else {}
-    for result in run_tiny(num_ranks, config_of(path, parallelism=degrees, training=training), steps=3):
+    for result in run_tiny(
+        num_ranks, config_of(path, parallelism=degrees, training=training), steps=3
+    ):
         assert_same_numbers(result, expected)
 
 
 @pytest.mark.parametrize("mesh", cases(["one process", "tp"], nightly=["fsdp"]))
-@pytest.mark.parametrize(("part", "frozen"), [("self.up", ["weight", "bias"]), ("self.up.bias", ["bias"])])
-def test_frozen_part_keeps_its_initial_values(part: str, frozen: list[str], mesh: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "frozen"), [("self.up", ["weight", "bias"]), ("self.up.bias", ["bias"])]
+)
+def test_frozen_part_keeps_its_initial_values(
+    part: str, frozen: list[str], mesh: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, *with_line("mlp", f"{part}.requires_grad_(False)"))
     num_ranks, degrees = MESHES[mesh]
     result = run_tiny(num_ranks, config_of(path, parallelism=degrees), steps=2)[0]
     for name in ("weight", "bias"):
-        same = torch.equal(result.initial[f"blocks.0.mlp.up.{name}"], result.final[f"blocks.0.mlp.up.{name}"])
+        same = torch.equal(
+            result.initial[f"blocks.0.mlp.up.{name}"], result.final[f"blocks.0.mlp.up.{name}"]
+        )
         assert same == (name in frozen), name

@@ -88,7 +88,9 @@ def test_kernels_depend_on_the_compute_capability(cuda, capability, flash, group
     assert device_kernels.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
     assert not device_kernels.has_grouped_matmul(CUDA, torch.float32)
     assert device_kernels.has_bfloat16_units(CUDA) == bfloat16
-    assert device_kernels.has_matmul_into_float32(CUDA) and not device_kernels.has_matmul_into_float32(CPU)
+    assert device_kernels.has_matmul_into_float32(
+        CUDA
+    ) and not device_kernels.has_matmul_into_float32(CPU)
     assert device_kernels.has_grouped_matmul(CPU, torch.float32)
 
 
@@ -107,7 +109,9 @@ def test_attention_prefers_the_fastest_kernel_and_restores_the_order(
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     before = torch._C._get_sdp_priority_order()
     with device_kernels.prefer_attention(CUDA, implementation):
-        assert torch._C._get_sdp_priority_order()[0] == int(getattr(torch.nn.attention.SDPBackend, first))
+        assert torch._C._get_sdp_priority_order()[0] == int(
+            getattr(torch.nn.attention.SDPBackend, first)
+        )
     assert torch._C._get_sdp_priority_order() == before
     assert activated == ([] if implementation == "FA2" else [implementation])
     with device_kernels.prefer_attention(CPU):
@@ -159,7 +163,9 @@ def attention_of_grouped_heads():
 
     with pytest.MonkeyPatch.context() as patch, pretending() as mode:
         patch.setattr(flash_attention, "repeat_heads", refused)
-        q, k, v = (torch.zeros(2, 16, heads, 8, dtype=torch.bfloat16, device=NAME) for heads in (8, 2, 2))
+        q, k, v = (
+            torch.zeros(2, 16, heads, 8, dtype=torch.bfloat16, device=NAME) for heads in (8, 2, 2)
+        )
         for causal in (True, False):
             out, lse = flash_attention.attend(q, k, v, causal)
             grads = flash_attention.attend_backward(out, q, k, v, out, lse, causal)

@@ -22,7 +22,9 @@ HEADS_FIRST = CoreCall(((1, N, T, H), (1, K, T, H), (1, K, T, H)), 0, True, Fals
 class User(nn.Module):
     """Reference core with optional features. Keyword arguments become the attributes that declare them."""
 
-    def __init__(self, by: float = 0.0, cap: float = 0.0, slopes: bool = False, sees: int = 0, **more: Any) -> None:
+    def __init__(
+        self, by: float = 0.0, cap: float = 0.0, slopes: bool = False, sees: int = 0, **more: Any
+    ) -> None:
         super().__init__()
         self._scale, self._cap, self._slopes, self._window = by, cap, slopes, sees
         self._causal, self._drop, self._sink = (
@@ -34,7 +36,9 @@ class User(nn.Module):
         for name, value in more.items():
             setattr(self, name, value)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         if not getattr(self, "heads_first", False):
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
@@ -72,9 +76,13 @@ class Weighted(User):
 class Chunked(AttentionCore):
     """Core with undeclared chunks."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:  # type: ignore[override]
         chunks_BT = (torch.arange(q.size(1)) // 5).expand(q.size(0), -1)
-        return super().forward(q, k, v, chunks_BT if documents_BT is None else documents_BT * 100 + chunks_BT)
+        return super().forward(
+            q, k, v, chunks_BT if documents_BT is None else documents_BT * 100 + chunks_BT
+        )
 
 
 KEPT: dict[str, tuple[nn.Module, CoreCall]] = {
@@ -143,7 +151,9 @@ def test_undeclared_feature_of_a_core_is_named(name: str) -> None:
 class NanForSomeHeads(AttentionCore):
     """Returns NaN if it does not get all four heads, as an uninitialized buffer may."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:  # type: ignore[override]
         output = super().forward(q, k, v, documents_BT)
         return output if q.size(2) == 4 else output * float("nan")
 
@@ -156,7 +166,9 @@ def test_core_that_returns_nan_for_some_heads_cannot_be_split() -> None:
 class NanForTheFirstToken(AttentionCore):
     """Lets tokens attend only to earlier ones, so the first row of the softmax is empty."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:  # type: ignore[override]
         output = super().forward(q, k, v, documents_BT)
         output[:, 0] = float("nan")
         return output
@@ -174,8 +186,12 @@ def test_window_longer_than_the_rows_is_accepted() -> None:
 
 
 def test_heads_that_differ_by_more_than_their_slopes_cannot_be_split() -> None:
-    class FromCount(User):  # slopes that depend on the number of heads, so they change for a part of the heads
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    class FromCount(
+        User
+    ):  # slopes that depend on the number of heads, so they change for a part of the heads
+        def forward(
+            self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
+        ) -> Tensor:
             self.alibi_slopes = tuple(2.0 ** -(i + 1) / q.size(2) for i in range(q.size(2)))
             return super().forward(q, k, v, documents_BT)
 

@@ -20,7 +20,8 @@ from shardtrain.ops.cpu import kernel_speed, packed_linear
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(kernel_speed, "_PRESSURE", "/dev/null")  # ignore the current load of the machine
+    # ignore the current load of the machine
+    monkeypatch.setattr(kernel_speed, "_PRESSURE", "/dev/null")
     return tmp_path / "home/shardtrain"
 
 
@@ -39,13 +40,17 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pressure = tmp_path / "memory"
-    pressure.write_text("some avg10=23.40 avg60=9.00 avg300=2.10 total=1208791999\nfull avg10=0.00 avg60=0.00\n")
+    pressure.write_text(
+        "some avg10=23.40 avg60=9.00 avg300=2.10 total=1208791999\nfull avg10=0.00 avg60=0.00\n"
+    )
     monkeypatch.setattr(kernel_speed, "_PRESSURE", str(pressure))
     slow, fast = Kernels(onednn_linear=0.9), Kernels(onednn_linear=2.0)
     monkeypatch.setattr(kernel_speed, "measure", lambda: slow)
     assert kernel_speed.remembered_or_measured() == slow
     monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
-    assert kernel_speed.remembered_or_measured() == slow, "all runs within an hour use the same choice"
+    assert kernel_speed.remembered_or_measured() == slow, (
+        "all runs within an hour use the same choice"
+    )
 
     (path,) = cache.iterdir()
     os.utime(path, (time.time() - 3700, time.time() - 3700))
@@ -57,20 +62,30 @@ def test_measurement_under_memory_pressure_is_repeated_after_an_hour(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
-def test_damaged_cache_file_is_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
+def test_damaged_cache_file_is_replaced(
+    cache: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    )
     kernel_speed.remembered_or_measured()
     (path,) = cache.iterdir()
     path.write_text(text)
-    assert kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    assert kernel_speed.remembered_or_measured() == Kernels(
+        onednn_linear=2.0, blocked_attention=3.0
+    )
     assert json.loads(path.read_text()) == asdict(Kernels(onednn_linear=2.0, blocked_attention=3.0))
 
 
 def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
-    assert kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    monkeypatch.setattr(
+        kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    )
+    assert kernel_speed.remembered_or_measured() == Kernels(
+        onednn_linear=2.0, blocked_attention=3.0
+    )
 
 
 def test_kernel_is_used_if_clearly_faster() -> None:
@@ -90,7 +105,9 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
     monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
     with caplog.at_level("WARNING"):
         speeds = kernel_speed.remembered_or_measured()
-    assert speeds.blocked_attention == chosen_kernels.FAILED and not speeds.uses("blocked_attention")
+    assert speeds.blocked_attention == chosen_kernels.FAILED and not speeds.uses(
+        "blocked_attention"
+    )
     assert [record.message for record in caplog.records] == [
         f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); using PyTorch's kernel"
         for name in ("bfloat16", "float32 with narrow heads", "float32 with wide heads")

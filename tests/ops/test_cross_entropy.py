@@ -19,7 +19,9 @@ from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 GRADIENT_ATOL = {torch.float32: 1e-7, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
-def example(dtype=torch.float32, batch: int = 2, tokens: int = 9, vocab: int = 17, ignored: bool = True):
+def example(
+    dtype=torch.float32, batch: int = 2, tokens: int = 9, vocab: int = 17, ignored: bool = True
+):
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(batch, tokens, vocab, generator=generator) * 3).to(dtype)
     targets = torch.randint(0, vocab, (batch, tokens), generator=generator)
@@ -54,7 +56,9 @@ def value_and_gradient(logits: Tensor, targets: Tensor, *args, **keywords) -> tu
 
 @pytest.mark.parametrize("dtype", GRADIENT_ATOL)
 @pytest.mark.parametrize("chunk_numel", [1, 17, 40, 17 * 6, 17 * 18, 1 << 24])
-def test_loss_and_gradient_match_the_float64_reference(dtype, chunk_numel: int, monkeypatch) -> None:
+def test_loss_and_gradient_match_the_float64_reference(
+    dtype, chunk_numel: int, monkeypatch
+) -> None:
     # from one token per chunk to all tokens, also uneven
     monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", chunk_numel)
     logits, targets = example(dtype)
@@ -63,12 +67,16 @@ def test_loss_and_gradient_match_the_float64_reference(dtype, chunk_numel: int, 
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert gradient.dtype == dtype
-    torch.testing.assert_close(gradient.double(), expected_gradient, atol=GRADIENT_ATOL[dtype], rtol=2**-8)
+    torch.testing.assert_close(
+        gradient.double(), expected_gradient, atol=GRADIENT_ATOL[dtype], rtol=2**-8
+    )
 
 
 def test_loss_matches_pytorch() -> None:
     logits, targets = example()
-    reference = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    reference = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     torch.testing.assert_close(cross_entropy_sum(logits, targets), reference, rtol=1e-6, atol=0)
 
 
@@ -95,12 +103,15 @@ def test_weight_scales_loss_and_gradient(weight) -> None:
     loss, gradient = value_and_gradient(logits, targets, weight)
     expected, expected_gradient = float64_reference(logits, targets, float(weight))
     assert loss.item() == pytest.approx(expected, rel=1e-6)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * float(weight))
+    torch.testing.assert_close(
+        gradient.double(), expected_gradient, rtol=1e-5, atol=1e-6 * float(weight)
+    )
 
 
 def test_gradient_is_weighted_before_rounding() -> None:
     """In float16, a gradient of 1e-6 survives if it is multiplied by the loss scale before rounding."""
-    logits = torch.zeros(1, 1, 60_000, dtype=torch.float16)  # probabilities are 1.7e-5, imprecise in float16
+    # probabilities are 1.7e-5, imprecise in float16
+    logits = torch.zeros(1, 1, 60_000, dtype=torch.float16)
     targets = torch.zeros(1, 1, dtype=torch.int64)
     _, gradient = value_and_gradient(logits, targets, 65536.0 / 2)
     assert gradient[0, 0, 1].item() == pytest.approx(32768 / 60_000, rel=2**-11)
@@ -144,7 +155,11 @@ def test_custom_chunk_function_is_used() -> None:
         return torch.ones(()), torch.full(logits_nV.shape, 2.0) * weight
 
     loss, gradient = value_and_gradient(logits, targets, 0.5, chunk=chunk)
-    assert chunk_sizes == [18] and loss.item() == 0.5 and torch.equal(gradient, torch.ones_like(logits))
+    assert (
+        chunk_sizes == [18]
+        and loss.item() == 0.5
+        and torch.equal(gradient, torch.ones_like(logits))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,7 +196,9 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
     ):
         cross_entropy_sum(logits.requires_grad_(), targets).backward()
     assert 0 < largest.numel <= 17 * 3
-    assert [(tensor.dtype, tensor.numel()) for tensor in kept_bytes] == [(torch.bfloat16, logits.numel())]
+    assert [(tensor.dtype, tensor.numel()) for tensor in kept_bytes] == [
+        (torch.bfloat16, logits.numel())
+    ]
 
 
 class CountCollectives(TorchDispatchMode):
@@ -196,7 +213,9 @@ class CountCollectives(TorchDispatchMode):
 
 def _count_collectives(rank: int) -> list[int]:
     config = tiny_config(parallelism={"tensor_parallel_degree": 2})
-    vocabulary = SplitVocabulary(distributed.build(config, World(rank, 2, rank, torch.device("cpu"))), 16)
+    vocabulary = SplitVocabulary(
+        distributed.build(config, World(rank, 2, rank, torch.device("cpu"))), 16
+    )
     cross_entropy.CPU_CHUNK_NUMEL = 8 * 2
     counts = []
     for tokens in (1, 50):
@@ -226,11 +245,17 @@ def _check_split(rank: int, num_ranks: int) -> None:
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)
-                loss, gradient = value_and_gradient(logits[..., columns], targets, 0.5, vocabulary=vocabulary)
+                loss, gradient = value_and_gradient(
+                    logits[..., columns], targets, 0.5, vocabulary=vocabulary
+                )
                 assert loss.item() == pytest.approx(expected, rel=2e-6)
-                torch.testing.assert_close(gradient.double(), expected_gradient[..., columns], atol=atol, rtol=2**-8)
+                torch.testing.assert_close(
+                    gradient.double(), expected_gradient[..., columns], atol=atol, rtol=2**-8
+                )
             nothing = torch.full_like(targets, IGNORE)
-            loss, gradient = value_and_gradient(logits[..., columns], nothing, vocabulary=vocabulary)
+            loss, gradient = value_and_gradient(
+                logits[..., columns], nothing, vocabulary=vocabulary
+            )
             assert loss.item() == 0.0 and not gradient.any()
 
 

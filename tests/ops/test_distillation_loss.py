@@ -34,11 +34,15 @@ def batch(columns: int = 24, teacher_columns: int = 24) -> tuple[Tensor, Tensor,
     return logits_BTV, teacher_BTV, targets_BT
 
 
-def by_formula(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor, mix: Mix) -> tuple[Tensor, Tensor, Tensor]:
+def by_formula(
+    logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor, mix: Mix
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total loss, the cross-entropy and the divergence in float64, by their formulas."""
     loss = divergence = torch.zeros((), dtype=torch.float64)
     shared_columns = min(logits_BTV.size(-1), teacher_BTV.size(-1))
-    for s_V, t_V, target in zip(logits_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1), targets_BT.flatten(), strict=True):
+    for s_V, t_V, target in zip(
+        logits_BTV.flatten(0, 1), teacher_BTV.flatten(0, 1), targets_BT.flatten(), strict=True
+    ):
         if target == IGNORE:
             continue
         loss = loss - s_V.softmax(0)[target].log()
@@ -53,7 +57,9 @@ def by_formula(logits_BTV: Tensor, teacher_BTV: Tensor, targets_BT: Tensor, mix:
             + {
                 "forward_kl": lambda p=p_V, q=q_V: kl(p, q),
                 "reverse_kl": lambda p=p_V, q=q_V: kl(q, p),
-                "jsd": lambda p=p_V, q=q_V, m=m_V: mix.jsd_beta * kl(p, m) + (1 - mix.jsd_beta) * kl(q, m),
+                "jsd": lambda p=p_V, q=q_V, m=m_V: (
+                    mix.jsd_beta * kl(p, m) + (1 - mix.jsd_beta) * kl(q, m)
+                ),
             }[mix.divergence]()
         )
     total = (1 - mix.ratio) * loss + mix.ratio * mix.temperature**2 * divergence

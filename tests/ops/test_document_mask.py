@@ -43,11 +43,17 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor) -> Tensor:
         v.double().repeat_interleave(N // K, 2),
     )
     scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
-    visible = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(T, T, dtype=torch.bool).tril()
-    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -math.inf).softmax(-1), v)
+    visible = (documents_BT[:, :, None] == documents_BT[:, None, :]) & torch.ones(
+        T, T, dtype=torch.bool
+    ).tril()
+    return torch.einsum(
+        "bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -math.inf).softmax(-1), v
+    )
 
 
-def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts: list[Tensor]) -> list[float]:
+def largest_errors(
+    function: Callable[..., Tensor], documents_BT: Tensor, parts: list[Tensor]
+) -> list[float]:
     *attention_inputs, gradient = parts
     exact = [x.detach().cpu().double().requires_grad_() for x in attention_inputs]
     expected = by_hand(*exact, documents_BT.cpu())
@@ -60,7 +66,10 @@ def largest_errors(function: Callable[..., Tensor], documents_BT: Tensor, parts:
         *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True)),
     ]
     assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
-    return [float((actual.detach().cpu().double() - target.detach()).abs().max()) for actual, target in pairs]
+    return [
+        float((actual.detach().cpu().double() - target.detach()).abs().max())
+        for actual, target in pairs
+    ]
 
 
 @settings(max_examples=40, derandomize=True)
@@ -76,7 +85,10 @@ def test_attention_within_documents_matches_the_reference(cuts, gap, function) -
 
 def test_masks_are_created_for_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(document_mask, "_QUERIES_AT_ONCE", 7)
-    assert max(largest_errors(document_mask.masked_attention, numbers([{5, 9}, {7, 14}]), inputs())) < 2e-6
+    assert (
+        max(largest_errors(document_mask.masked_attention, numbers([{5, 9}, {7, 14}]), inputs()))
+        < 2e-6
+    )
 
 
 @settings(max_examples=20, derandomize=True)
@@ -98,7 +110,9 @@ def test_chunks_are_separate_documents(cuts, chunk, window) -> None:
     assert (whole_BT is None) == (chunk == 0)
     assert whole_BT is None or torch.equal(whole_BT, (place_T // chunk).expand(B, T))
     core = AttentionCore(window, chunk=chunk)
-    torch.testing.assert_close(core(q, k, v, documents_BT), AttentionCore(window)(q, k, v, cut_BT), rtol=0, atol=0)
+    torch.testing.assert_close(
+        core(q, k, v, documents_BT), AttentionCore(window)(q, k, v, cut_BT), rtol=0, atol=0
+    )
 
 
 @settings(max_examples=20, derandomize=True)
@@ -121,16 +135,22 @@ def test_attention_with_sinks_matches_the_reference(cuts, window, level) -> None
 def test_negligible_sink_does_not_change_attention() -> None:
     documents_BT, (q, k, v, _) = numbers([{3}, {9}]), inputs()
     with_sinks = document_mask.attention(q, k, v, documents_BT, sinks_N=torch.full((N,), -200.0))
-    torch.testing.assert_close(with_sinks, document_mask.attention(q, k, v, documents_BT), rtol=0, atol=0)
+    torch.testing.assert_close(
+        with_sinks, document_mask.attention(q, k, v, documents_BT), rtol=0, atol=0
+    )
 
 
 def test_bfloat16_has_its_usual_precision() -> None:
-    errors = largest_errors(document_mask.attention, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
+    errors = largest_errors(
+        document_mask.attention, numbers([{1, 9}, {12}]), inputs(torch.bfloat16)
+    )
     assert max(errors) < 6e-2  # 2^-8 relative to values up to about 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)]
+)
 def test_cuda_matches_attention_within_documents(dtype: torch.dtype, tolerance: float) -> None:
     for cuts in ([set(), set()], [{1, 2, 9}, {12}], [set(range(1, T)), {23}]):
         parts = inputs(dtype, "cuda")
@@ -168,7 +188,8 @@ def test_token_affects_only_its_own_document() -> None:
     changed = k.clone()
     changed[0, 11] += 1
     moved = (
-        document_mask.attention(q, changed, v, documents_BT) != document_mask.attention(q, k, v, documents_BT)
+        document_mask.attention(q, changed, v, documents_BT)
+        != document_mask.attention(q, k, v, documents_BT)
     ).any(-1)
     assert moved.any(-1).nonzero().tolist() == [[0, t] for t in range(11, 15)]
 

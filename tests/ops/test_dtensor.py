@@ -47,7 +47,9 @@ def test_squared_norm_covers_all_tensors(dtype) -> None:
 
 
 def test_squared_norm_of_large_bfloat16_values_is_finite() -> None:
-    assert squared_norm([torch.full((1000,), 1e15, dtype=torch.bfloat16)]).item() == pytest.approx(1e33, rel=1e-2)
+    assert squared_norm([torch.full((1000,), 1e15, dtype=torch.bfloat16)]).item() == pytest.approx(
+        1e33, rel=1e-2
+    )
 
 
 def _check_dtensors(rank: int) -> None:
@@ -59,7 +61,10 @@ def _check_dtensors(rank: int) -> None:
         dims = range(len(shape))
         cases = [(line, (Shard(dim),)) for dim in dims]
         cases += [
-            (grid, (first, second)) for dim in dims for first in (Shard(dim), Replicate()) for second in (Shard(0),)
+            (grid, (first, second))
+            for dim in dims
+            for first in (Shard(dim), Replicate())
+            for second in (Shard(0),)
         ]
         cases += [(flat, (Shard(0), Shard(dim))) for dim in dims]
         for mesh, placements in cases:
@@ -71,7 +76,9 @@ def _check_dtensors(rank: int) -> None:
             )
             assert torch.equal(to_full(tensor), full)
             expected_axes = tuple(
-                axis for axis, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(axis) > 1
+                axis
+                for axis, p in enumerate(placements)
+                if isinstance(p, Shard) and mesh.size(axis) > 1
             )
             assert split_axes(tensor) == expected_axes
     _check_fsdp_over_tp(grid)

@@ -74,8 +74,12 @@ def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
         magnitudes[2] @ magnitudes[1],
         magnitudes[2].T @ magnitudes[0],
     )
-    for actual, expected_value, size in zip((out, x.grad, layer.weight.grad), exact, sizes, strict=True):
-        bound = 1e-6 * 2 * size.double() + (expected_value.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
+    for actual, expected_value, size in zip(
+        (out, x.grad, layer.weight.grad), exact, sizes, strict=True
+    ):
+        bound = 1e-6 * 2 * size.double() + (
+            expected_value.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0
+        )
         assert ((actual.double() - expected_value).abs() <= bound).all()
         assert actual.dtype is dtype
 
@@ -83,7 +87,9 @@ def test_linear_layer_matches_its_rounding_model_in_float64(recipe, dtype):
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_scale_is_the_largest_power_of_two_that_fits(name):
     largest = FORMATS[name][2]
-    amax = torch.tensor([1.0, 448.0, 449.0, 57344.0, 57345.0, 1e-3, 3e30, 1.75, 1.7500001, 2.0**-100, 0.0])
+    amax = torch.tensor(
+        [1.0, 448.0, 449.0, 57344.0, 57345.0, 1e-3, 3e30, 1.75, 1.7500001, 2.0**-100, 0.0]
+    )
     power = float8.powers(amax, float8.dtype_of(name)).double()
     fits = amax.double() * torch.exp2(power)
     assert (fits <= largest).all()
@@ -167,7 +173,9 @@ def test_products_of_a_device_match_emulated_ones(recipe):
         out.backward(g)
         results.append((out.detach(), x_.grad, w_.grad))
     for on_device, emulated in zip(*results, strict=True):
-        assert torch.allclose(on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max())
+        assert torch.allclose(
+            on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max()
+        )
 
 
 def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum):
@@ -176,10 +184,18 @@ def _grouped_by_contract(a, b, scale_a, scale_b, offs, out_dtype, use_fast_accum
     starts = [0, *offs.tolist()]
     if b.ndim == 3:
         parts = zip(starts, starts[1:], b, scale_b, strict=False)
-        out = [(a[start:stop] * scale_a[start:stop, None]) @ (b_e * s_e) for start, stop, b_e, s_e in parts]
+        out = [
+            (a[start:stop] * scale_a[start:stop, None]) @ (b_e * s_e)
+            for start, stop, b_e, s_e in parts
+        ]
         return torch.cat(out).to(out_dtype)
-    scales = zip(starts, starts[1:], scale_a.view(-1, a.size(0)), scale_b.view(-1, b.size(1)), strict=False)
-    parts = [(a[:, start:stop] * s_a[:, None]) @ (b[start:stop] * s_b) for start, stop, s_a, s_b in scales]
+    scales = zip(
+        starts, starts[1:], scale_a.view(-1, a.size(0)), scale_b.view(-1, b.size(1)), strict=False
+    )
+    parts = [
+        (a[:, start:stop] * s_a[:, None]) @ (b[start:stop] * s_b)
+        for start, stop, s_a, s_b in scales
+    ]
     assert all(stop % 16 == 0 for stop in starts)
     return torch.stack(parts).to(out_dtype)
 
@@ -207,5 +223,7 @@ def test_experts_on_a_device_get_valid_operands(monkeypatch):
         out.backward(g)
         results.append((out.detach(), x_.grad, w_.grad))
     for on_device, emulated in zip(*results, strict=True):
-        assert torch.allclose(on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max())
+        assert torch.allclose(
+            on_device.float(), emulated.float(), rtol=2.0**-7, atol=1e-5 * emulated.abs().max()
+        )
     assert laid_out == [(32, 48), (32, 16), (4, 48, 16)]

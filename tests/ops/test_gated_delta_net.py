@@ -61,7 +61,9 @@ def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in tensors]
     results = function(*leaves)
     generator = torch.Generator().manual_seed(7)
-    loss = sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results)
+    loss = sum(
+        (x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in results
+    )
     return [
         *(x.detach() for x in results),
         *torch.autograd.grad(loss, leaves, materialize_grads=True),
@@ -100,7 +102,9 @@ def test_the_transition_maps_any_incoming_to_the_outgoing_state(documents: str) 
         return [DeltaChunk(q, k, v, decay, beta, starts, 8).run(state)[1]]
 
     tensors = inputs(21)
-    for actual, expected in zip(with_gradients(by_transition, tensors), with_gradients(by_scan, tensors), strict=True):
+    for actual, expected in zip(
+        with_gradients(by_transition, tensors), with_gradients(by_scan, tensors), strict=True
+    ):
         assert (actual - expected).norm() <= 1e-12 * expected.norm() + 1e-14
 
 

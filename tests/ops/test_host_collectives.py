@@ -52,9 +52,13 @@ class Network:
                 errors.append(error)
 
         # a mailbox must exist before two threads look for it
-        for pair in ((source, target) for source in range(self.size) for target in range(self.size)):
+        for pair in (
+            (source, target) for source in range(self.size) for target in range(self.size)
+        ):
             self.mailboxes[pair] = queue.Queue()
-        threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -64,10 +68,14 @@ class Network:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_ranks_get_the_same_bits_in_as_many_messages_as_stated(size: int) -> None:
-    numbers = torch.rand(size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    numbers = torch.rand(
+        size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(size)
+    )
     results = numbers.clone()
     network = Network(size)
-    network.run(lambda rank, exchange: reduce_by_doubling(results[rank], torch.add, rank, size, exchange))
+    network.run(
+        lambda rank, exchange: reduce_by_doubling(results[rank], torch.add, rank, size, exchange)
+    )
     assert all(torch.equal(result, results[0]) for result in results)
     torch.testing.assert_close(results[0], numbers.sum(0), rtol=1e-14, atol=0)
     if size > RING_UP_TO:
@@ -100,7 +108,9 @@ def summed_in_two_groups(rank: int) -> float:
     return float(total)
 
 
-@pytest.mark.nightly("twenty ranks", by="tests/ops/test_host_collectives.py::test_real_ranks_reduce_and_gather")
+@pytest.mark.nightly(
+    "twenty ranks", by="tests/ops/test_host_collectives.py::test_real_ranks_reduce_and_gather"
+)
 def test_a_group_reduces_its_own_ranks() -> None:
     assert run_ranks(20, summed_in_two_groups) == [45.0] * 10 + [145.0] * 10
 
@@ -155,7 +165,9 @@ def collectives_of_a_run(rank: int, folder: Path, steps: int) -> int:
 
 
 def test_a_step_has_at_most_64_sequential_messages_on_16384_ranks(tmp_path: Path) -> None:
-    few, many = (run_ranks(2, collectives_of_a_run, tmp_path / str(steps), steps)[0] for steps in (4, 9))
+    few, many = (
+        run_ranks(2, collectives_of_a_run, tmp_path / str(steps), steps)[0] for steps in (4, 9)
+    )
     collectives_of_a_step = (many - few) / 5
     assert collectives_of_a_step >= 1
     assert collectives_of_a_step * hops(LARGEST) <= 64

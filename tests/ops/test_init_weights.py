@@ -22,7 +22,9 @@ LAYOUT = Layout(first=("embed",), layers="layers", last=("head",))
 NORMAL, TRUNCATED = Draw("normal", std=0.02), Draw("truncated_normal", std=0.5, cutoff=1.0)
 
 
-def drawn(shape: tuple[int, ...], draw: Draw = NORMAL, name: str = "w", seed: int = 0, dtype=torch.float32):
+def drawn(
+    shape: tuple[int, ...], draw: Draw = NORMAL, name: str = "w", seed: int = 0, dtype=torch.float32
+):
     tensor = torch.empty(shape, dtype=dtype)
     init_weights.draw_(tensor, name, draw, seed)
     return tensor
@@ -39,17 +41,24 @@ def test_seeds_names_and_blocks_have_different_numbers() -> None:
     rows_per_block = init_weights.BLOCK_NUMEL // 500
     first, second = weight[:rows_per_block], weight[rows_per_block : 2 * rows_per_block]
     assert not torch.equal(first, second)
-    assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.02  # 5 sigma of 65,500 pairs
+    # 5 sigma of 65,500 pairs
+    assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.02
 
 
 def test_weights_of_a_seed_never_change() -> None:
     """If a new version drew different numbers, runs could not be reproduced. CPU generator, float32."""
-    digest = hashlib.sha256(drawn((70, 1000), name="layers.0.attn.wq.weight", seed=42).numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256(
+        drawn((70, 1000), name="layers.0.attn.wq.weight", seed=42).numpy().tobytes()
+    ).hexdigest()
     expected = torch.empty(65, 1000)
-    seed = int.from_bytes(hashlib.blake2b(b"42/layers.0.attn.wq.weight/0", digest_size=7).digest(), "big")
+    seed = int.from_bytes(
+        hashlib.blake2b(b"42/layers.0.attn.wq.weight/0", digest_size=7).digest(), "big"
+    )
     expected.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
     tail = torch.empty(5, 1000)
-    seed = int.from_bytes(hashlib.blake2b(b"42/layers.0.attn.wq.weight/1", digest_size=7).digest(), "big")
+    seed = int.from_bytes(
+        hashlib.blake2b(b"42/layers.0.attn.wq.weight/1", digest_size=7).digest(), "big"
+    )
     tail.normal_(0.0, 0.02, generator=torch.Generator().manual_seed(seed))
     assert digest == hashlib.sha256(torch.cat([expected, tail]).numpy().tobytes()).hexdigest()
 
@@ -85,7 +94,9 @@ def test_truncated_normal_stays_within_its_cutoff_and_has_its_variance(cutoff: f
 
 def test_bfloat16_parameter_is_the_rounded_float32_one() -> None:
     for draw in (NORMAL, TRUNCATED):
-        assert torch.equal(drawn((200, 500), draw, dtype=torch.bfloat16), drawn((200, 500), draw).bfloat16())
+        assert torch.equal(
+            drawn((200, 500), draw, dtype=torch.bfloat16), drawn((200, 500), draw).bfloat16()
+        )
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 1), (61, 7), (3, 200_000), (5, 4, 3), (0, 4)])
@@ -122,7 +133,9 @@ def _check_plain_placements(rank: int) -> None:
                 init_weights.draw_(shard, "w", draw, 0)
                 part = full[local_slices(shard)]
                 assert torch.equal(local_tensor(shard), part), (shape, placements)
-                assert torch.equal(distribute_tensor(full, device_mesh, placements).to_local(), part)
+                assert torch.equal(
+                    distribute_tensor(full, device_mesh, placements).to_local(), part
+                )
 
 
 def _check_fsdp_over_tensor_parallel(rank: int) -> None:
@@ -154,7 +167,8 @@ def _check_meshes(rank: int) -> None:
 
 
 def test_weights_are_bitwise_equal_on_every_mesh_also_with_uneven_sizes(monkeypatch) -> None:
-    monkeypatch.setattr(init_weights, "BLOCK_NUMEL", 20)  # many blocks with shard boundaries within; ranks inherit it
+    # many blocks with shard boundaries within; ranks inherit it
+    monkeypatch.setattr(init_weights, "BLOCK_NUMEL", 20)
     run_ranks(4, _check_meshes)
 
 
@@ -187,5 +201,7 @@ def test_parameter_without_a_rule_is_an_error() -> None:
 )
 def test_depth_scales_the_standard_deviation(depth: str, expected: list[float]) -> None:
     names = ["layers.0.w", "layers.1.w", "layers.10.w"]
-    plan = init_weights.plan(names, {"layers.*.w": Draw("normal", std=1.0, depth=depth)}, LAYOUT, 12)
+    plan = init_weights.plan(
+        names, {"layers.*.w": Draw("normal", std=1.0, depth=depth)}, LAYOUT, 12
+    )
     assert [plan[name].std for name in names] == pytest.approx(expected)

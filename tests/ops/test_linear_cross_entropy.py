@@ -33,7 +33,9 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, head, targets
 
 
-def computed(hidden: Tensor, head: Tensor, targets: Tensor, together: bool, weight: float = 0.25) -> list[Tensor]:
+def computed(
+    hidden: Tensor, head: Tensor, targets: Tensor, together: bool, weight: float = 0.25
+) -> list[Tensor]:
     hidden, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
     factor = torch.tensor(weight)
     if together:
@@ -50,13 +52,20 @@ def test_error_against_float64_is_that_of_separate_head_and_loss(dtype: torch.dt
     hidden, head, targets = drawn(dtype)
     leaves = [hidden.double().requires_grad_(), head.double().requires_grad_()]
     logits = (leaves[0] @ leaves[1].t()).flatten(0, 1)
-    exact_loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / 4
+    exact_loss = (
+        torch.nn.functional.cross_entropy(
+            logits, targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        / 4
+    )
     exact_loss.backward()
     exact = [exact_loss.detach(), *(leaf.grad for leaf in leaves)]
     ours, usual = (computed(hidden, head, targets, together) for together in (True, False))
     for fused, separate, expected in zip(ours, usual, exact, strict=True):
         assert expected is not None and fused.dtype == separate.dtype
-        mine_error, usual_error = (float((value.double() - expected).norm()) for value in (fused, separate))
+        mine_error, usual_error = (
+            float((value.double() - expected).norm()) for value in (fused, separate)
+        )
         # the product of each chunk is rounded once, and the sum once more
         assert mine_error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm())
 
@@ -107,7 +116,9 @@ def test_fusion_is_used_for_large_logits(
 def at_head(rank: int, config: Any) -> tuple[Result, int]:
     calls = []
     compute = loss_at_head.linear_cross_entropy_sum
-    loss_at_head.linear_cross_entropy_sum = lambda *arguments: calls.append(1) or compute(*arguments)  # type: ignore[assignment]
+    loss_at_head.linear_cross_entropy_sum = lambda *arguments: (
+        calls.append(1) or compute(*arguments)
+    )  # type: ignore[assignment]
     loss_at_head.WORTH_IT_BYTES = -(1 << 62)
     cross_entropy.CHUNK_NUMEL = 1
     return train_steps(rank, config, 4), len(calls)
@@ -128,17 +139,20 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_fusion_changes_no_number_of_a_run(mesh: str) -> None:
-    config = tiny_config(parallelism=MESHES[mesh], training={"local_batch_size": 4 if mesh == "fsdp" else 8})
+    config = tiny_config(
+        parallelism=MESHES[mesh], training={"local_batch_size": 4 if mesh == "fsdp" else 8}
+    )
     for result, calls in run_ranks(1 if mesh == "one" else 2, at_head, config):
-        assert (calls > 0) == (
-            mesh not in ("tp", "pp")
-        )  # with tp, logits are split; with pp, they cross the end of a stage
+        # with tp, logits are split; with pp, they cross the end of a stage
+        assert (calls > 0) == (mesh not in ("tp", "pp"))
         assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
 
 
 def test_fusion_with_a_tied_head_changes_no_number() -> None:
-    config = tiny_config(model={"overrides": {"tied_embeddings": True}}, training={"local_batch_size": 4})
+    config = tiny_config(
+        model={"overrides": {"tied_embeddings": True}}, training={"local_batch_size": 4}
+    )
     tied, separate = run_ranks(2, at_head, config), run_ranks(2, train_steps, config, 4)
     for (result, calls), expected in zip(tied, separate, strict=True):
         assert calls

@@ -34,7 +34,9 @@ def of_pytorch(logits_BTV: Tensor, targets_BT: Tensor, terms: LossTerms) -> tupl
     """Return the loss and the gradient in float64."""
     logits_BTV = logits_BTV.double().requires_grad_()
     kept_NV, targets_N = logits_BTV[targets_BT != IGNORE], targets_BT[targets_BT != IGNORE]
-    loss = F.cross_entropy(kept_NV, targets_N, label_smoothing=terms.label_smoothing, reduction="sum")
+    loss = F.cross_entropy(
+        kept_NV, targets_N, label_smoothing=terms.label_smoothing, reduction="sum"
+    )
     loss = WEIGHT * (loss + terms.z_loss_weight * kept_NV.logsumexp(-1).square().sum())
     loss.backward()
     assert logits_BTV.grad is not None
@@ -43,7 +45,9 @@ def of_pytorch(logits_BTV: Tensor, targets_BT: Tensor, terms: LossTerms) -> tupl
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
 @pytest.mark.parametrize("chunk_numel", [1, 40, 1 << 24])
-def test_loss_and_gradient_match_pytorch(terms: LossTerms, chunk_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradient_match_pytorch(
+    terms: LossTerms, chunk_numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", chunk_numel)
     logits_BTV, targets_BT = example()
     expected, expected_gradient_BTV = of_pytorch(logits_BTV, targets_BT, terms)
@@ -64,7 +68,9 @@ def test_the_head_computes_the_same_loss(terms: LossTerms) -> None:
     )
     _, targets_BT = example()
     expected, _ = of_pytorch(hidden_BTD @ weight_VD.t(), targets_BT, terms)
-    loss = linear_cross_entropy_sum(hidden_BTD, weight_VD, targets_BT, torch.tensor(WEIGHT), terms.chunk_loss)
+    loss = linear_cross_entropy_sum(
+        hidden_BTD, weight_VD, targets_BT, torch.tensor(WEIGHT), terms.chunk_loss
+    )
     assert loss.item() == pytest.approx(expected, rel=2e-6)
 
 
@@ -72,7 +78,9 @@ def test_the_head_computes_the_same_loss(terms: LossTerms) -> None:
 def test_ignored_targets_have_no_loss_and_no_gradient(terms: LossTerms) -> None:
     logits_BTV, targets_BT = example()
     logits_BTV.requires_grad_()
-    loss = cross_entropy_sum(logits_BTV, torch.full_like(targets_BT, IGNORE), WEIGHT, chunk=terms.chunk_loss)
+    loss = cross_entropy_sum(
+        logits_BTV, torch.full_like(targets_BT, IGNORE), WEIGHT, chunk=terms.chunk_loss
+    )
     loss.backward()
     assert loss.item() == 0
     assert logits_BTV.grad is not None
@@ -101,7 +109,9 @@ def _check_split(rank: int, num_ranks: int) -> None:
                 assert loss.item() == pytest.approx(expected, rel=2e-6)
                 assert logits_BTv.grad is not None
                 expected_gradient_BTv = expected_gradient_BTV[..., columns]
-                torch.testing.assert_close(logits_BTv.grad.double(), expected_gradient_BTv, atol=2e-7, rtol=0)
+                torch.testing.assert_close(
+                    logits_BTv.grad.double(), expected_gradient_BTv, atol=2e-7, rtol=0
+                )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

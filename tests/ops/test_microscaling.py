@@ -12,7 +12,8 @@ from shardtrain.ops import microscaling
 
 RULES = ("floor", "rceil")
 E4M3 = torch.tensor(
-    [n * 2.0**-9 for n in range(8)] + [(8 + n) * 2.0 ** (e - 10) for e in range(1, 16) for n in range(8)][:-1],
+    [n * 2.0**-9 for n in range(8)]
+    + [(8 + n) * 2.0 ** (e - 10) for e in range(1, 16) for n in range(8)][:-1],
     dtype=torch.float64,
 )
 """All float8 e4m3 numbers from 0 to 448: subnormals, then eight per exponent. The last code would be NaN."""
@@ -37,7 +38,9 @@ def model(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     filled[:, :length] = x
     blocks = filled.view(rows, -1, 32)
     amax = blocks.abs().amax(-1)
-    if rule == "floor":  # section 6.3: the largest power of two in the block divided by that of the format (2^8)
+    if (
+        rule == "floor"
+    ):  # section 6.3: the largest power of two in the block divided by that of the format (2^8)
         scale = (torch.searchsorted(POWERS * 2**8, amax, right=True) - 1).clamp(min=0)
     else:
         scale = torch.searchsorted(POWERS * 448, amax)
@@ -133,7 +136,9 @@ def test_block_with_a_nonfinite_number_is_nan(value, rule):
 def test_zeros_keep_their_signs_and_have_the_smallest_scale():
     x = torch.tensor([[0.0, -0.0] * 16])
     bits, scale = microscaling.to_mx(x, "floor")
-    assert scale.tolist() == [[0]] and torch.equal(bits.view(torch.uint8), torch.tensor([[0, 128] * 16]).byte())
+    assert scale.tolist() == [[0]] and torch.equal(
+        bits.view(torch.uint8), torch.tensor([[0, 128] * 16]).byte()
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 64, 32), (4, 64, 0), (0, 5, 7)], ids=str)
@@ -156,7 +161,9 @@ def test_parts_with_complete_blocks_round_like_the_full_tensor(rule):
     """Tensor parallelism and FSDP rely on it."""
     x = numbers(0, 64, 192).bfloat16()
     full = microscaling.rounded(x, rule)
-    parts = torch.cat([microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)], 1)
+    parts = torch.cat(
+        [microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)], 1
+    )
     assert torch.equal(full, parts)
     assert torch.equal(full, torch.cat([microscaling.rounded(part, rule) for part in x.split(16)]))
 
@@ -198,7 +205,9 @@ def test_linear_layer_matches_its_rounding_model(rule, dtype, sizes):
         magnitudes[2] @ magnitudes[1],
         magnitudes[2].T @ magnitudes[0],
     )
-    for actual, expected, size in zip((out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True):
+    for actual, expected, size in zip(
+        (out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True
+    ):
         bound = (1e-15 if dtype is torch.float64 else 2e-6) * 2 * size
         bound = bound + (expected.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
         assert actual.dtype is dtype and ((actual.double() - expected).abs() <= bound).all()
@@ -218,7 +227,9 @@ def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
 
 def test_scales_have_the_layout_documented_by_cublas():
     for rows, blocks in ((1, 1), (128, 4), (130, 5), (300, 9)):
-        scale = torch.randint(0, 255, (rows, blocks), generator=torch.Generator().manual_seed(rows), dtype=torch.uint8)
+        scale = torch.randint(
+            0, 255, (rows, blocks), generator=torch.Generator().manual_seed(rows), dtype=torch.uint8
+        )
         actual = microscaling.swizzled(scale)
         assert actual.numel() == 512 * -(-rows // 128) * -(-blocks // 4)
         assert torch.equal(laid_out(actual, rows, blocks), scale)
@@ -234,16 +245,24 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
     original = torch._scaled_mm
     shapes = []
 
-    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def scaled_mm(
+        a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
         assert scale_a.dtype is scale_b.dtype is torch.float8_e8m0fnu
         on_meta = [operand.to("meta") for operand in (a, b, scale_a, scale_b)]
         shapes.append(tuple(original(*on_meta, out_dtype=out_dtype).shape))
         meant = []
         for rows_of, scale in ((a, scale_a), (b.t(), scale_b)):
-            assert rows_of.dtype is torch.float8_e4m3fn and rows_of.is_contiguous() and rows_of.size(1) % 32 == 0
+            assert (
+                rows_of.dtype is torch.float8_e4m3fn
+                and rows_of.is_contiguous()
+                and rows_of.size(1) % 32 == 0
+            )
             blocks = rows_of.size(1) // 32
             power = POWERS[laid_out(scale.view(torch.uint8), rows_of.size(0), blocks).long()]
-            meant.append((rows_of.double().unflatten(1, (blocks, 32)) * power[..., None]).flatten(1))
+            meant.append(
+                (rows_of.double().unflatten(1, (blocks, 32)) * power[..., None]).flatten(1)
+            )
         return (meant[0] @ meant[1].T).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
@@ -256,7 +275,9 @@ def test_product_on_a_device_gets_valid_operands(monkeypatch, rule, sizes):
     x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
     microscaling_out = microscaling.linear(x_, w_, rule, emulate=False)
     microscaling_out.backward(g)
-    for actual, expected in zip((microscaling_out, x_.grad, w_.grad), products(x, w, g, rule), strict=True):
+    for actual, expected in zip(
+        (microscaling_out, x_.grad, w_.grad), products(x, w, g, rule), strict=True
+    ):
         assert torch.equal(actual, expected.bfloat16())
     assert shapes == [(rows, outputs), (rows, inputs), (outputs, inputs)]
 
@@ -265,7 +286,9 @@ def test_recipes_match_those_of_torchao():
     layer = torch.nn.Linear(64, 32)
     x = numbers(0, 8, 64)
     microscaling.convert(layer, "mxfp8_emulated")
-    assert torch.equal(layer(x), microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias)
+    assert torch.equal(
+        layer(x), microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias
+    )
     assert "mxfp8_emulated" in repr(layer) and set(dict(layer.named_parameters())) == {
         "weight",
         "bias",
@@ -283,7 +306,9 @@ def test_rounding_is_bitwise_equal_to_torchao(dtype, rule):
     mode = getattr(config.ScaleCalculationMode, rule.upper(), None)
     if mode is None:
         pytest.skip(f"this torchao has no rule {rule}")
-    x = numbers(0, 256, 256) * torch.exp2(20 * torch.randn(256, 1, generator=torch.Generator().manual_seed(1)))
+    x = numbers(0, 256, 256) * torch.exp2(
+        20 * torch.randn(256, 1, generator=torch.Generator().manual_seed(1))
+    )
     x = torch.where(x.abs() < 2.0**-100, 0.0, x).to(dtype)
     x[0] = 0
     x[1, :32] = 448

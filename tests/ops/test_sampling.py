@@ -48,7 +48,9 @@ def test_top_k_and_top_p_draw_only_the_most_likely_tokens(sampling, drawn):
     torch.testing.assert_close(counts(sampling), expected, atol=0.002, rtol=0)
 
 
-@pytest.mark.parametrize("spread", [3.0, 0.1])  # 1,024 tokens have most of the probability, or little of it
+@pytest.mark.parametrize(
+    "spread", [3.0, 0.1]
+)  # 1,024 tokens have most of the probability, or little of it
 def test_top_p_of_a_large_vocabulary_matches_a_full_sort(spread):
     logits = spread * torch.randn(4, 30_000, generator=torch.Generator().manual_seed(0))
     logits[3] = logits[3] / 30  # one row needs the entire vocabulary, others may not

@@ -43,7 +43,10 @@ def test_seeds_never_change_between_versions() -> None:
 
 
 def test_every_part_changes_the_seed_and_parts_are_not_concatenated() -> None:
-    values = [seed_of(*parts) for parts in ((1, 23), (12, 3), (123,), (1, 2, 3), (1, 3, 2), (3, 2, 1), (0, 1, 23))]
+    values = [
+        seed_of(*parts)
+        for parts in ((1, 23), (12, 3), (123,), (1, 2, 3), (1, 3, 2), (3, 2, 1), (0, 1, 23))
+    ]
     assert len(set(values)) == len(values)
 
 
@@ -64,7 +67,9 @@ def test_seed_step_pipeline_stage_and_data_rank_each_change_all_three_generators
     seed_step(7, 3, 0, 1)
     first = numbers()
     seed_step(*arguments)
-    assert all(number != first_number for number, first_number in zip(numbers(), first, strict=True))
+    assert all(
+        number != first_number for number, first_number in zip(numbers(), first, strict=True)
+    )
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
@@ -97,5 +102,7 @@ def test_workspace_setting_of_the_user_is_kept(monkeypatch) -> None:
 def test_seeds_do_not_depend_on_the_hash_seed_of_the_process() -> None:
     program = "from shardtrain.ops.seeding import seed_of; print(seed_of(5, 6))"
     environment = {**os.environ, "PYTHONHASHSEED": "123", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True
+    )
     assert int(done.stdout) == seed_of(5, 6)

@@ -20,7 +20,9 @@ B, T, N, K, H = 2, 24, 4, 2, 8
 CUTS = st.lists(st.sets(st.integers(1, T - 1), max_size=T - 1), min_size=B, max_size=B)
 
 
-def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = T, heads: int = N) -> list[Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", tokens: int = T, heads: int = N
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     shapes = [(B, tokens, heads, H), (B, tokens, K, H), (B, tokens, K, H), (B, tokens, heads, H)]
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -40,7 +42,9 @@ def visible(tokens: int, size: int) -> Tensor:
     return (j <= i) & (j > i - size)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | None = None) -> Tensor:
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | None = None
+) -> Tensor:
     """Reference: causal grouped-query attention within a window, in float64."""
     q, k, v = (
         q.double(),
@@ -51,7 +55,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, size: int, documents_BT: Tensor | N
     mask_BTT = visible(q.size(1), size).expand(B, -1, -1)
     if documents_BT is not None:
         mask_BTT = mask_BTT & (documents_BT[:, :, None] == documents_BT[:, None, :])
-    return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1), v)
+    return torch.einsum(
+        "bnts,bsnh->btnh", scores.masked_fill(~mask_BTT[:, None], -math.inf).softmax(-1), v
+    )
 
 
 def largest_error(
@@ -69,7 +75,10 @@ def largest_error(
         *((actual.grad, target.grad) for actual, target in zip(leaves, exact, strict=True)),
     ]
     assert all(actual.dtype == gradient.dtype for actual, _ in pairs)
-    errors = [float((actual.detach().cpu().double() - target.detach()).abs().max()) for actual, target in pairs]
+    errors = [
+        float((actual.detach().cpu().double() - target.detach()).abs().max())
+        for actual, target in pairs
+    ]
     assert not any(map(math.isnan, errors))
     return max(errors)
 
@@ -86,7 +95,9 @@ def test_attention_within_a_window_matches_the_reference(cuts, size, at_once, fu
         patch.setattr(sliding_window, "QUERIES_AT_ONCE", at_once)
         patch.setattr(document_mask, "_QUERIES_AT_ONCE", at_once)
         # values and gradients are about 1; float32 has a precision of 1e-7
-        assert largest_error(function, size, None if cuts is None else numbers(cuts), inputs()) < 2e-6
+        assert (
+            largest_error(function, size, None if cuts is None else numbers(cuts), inputs()) < 2e-6
+        )
 
 
 def test_rows_longer_than_kernel_blocks_are_exact() -> None:
@@ -96,15 +107,25 @@ def test_rows_longer_than_kernel_blocks_are_exact() -> None:
 
 
 def test_bfloat16_has_its_usual_precision() -> None:
-    assert largest_error(document_mask.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16)) < 6e-2
+    assert (
+        largest_error(document_mask.attention, 5, numbers([{1, 9}, {12}]), inputs(torch.bfloat16))
+        < 6e-2
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2), (torch.float32, 1e-4)]
+)
 @pytest.mark.parametrize("size", [1, 5, 23])
-def test_cuda_matches_attention_within_a_window(dtype: torch.dtype, tolerance: float, size: int) -> None:
+def test_cuda_matches_attention_within_a_window(
+    dtype: torch.dtype, tolerance: float, size: int
+) -> None:
     for documents_BT in (None, numbers([{1, 2, 9}, {12}]).cuda()):
-        assert largest_error(document_mask.attention, size, documents_BT, inputs(dtype, "cuda")) < tolerance
+        assert (
+            largest_error(document_mask.attention, size, documents_BT, inputs(dtype, "cuda"))
+            < tolerance
+        )
 
 
 def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
@@ -112,7 +133,9 @@ def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
     for size in (T, T + 5):
         assert torch.equal(AttentionCore(size)(*parts), AttentionCore()(*parts))
     documents_BT = numbers([{3}, {20}])
-    assert torch.equal(AttentionCore(T)(*parts, documents_BT), AttentionCore()(*parts, documents_BT))
+    assert torch.equal(
+        AttentionCore(T)(*parts, documents_BT), AttentionCore()(*parts, documents_BT)
+    )
     assert not torch.equal(AttentionCore(T - 1)(*parts), AttentionCore()(*parts))
 
 
@@ -127,7 +150,12 @@ def test_window_of_the_entire_row_is_bitwise_equal_to_no_window() -> None:
 def test_blocks_cover_each_pair_within_the_window_once(q, s, offset, size, at_once) -> None:
     visits = torch.zeros(q, s, dtype=torch.int64)
     for queries, keys, band in sliding_window.blocks(q, s, offset, size, at_once):
-        part = sliding_window.mask(queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)) == 0
+        part = (
+            sliding_window.mask(
+                queries.stop - queries.start, keys.stop - keys.start, band, torch.empty(0)
+            )
+            == 0
+        )
         assert part.any(1).all() and part.any(0).all()
         assert part[-1, -1]  # kernels align the mask at the last key
         visits[queries, keys] += part.long()

@@ -56,7 +56,9 @@ def test_no_groups_change_nothing() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_ties_its_head_if_configured(tied: bool) -> None:
     module = find("llama3")
-    model = build(module, shape_of(module, "debugmodel", {**SHAPE, "tied_embeddings": tied}, "rmsnorm"))
+    model = build(
+        module, shape_of(module, "debugmodel", {**SHAPE, "tied_embeddings": tied}, "rmsnorm")
+    )
     assert tied_names(model) == ([["embed.weight", "head.weight"]] if tied else [])
 
 

@@ -60,7 +60,9 @@ def test_operations_that_mix_split_tokens_are_named(name: str, tmp_path: Path) -
     file = tmp_path / "mixing_model.py"
     file.write_text(SOUND.replace(old, new, 1))
     model, layout = built(file)
-    for find, message in zip((token_mixing.outside_of_cores, token_mixing.outside_of_gathered), expected, strict=True):
+    for find, message in zip(
+        (token_mixing.outside_of_cores, token_mixing.outside_of_gathered), expected, strict=True
+    ):
         broken = find(model, layout)
         assert (broken is None) == (message is None), broken
         assert message is None or (broken is not None and message in broken.rule)
@@ -71,7 +73,9 @@ def test_second_core_missing_in_the_layout_is_found() -> None:
     attention = model.get_submodule("layers.0.attn")
     attention.second = type(attention.core)()
     broken = token_mixing.outside_of_cores(model, layout)
-    assert broken is not None and broken.rule.startswith("has layers.0.attn.second of the same class AttentionCore")
+    assert broken is not None and broken.rule.startswith(
+        "has layers.0.attn.second of the same class AttentionCore"
+    )
 
 
 def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> None:
@@ -79,7 +83,9 @@ def test_mixing_is_found_in_a_model_whose_layout_names_only_a_recurrence() -> No
     layout = dataclasses.replace(layout, context="")
     model.layers = nn.ModuleDict({"0": model.layers["0"]})
     assert token_mixing.outside_of_cores(model, layout) is None
-    broken = token_mixing.outside_of_cores(model, dataclasses.replace(layout, recurrence="layers.*.delta.other"))
+    broken = token_mixing.outside_of_cores(
+        model, dataclasses.replace(layout, recurrence="layers.*.delta.other")
+    )
     assert broken is not None and "in layers.0.delta.core" in broken.rule
 
 
@@ -103,7 +109,11 @@ FAMILIES = [
 def test_models_that_can_be_split_are_accepted(path: Path | str) -> None:
     model, layout = built(path)
     assert token_mixing.outside_of_gathered(model, layout) is None
-    if layout.context and "t5_bias" not in str(path):  # a distance bias, rejected because of an argument of its core
+    if layout.context and "t5_bias" not in str(
+        path
+    ):  # a distance bias, rejected because of an argument of its core
         broken = token_mixing.outside_of_cores(model, layout)
-        mixes = "outside of the attention core" in NOT_POSSIBLE.get(Path(path).stem, {}).get("cp=2", "")
+        mixes = "outside of the attention core" in NOT_POSSIBLE.get(Path(path).stem, {}).get(
+            "cp=2", ""
+        )
         assert (broken is not None) == mixes, broken

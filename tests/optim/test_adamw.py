@@ -21,7 +21,10 @@ IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 def parameters(seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"a.weight": (5, 3), "a.bias": (5,), "norm.weight": (4,)}
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in shapes.items()
+    }
 
 
 def set_gradients(params, step):
@@ -69,7 +72,9 @@ def reference(params, config, steps):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 def test_ten_updates_match_the_published_ones(name, implementation):
-    config = Optimizer(name=name, implementation=implementation, no_weight_decay=["norm*"], weight_decay=0.3)
+    config = Optimizer(
+        name=name, implementation=implementation, no_weight_decay=["norm*"], weight_decay=0.3
+    )
     params = parameters()
     expected = reference(params, config, steps=10)
     train(params, build(params.items(), config), range(10))
@@ -107,7 +112,9 @@ def test_creating_the_state_early_changes_no_update(implementation):
     train(plain, build(plain.items(), config), range(3))
     optimizer = build(early.items(), config)
     tensors = state_tensors(optimizer, early.items())
-    assert set(tensors) == {f"{name}.{key}" for name in early for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert set(tensors) == {
+        f"{name}.{key}" for name in early for key in ("exp_avg", "exp_avg_sq", "step")
+    }
     assert all(not tensor.any() for tensor in tensors.values())
     train(early, optimizer, range(3))
     assert all(torch.equal(early[key], value) for key, value in plain.items())
@@ -141,11 +148,15 @@ def two_meshes():
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_distributed_tensors_on_several_meshes_and_plain_ones_train_alike(two_meshes, implementation):
+def test_distributed_tensors_on_several_meshes_and_plain_ones_train_alike(
+    two_meshes, implementation
+):
     first_mesh, second_mesh = two_meshes
     plain = parameters()
     placed = {
-        "a.weight": distribute_tensor(plain["a.weight"].detach().clone(), second_mesh, [Shard(0), Shard(1)]),
+        "a.weight": distribute_tensor(
+            plain["a.weight"].detach().clone(), second_mesh, [Shard(0), Shard(1)]
+        ),
         "a.bias": distribute_tensor(plain["a.bias"].detach().clone(), first_mesh, [Shard(0)]),
         "norm.weight": plain["norm.weight"].detach().clone(),
     }

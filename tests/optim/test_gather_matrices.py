@@ -35,14 +35,18 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
     buckets = plan(placed, local_elements)
     with CommDebugMode() as mode:
         results = [
-            part for bucket in buckets for part in bucket.map([local_tensor(t) for t in bucket.tensors], function)
+            part
+            for bucket in buckets
+            for part in bucket.map([local_tensor(t) for t in bucket.tensors], function)
         ]
     collectives = sum(mode.get_comm_counts().values())
     order = [tensor for bucket in buckets for tensor in bucket.tensors]
     assert [id(tensor) for tensor in order] == [id(tensor) for tensor in placed]
     for full, tensor, result in zip(tensors, placed, results, strict=True):
         each = (
-            function_of_full_matrix(full) if full.ndim == 2 else torch.stack([function_of_full_matrix(m) for m in full])
+            function_of_full_matrix(full)
+            if full.ndim == 2
+            else torch.stack([function_of_full_matrix(m) for m in full])
         )
         assert torch.equal(result, each[local_slices(tensor)]) and result.is_contiguous()
     return len(calls), collectives, len(buckets)
@@ -60,7 +64,9 @@ def _map(rank, mesh_shape, placements, tensors, local_elements):
 def test_ranks_divide_the_work_in_two_collectives_per_axis(mesh_shape, placements):
     results = run_ranks(4, _map, mesh_shape, placements, matrices(8), 2**26)
     assert [calls for calls, _, _ in results] == [2, 2, 2, 2]
-    assert {(collectives, buckets) for _, collectives, buckets in results} == {(2 * len(mesh_shape), 1)}
+    assert {(collectives, buckets) for _, collectives, buckets in results} == {
+        (2 * len(mesh_shape), 1)
+    }
 
 
 def test_replicas_do_the_same_work():
@@ -96,5 +102,7 @@ def test_plain_matrix_needs_no_gather():
     tensor = torch.randn(3, 2)
     assert matrix_axes(tensor) == ()
     [bucket] = plan([tensor])
-    assert torch.equal(bucket.map([tensor], function_of_full_matrix)[0], function_of_full_matrix(tensor))
+    assert torch.equal(
+        bucket.map([tensor], function_of_full_matrix)[0], function_of_full_matrix(tensor)
+    )
     assert plan([]) == []

@@ -61,11 +61,17 @@ def test_nonfinite_numbers_are_unchanged():
 @pytest.mark.parametrize("signed", [True, False])
 def test_code_has_256_numbers_and_is_unbiased(signed):
     code = torch.tensor(low_bits.code(signed))
-    assert len(code) == len(code.unique()) == 256 and code.min() == (-1 if signed else 0) and code.max() == 1
+    assert (
+        len(code) == len(code.unique()) == 256
+        and code.min() == (-1 if signed else 0)
+        and code.max() == 1
+    )
     assert (code == 0).any()
     every = torch.arange(stochastic_rounding.LEVELS)
     for value in [0.3, 1.0, 7e-4, 2e-7, *([-0.3, -1.0, -2e-3] if signed else [])]:
-        decoded = code[stochastic_rounding.to_code(torch.full((len(every),), value), code, every).int()]
+        decoded = code[
+            stochastic_rounding.to_code(torch.full((len(every),), value), code, every).int()
+        ]
         step = (code[1:] - code[:-1]).max() / stochastic_rounding.LEVELS
         assert abs(decoded.double().mean() - torch.tensor(value).double()) <= step
 
@@ -107,7 +113,9 @@ def test_small_updates_are_not_lost():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "AdamW8bit"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(name: str, state_dtype: str) -> None:
+def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(
+    name: str, state_dtype: str
+) -> None:
     """A decay of 1e-6 per step is 1/4000 of the spacing of bfloat16.
 
     AdamW shrinks weights by rate times decay. Adam adds the decay to the gradient, so its first steps are as large as
@@ -131,7 +139,9 @@ def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(name: st
 
 def test_eight_bit_state_converges_like_float32():
     plain = _train(Optimizer(lr=0.05, weight_decay=0.0), torch.float32)
-    assert _train(Optimizer(name="AdamW8bit", lr=0.05, weight_decay=0.0), torch.float32) <= 1.1 * plain
+    assert (
+        _train(Optimizer(name="AdamW8bit", lr=0.05, weight_decay=0.0), torch.float32) <= 1.1 * plain
+    )
     state = Optimizer(lr=0.05, weight_decay=0.0, state_dtype="bfloat16", bf16_stochastic_round=True)
     assert _train(state, torch.float32) <= 1.02 * plain
 
@@ -146,7 +156,9 @@ def test_float32_updates_match_pytorch(name):
         weight = Parameter(torch.randn(8, 6, generator=generator))
         optimizer = build([("w", weight)], variant)
         if variant is not config:
-            optimizer.state[weight].update({k: v.float() for k, v in optimizer.zero_state(weight).items()})
+            optimizer.state[weight].update(
+                {k: v.float() for k, v in optimizer.zero_state(weight).items()}
+            )
         for _ in range(5):
             weight.grad = torch.randn(8, 6, generator=generator)
             optimizer.step()
@@ -154,7 +166,9 @@ def test_float32_updates_match_pytorch(name):
     assert torch.allclose(*results, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.nightly("compiled updates", by="tests/optim/test_low_bits.py::test_meshes_are_bitwise_equal")
+@pytest.mark.nightly(
+    "compiled updates", by="tests/optim/test_low_bits.py::test_meshes_are_bitwise_equal"
+)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
 def test_compiled_update_matches_eager(name, monkeypatch):
     """Up to the order of float32 operations: one number in a thousand may be rounded differently."""
@@ -167,8 +181,12 @@ def test_compiled_update_matches_eager(name, monkeypatch):
         monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
         generator = torch.Generator().manual_seed(0)
         shapes = [(300, 512), (40, 700), (512,), (64, 64), ()]
-        weights = [Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
-        optimizer = build([(str(index), weight) for index, weight in enumerate(weights)], config, seed=3)
+        weights = [
+            Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes
+        ]
+        optimizer = build(
+            [(str(index), weight) for index, weight in enumerate(weights)], config, seed=3
+        )
         for _ in range(2):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
@@ -196,7 +214,9 @@ def test_update_that_cannot_be_compiled_is_unchanged_and_logged_once(monkeypatch
         monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
         monkeypatch.setattr(torch, "compile", refuses)
         generator = torch.Generator().manual_seed(0)
-        weights = [Parameter(torch.randn(40, 512, generator=generator).bfloat16()) for _ in range(2)]
+        weights = [
+            Parameter(torch.randn(40, 512, generator=generator).bfloat16()) for _ in range(2)
+        ]
         optimizer = build(
             [(str(index), weight) for index, weight in enumerate(weights)],
             CONFIGS["bfloat16"],
@@ -207,8 +227,13 @@ def test_update_that_cannot_be_compiled_is_unchanged_and_logged_once(monkeypatch
                 weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
             optimizer.step()
         results.append(weights)
-    assert all(torch.equal(uncompiled, expected) for uncompiled, expected in zip(*results, strict=True))
-    assert caplog.text.count("the update of AdamW cannot be compiled, so it is slow: no compiler here") == 1
+    assert all(
+        torch.equal(uncompiled, expected) for uncompiled, expected in zip(*results, strict=True)
+    )
+    assert (
+        caplog.text.count("the update of AdamW cannot be compiled, so it is slow: no compiler here")
+        == 1
+    )
 
 
 CONFIGS = {
@@ -273,7 +298,9 @@ def test_run_on_ranks_matches_one_process(optimizer):
     """Weights are equal up to float32 rounding, which makes one number in a thousand round differently."""
     options = {"optimizer": {"lr": 1e-2, "eps": 1e-3, **optimizer}}
     one_process = run_tiny(1, tiny_config(training={"local_batch_size": 8}, **options))[0]
-    assert_same_numbers(run_tiny(2, tiny_config(**options))[0], one_process, loss=2e-4, grad_norm=1e-3)
+    assert_same_numbers(
+        run_tiny(2, tiny_config(**options))[0], one_process, loss=2e-4, grad_norm=1e-3
+    )
 
 
 def _norms(rank: int, early: bool) -> tuple[list[float], list[float], dict[str, Tensor], int]:
@@ -286,7 +313,11 @@ def _norms(rank: int, early: bool) -> tuple[list[float], list[float], dict[str, 
 
     def watched(self, parameter):
         gradients_held.append(
-            sum(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+            sum(
+                p.grad is not None
+                for group in self._optimizer.param_groups
+                for p in group["params"]
+            )
         )
         update(self, parameter)
 

@@ -30,7 +30,9 @@ def test_warmup_stable_decay_reaches_the_peak_and_ends_one_step_before_zero():
 
 def test_warmup_stable_decay_stays_at_the_peak_until_its_share_of_decay():
     # W=2, decay round(10 * 0.4) = 4, so 10 + 1 - 2 - 4 = 5 stable steps
-    assert rates(10, warmup_steps=2, decay_ratio=0.4) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4])
+    assert rates(10, warmup_steps=2, decay_ratio=0.4) == pytest.approx(
+        [0.5, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,9 @@ def test_linear_by_proportion_rounds_the_warmup_down():
     got = rates(396, name="linear_by_proportion", warmup_proportion=0.01)  # int(3.96) = 3 steps
     assert got[:5] == pytest.approx([0, 1 / 3, 2 / 3, 1, 392 / 393])
     assert got[-1] == pytest.approx(1 / 393)
-    assert rates(4, name="linear_by_proportion", warmup_proportion=0.0) == pytest.approx([1, 3 / 4, 2 / 4, 1 / 4])
+    assert rates(4, name="linear_by_proportion", warmup_proportion=0.0) == pytest.approx(
+        [1, 3 / 4, 2 / 4, 1 / 4]
+    )
 
 
 def test_logarithmic_deepspeed_warmup_matches_published_values():
@@ -77,7 +81,9 @@ def test_logarithmic_deepspeed_warmup_matches_published_values():
     assert {step: got[step] for step in expected} == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.parametrize(("warmup", "least", "most"), [(50, 1e-6, 5e-5), (50, 1e-6, 1e-5), (2000, 0.0, 1.5e-4)])
+@pytest.mark.parametrize(
+    ("warmup", "least", "most"), [(50, 1e-6, 5e-5), (50, 1e-6, 1e-5), (2000, 0.0, 1.5e-4)]
+)
 def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, most):
     got = rates(
         warmup + 20,
@@ -86,7 +92,9 @@ def test_deepspeed_warmup_matches_its_closed_form_at_every_step(warmup, least, m
         warmup_steps=warmup,
         min_lr_factor=least / most,
     )
-    logs = [least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)]
+    logs = [
+        least + (most - least) * math.log(step + 1) / math.log(warmup) for step in range(warmup)
+    ]
     # both sides have a few roundings
     assert got == pytest.approx([*logs, *[most] * 20], rel=1e-12, abs=1e-18)
 
@@ -100,9 +108,12 @@ def test_transformers_schedule_begins_at_zero(decay_type):
 
 
 def test_warmup_proportion_is_rounded_up_as_in_transformers():
-    got = rates(396, name="transformers", warmup_steps=0, warmup_proportion=0.01)  # ceil(3.96) = 4 steps
+    # ceil(3.96) = 4 steps
+    got = rates(396, name="transformers", warmup_steps=0, warmup_proportion=0.01)
     assert got[:6] == pytest.approx([0, 1 / 4, 2 / 4, 3 / 4, 1, 391 / 392])
-    assert rates(3, name="transformers", warmup_steps=0, warmup_proportion=0.0, min_lr_factor=1.0) == [1, 1, 1]
+    assert rates(
+        3, name="transformers", warmup_steps=0, warmup_proportion=0.0, min_lr_factor=1.0
+    ) == [1, 1, 1]
 
 
 def test_deepspeed_warmup_can_be_linear_and_takes_at_least_two_steps():
@@ -122,8 +133,12 @@ def test_deepspeed_schedules_with_an_end_match_their_closed_forms(warmup_type, w
     fall = [max(0.0, (total - i) / max(1.0, total - n)) for i in range(n, total)]
     same = {"lr": most, "warmup_steps": warmup, "warmup_type": warmup_type}
     got = rates(total, name="deepspeed_warmup_decay", min_lr_factor=least / most, **same)
-    assert got == pytest.approx([least + (most - least) * share for share in (*rise, *fall)][:total], rel=1e-12)
-    half = [0.1 + 0.9 * (1 + math.cos(math.pi * (i - n + 1) / (total - n))) / 2 for i in range(n, total)]
+    assert got == pytest.approx(
+        [least + (most - least) * share for share in (*rise, *fall)][:total], rel=1e-12
+    )
+    half = [
+        0.1 + 0.9 * (1 + math.cos(math.pi * (i - n + 1) / (total - n))) / 2 for i in range(n, total)
+    ]
     got = rates(total, name="deepspeed_warmup_cosine", min_lr_factor=0.1, **same)
     assert got == pytest.approx([most * share for share in (*rise, *half)][:total], rel=1e-12)
 
@@ -157,8 +172,13 @@ def test_rates_stay_between_zero_and_the_peak(name, data):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_total_steps_override_the_steps_of_the_run(name):
-    assert rates(50, name=name, total_steps=10, warmup_steps=2, count=10) == rates(10, name=name, warmup_steps=2)
-    assert rates(3, name=name, total_steps=10, warmup_steps=2) == rates(10, name=name, warmup_steps=2)[:3]
+    assert rates(50, name=name, total_steps=10, warmup_steps=2, count=10) == rates(
+        10, name=name, warmup_steps=2
+    )
+    assert (
+        rates(3, name=name, total_steps=10, warmup_steps=2)
+        == rates(10, name=name, warmup_steps=2)[:3]
+    )
 
 
 OTHER_VALUES = {
@@ -188,7 +208,9 @@ def schedule(request, monkeypatch):
 def test_schedule_rejects_options_that_it_does_not_read(schedule):
     def problems(*arguments):
         name = f"--lr_scheduler.name={schedule}"
-        return [problem.option for problem in config.check(config.load("debug", [name, *arguments]))]
+        return [
+            problem.option for problem in config.check(config.load("debug", [name, *arguments]))
+        ]
 
     assert problems() == []
     assert set(OTHER_VALUES) == set(SCHEDULE_OPTIONS)

@@ -32,7 +32,11 @@ SHAPES = {
     "layers.0.wq.bias": (6,),
     "head.weight": (11, 6),
 }
-HIDDEN = {name for name in SHAPES if name.startswith("layers.") and "norm" not in name and "bias" not in name}
+HIDDEN = {
+    name
+    for name in SHAPES
+    if name.startswith("layers.") and "norm" not in name and "bias" not in name
+}
 
 
 def muon(**options):
@@ -81,7 +85,9 @@ def reference_updates(steps, nesterov):
             sums[name] = 0.95 * sums[name] + gradient
             direction = gradient + 0.95 * sums[name] if nesterov else sums[name]
             matrices = direction if direction.ndim == 3 else direction[None]
-            update = torch.stack([newton_schulz(matrix) for matrix in matrices]).view(direction.shape)
+            update = torch.stack([newton_schulz(matrix) for matrix in matrices]).view(
+                direction.shape
+            )
             scale = 0.2 * math.sqrt(max(direction.shape[-2:]))
             weights[name] = weights[name] * (1 - rate * 0.3) - rate * scale * update
     return weights
@@ -104,7 +110,9 @@ def test_other_parameters_get_the_update_of_adamw(implementation):
     config = Optimizer(lr=1e-2, weight_decay=0.3, eps=1e-3, **options)
     train(adamw_parameters, build(adamw_parameters.items(), config), range(4))
     for name in SHAPES:
-        assert torch.equal(muon_parameters[name], adamw_parameters[name]) == (name not in HIDDEN), name
+        assert torch.equal(muon_parameters[name], adamw_parameters[name]) == (name not in HIDDEN), (
+            name
+        )
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -156,7 +164,12 @@ def test_state_is_one_momentum_per_matrix_and_adamw_for_the_rest():
     params = parameters()
     tensors = state_tensors(build(params.items(), muon()), params.items())
     expected = {f"{name}.momentum" for name in HIDDEN}
-    expected |= {f"{name}.{key}" for name in SHAPES if name not in HIDDEN for key in ("exp_avg", "exp_avg_sq", "step")}
+    expected |= {
+        f"{name}.{key}"
+        for name in SHAPES
+        if name not in HIDDEN
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    }
     assert set(tensors) == expected
     assert all(not tensor.any() for tensor in tensors.values())
 
@@ -189,7 +202,9 @@ def test_parameter_without_gradient_is_unchanged():
 
 def test_patterns_select_the_optimizer_and_weight_decay():
     params = parameters()
-    optimizer = build(params.items(), muon(muon_adamw_patterns=["embed*", "*.w?.*"], no_weight_decay=["*thin*"]))
+    optimizer = build(
+        params.items(), muon(muon_adamw_patterns=["embed*", "*.w?.*"], no_weight_decay=["*thin*"])
+    )
     names = {parameter: name for name, parameter in params.items()}
     groups = {}
     for group in optimizer.param_groups:
@@ -197,7 +212,8 @@ def test_patterns_select_the_optimizer_and_weight_decay():
     assert groups == {
         ("muon", 0.3): {"layers.0.experts.w1", "head.weight"},
         ("muon", 0.0): {"layers.0.thin.weight"},
-        ("adamw", 0.3): set(SHAPES) - {"layers.0.experts.w1", "head.weight", "layers.0.thin.weight"},
+        ("adamw", 0.3): set(SHAPES)
+        - {"layers.0.experts.w1", "head.weight", "layers.0.thin.weight"},
     }
 
 
@@ -210,7 +226,11 @@ def test_filters_of_a_convolution_are_not_matrices():
     }
     named = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
     names = {parameter: name for name, parameter in named}
-    algorithms = {names[p]: group["algorithm"] for group in build(named, muon()).param_groups for p in group["params"]}
+    algorithms = {
+        names[p]: group["algorithm"]
+        for group in build(named, muon()).param_groups
+        for p in group["params"]
+    }
     assert algorithms == {
         "experts.w1": "muon",
         "filters.weight": "adamw",
@@ -222,9 +242,13 @@ def test_filters_of_a_convolution_are_not_matrices():
 def test_patterns_without_effect_are_rejected_except_for_defaults():
     params = {name: p for name, p in parameters().items() if "bias" not in name}
     build(params.items(), muon())
-    with pytest.raises(ConfigError, match=r'optimizer.muon_adamw_patterns="\*.gate" matches no parameter'):
+    with pytest.raises(
+        ConfigError, match=r'optimizer.muon_adamw_patterns="\*.gate" matches no parameter'
+    ):
         build(params.items(), muon(muon_adamw_patterns=["embed*", "*.gate"]))
-    with pytest.raises(ConfigError, match=r"leave no parameter to Muon; set optimizer.name = \"AdamW\""):
+    with pytest.raises(
+        ConfigError, match=r"leave no parameter to Muon; set optimizer.name = \"AdamW\""
+    ):
         build(params.items(), muon(muon_adamw_patterns=["*"]))
 
 
@@ -255,7 +279,10 @@ def _trained(mesh_shape, placements, dtype):
     mesh = init_device_mesh("cpu", mesh_shape)
     params = {}
     for name, value in values(0).items():
-        dims = [Replicate() if p.is_replicate() else Shard(min(p.dim % value.ndim, value.ndim - 1)) for p in placements]
+        dims = [
+            Replicate() if p.is_replicate() else Shard(min(p.dim % value.ndim, value.ndim - 1))
+            for p in placements
+        ]
         if value.ndim == 1:  # like FSDP, split the only dimension of a vector once
             dims = [Shard(0), *[Replicate()] * (len(placements) - 1)]
         params[name] = nn.Parameter(distribute_tensor(value, mesh, dims))
@@ -278,7 +305,9 @@ def test_equal_gradients_are_bitwise_equal_on_every_placement(dtype):
                 if name in HIDDEN:
                     assert torch.equal(result[name], params[name]), where
                 else:  # AdamW's vectorized kernels round the ends of memory differently
-                    torch.testing.assert_close(result[name], params[name].detach(), rtol=0, atol=1e-7, msg=where)
+                    torch.testing.assert_close(
+                        result[name], params[name].detach(), rtol=0, atol=1e-7, msg=where
+                    )
 
 
 MESHES = {
@@ -306,16 +335,22 @@ CLIPPED = {"max_norm": 0.1}
 
 @functools.cache
 def one_process() -> Result:
-    return run_tiny(1, tiny_config(optimizer=TINY, training={**CLIPPED, "local_batch_size": 8}), steps=3)[0]
+    return run_tiny(
+        1, tiny_config(optimizer=TINY, training={**CLIPPED, "local_batch_size": 8}), steps=3
+    )[0]
 
 
 FIRST = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "zero-1 2")
 
 
-@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in MESHES if name not in FIRST]))
+@pytest.mark.parametrize(
+    "name", cases(FIRST, nightly=[name for name in MESHES if name not in FIRST])
+)
 def test_meshes_change_no_number_of_muon(name):
     num_ranks, parallelism = MESHES[name]
-    results = run_tiny(num_ranks, tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism), steps=3)
+    results = run_tiny(
+        num_ranks, tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism), steps=3
+    )
     assert min(one_process().grad_norms) > 2 * CLIPPED["max_norm"]
     for result in results:
         assert_same_numbers(result, one_process())
@@ -384,7 +419,8 @@ def test_run_resumes_bitwise(tmp_path):
 def test_muon_learns_faster_than_adamw_at_the_best_rate_of_each():
     def best(name):
         runs = [
-            tiny_config(optimizer={"name": name, "lr": lr}, training={"local_batch_size": 8}) for lr in (1e-2, 3e-2)
+            tiny_config(optimizer={"name": name, "lr": lr}, training={"local_batch_size": 8})
+            for lr in (1e-2, 3e-2)
         ]
         return min(run_tiny(1, config, steps=20)[0].losses[-1] for config in runs)
 

@@ -73,7 +73,9 @@ def straight_and_resumed(rank: int, root: Path, path: str, mesh: str):
     by="tests/train/test_resume.py::test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one",
 )
 def test_run_with_an_optimizer_from_a_file_resumes_on_any_mesh(tmp_path: Path, mesh: str) -> None:
-    for straight, killed, resumed in run_ranks(2, straight_and_resumed, tmp_path, written(tmp_path), mesh):
+    for straight, killed, resumed in run_ranks(
+        2, straight_and_resumed, tmp_path, written(tmp_path), mesh
+    ):
         assert straight.error is None and killed.error is None and resumed.error is None
         assert {name.rpartition(".")[2] for name in straight.optimizer} == {"mean", "step"}
         assert len(resumed.losses) == STEPS - 2 and resumed.lrs == straight.lrs[2:]
@@ -109,7 +111,9 @@ def test_run_with_an_optimizer_from_a_file_resumes_on_any_mesh(tmp_path: Path, m
         ("return Lion(param_groups, options)", "return 7", "builds a int"),
     ],
 )
-def test_optimizer_whose_state_cannot_be_saved_is_rejected(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_optimizer_whose_state_cannot_be_saved_is_rejected(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert old in LION
     options = dataclasses.replace(Optimizer(), name=written(tmp_path, LION.replace(old, new)))
     with pytest.raises(ConfigError, match=rf"optimizer\.name=.*{message}"):
@@ -163,9 +167,13 @@ def runs_of_kind(rank: int, root: Path, path: str, kind: str) -> tuple[Ended, En
 )
 def test_optimizer_from_a_file_works_in_every_mode(tmp_path: Path, kind: str) -> None:
     """Numbers match FSDP up to rounding (1e-3 in float16), and a resumed run matches an uninterrupted one."""
-    for plain, straight, resumed in run_ranks(2, runs_of_kind, tmp_path, written(tmp_path, MOMENTUM), kind):
+    for plain, straight, resumed in run_ranks(
+        2, runs_of_kind, tmp_path, written(tmp_path, MOMENTUM), kind
+    ):
         assert plain.error is None and straight.error is None and resumed.error is None
-        assert straight.losses == pytest.approx(plain.losses, rel=2e-3 if kind == "float16" else 1e-6)
+        assert straight.losses == pytest.approx(
+            plain.losses, rel=2e-3 if kind == "float16" else 1e-6
+        )
         assert resumed.losses == straight.losses[2:]
         assert_bitwise(resumed.weights, straight.weights)
         assert_bitwise(resumed.optimizer, straight.optimizer)

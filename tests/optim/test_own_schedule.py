@@ -85,8 +85,12 @@ def test_schedule_file_changed_since_the_last_save_is_an_error(
 
 
 @pytest.mark.parametrize("mesh", cases(["one process"], nightly=["fsdp", "tp", "pp"]))
-def test_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_path: Path, mesh: str) -> None:
-    for straight, resumed in run_ranks(MESHES[mesh][0], built_in_and_own, tmp_path, written(tmp_path), mesh):
+def test_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(
+    tmp_path: Path, mesh: str
+) -> None:
+    for straight, resumed in run_ranks(
+        MESHES[mesh][0], built_in_and_own, tmp_path, written(tmp_path), mesh
+    ):
         assert straight.error is None and resumed.error is None
         assert resumed.lrs == straight.lrs[2:] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
         assert resumed.losses == straight.losses[2:]
@@ -149,8 +153,13 @@ def test_invalid_schedule_file_is_an_error_with_its_name(
     tmp_path: Path, capsys, text: str | None, message: str
 ) -> None:
     path = str(tmp_path / "my_schedule.py") if text is None else written(tmp_path, text)
-    assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
-    lines = [line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")]
+    assert (
+        main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"])
+        == 2
+    )
+    lines = [
+        line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")
+    ]
     (line,) = [line for line in lines if "my_schedule.py" in line]
     assert "lr_scheduler.name=" in line and message in line
 
@@ -164,7 +173,9 @@ def test_invalid_schedule_file_is_an_error_with_its_name(
     ids=repr,
 )  # fmt: skip
 def test_every_real_number_type_is_accepted(number: Any) -> None:
-    rate = learning_rate(Optimizer(lr=0.5), LRScheduler(), 10, 3, schedule=lambda step, total_steps: number)
+    rate = learning_rate(
+        Optimizer(lr=0.5), LRScheduler(), 10, 3, schedule=lambda step, total_steps: number
+    )
     assert type(rate) is float and rate == 0.5 * float(number)
 
 
@@ -178,7 +189,9 @@ def test_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, c
     ]
     assert main(arguments) == 0
     assert main([*arguments, "--lr_scheduler.warmup_proportion=0.5"]) == 2
-    assert "lr_scheduler.warmup_proportion=0.5 has no effect with lr_scheduler.name" in "".join(capsys.readouterr())
+    assert "lr_scheduler.warmup_proportion=0.5 has no effect with lr_scheduler.name" in "".join(
+        capsys.readouterr()
+    )
 
 
 # expression of a schedule with 20,000 steps and 4,321 steps of warmup -> message of the error
@@ -191,7 +204,9 @@ LATE = {
 
 @pytest.mark.parametrize("verb", [["config", "check"], ["train"]])
 @pytest.mark.parametrize("share", LATE)
-def test_invalid_value_at_an_edge_of_a_long_schedule_is_found_at_start(tmp_path: Path, capsys, share, verb) -> None:
+def test_invalid_value_at_an_edge_of_a_long_schedule_is_found_at_start(
+    tmp_path: Path, capsys, share, verb
+) -> None:
     path = written(tmp_path, f"def factor(step, total_steps, warmup_steps):\n    return {share}")
     options = {
         "job.dump_folder": tmp_path / "run", "lr_scheduler.name": path, "lr_scheduler.warmup_steps": 4321,
@@ -199,7 +214,9 @@ def test_invalid_value_at_an_edge_of_a_long_schedule_is_found_at_start(tmp_path:
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in options.items()]
     assert main([*verb, "debug", *arguments, *(["--nproc=1"] if verb == ["train"] else [])]) == 2
-    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
+    (line,) = [
+        line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")
+    ]
     assert LATE[share] in line
 
 
@@ -211,9 +228,16 @@ def test_invalid_value_at_an_edge_of_a_long_schedule_is_found_at_start(tmp_path:
     ],
     ids=["when called", "when imported"],
 )
-def test_schedule_file_that_does_not_return_times_out(text: str, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_schedule_file_that_does_not_return_times_out(
+    text: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
     monkeypatch.setattr(own_files, "SCHEDULE_SECONDS", 0.2)
     path = written(tmp_path, text)
-    assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
-    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")]
+    assert (
+        main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"])
+        == 2
+    )
+    (line,) = [
+        line for line in "".join(capsys.readouterr()).splitlines() if line.startswith("error")
+    ]
     assert "does not return the factors of about 1,000 steps within 0.2 s; compute them" in line

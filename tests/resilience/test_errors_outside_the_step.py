@@ -145,7 +145,9 @@ def test_failing_exit_report_does_not_change_the_exit_status(
 
     monkeypatch.setattr(failure, "last_step", raise_it)
     failure.write_exit(tmp_path, None, 0)
-    assert capsys.readouterr().err == f"cannot write {tmp_path / 'exit.json'}: RuntimeError: broken\n"
+    assert (
+        capsys.readouterr().err == f"cannot write {tmp_path / 'exit.json'}: RuntimeError: broken\n"
+    )
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1]))

@@ -38,7 +38,10 @@ class Nodes:
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.calls = dist.HashStore(), Counter[tuple[int, str]]()
-        self.ranks = [HeartbeatExchange(Counted(self.store, self.calls, rank), rank, 6, BEAT) for rank in range(6)]
+        self.ranks = [
+            HeartbeatExchange(Counted(self.store, self.calls, rank), rank, 6, BEAT)
+            for rank in range(6)
+        ]
         self.beats = [0] * 6
         for rank, exchange_of_rank in enumerate(self.ranks):
             runtime = tmp_path / f"node{rank // 3}"
@@ -81,7 +84,9 @@ def test_all_ranks_are_received_and_one_rank_per_node_sends(nodes: Nodes) -> Non
 
 def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
     nodes.beat(*range(6))
-    for _ in range(12):  # the first rank of the second node has stopped, and the second one replaces it
+    for _ in range(
+        12
+    ):  # the first rank of the second node has stopped, and the second one replaces it
         time.sleep(BEAT)
         nodes.beat(0, 1, 2, 4, 5)
     received = nodes.received()

@@ -59,15 +59,22 @@ def judge(signs_at, seconds: float = 100.0, size: int = 2, **limits):
 
 
 def test_progressing_run_never_counts_as_hanging():
-    assert judge(lambda beat: {0: say(beat, entered=beat // 10), 1: say(beat, **WAITING)}, 1000) is None
-    assert judge(lambda beat: {0: say(beat, ticks=beat // 10), 1: say(beat, **WAITING)}, 1000) is None
+    assert (
+        judge(lambda beat: {0: say(beat, entered=beat // 10), 1: say(beat, **WAITING)}, 1000)
+        is None
+    )
+    assert (
+        judge(lambda beat: {0: say(beat, ticks=beat // 10), 1: say(beat, **WAITING)}, 1000) is None
+    )
 
 
 def test_rank_without_heartbeats_is_blamed_first():
     signs = lambda beat: {0: say(beat), 1: say(min(beat, 2), phase="data"), 2: say(beat, **WAITING)}  # noqa: E731
     verdict, seconds = judge(signs, size=3)
     assert (verdict.rank, verdict.phase, verdict.num_silent) == (1, "data", 1)
-    assert verdict.message == ("has not arrived and sends no heartbeat: last seen in phase data of step 12, 30 s ago")
+    assert verdict.message == (
+        "has not arrived and sends no heartbeat: last seen in phase data of step 12, 30 s ago"
+    )
     assert LIMIT <= seconds <= LIMIT + 2 * BEAT
 
 
@@ -77,7 +84,9 @@ def test_a_verdict_has_a_bounded_size_whatever_the_ranks_do(size):
 
     def signs(beat):
         places = {rank: f"train.py:{rank} in step" for rank in range(size)}
-        return {rank: say(beat if rank % 2 else min(beat, 2), at=places[rank]) for rank in range(size)}
+        return {
+            rank: say(beat if rank % 2 else min(beat, 2), at=places[rank]) for rank in range(size)
+        }
 
     verdict, _ = judge(signs, size=size)
     assert verdict.num_silent == size // 2 and "nor have ranks 2,4,6" in verdict.message
@@ -91,15 +100,24 @@ def test_live_rank_outside_a_collective_is_blamed(culprit):
         return {rank: say(beat, **({} if rank == culprit else WAITING)) for rank in range(3)}
 
     verdict, _ = judge(signs, size=3)
-    others = ",".join(str(rank) for rank in range(3) if rank != culprit).replace("0,1", "0-1").replace("1,2", "1-2")
+    others = (
+        ",".join(str(rank) for rank in range(3) if rank != culprit)
+        .replace("0,1", "0-1")
+        .replace("1,2", "1-2")
+    )
     assert verdict.rank == culprit
-    assert f"ranks {others}: phase step of step 12, waits in all_reduce (train.py:9 in _read)" in verdict.table
+    assert (
+        f"ranks {others}: phase step of step 12, waits in all_reduce (train.py:9 in _read)"
+        in verdict.table
+    )
 
 
 def test_rank_that_never_sends_a_heartbeat_is_blamed():
     verdict, seconds = judge(lambda beat: {0: say(beat, **WAITING)})
     assert (verdict.rank, verdict.num_silent) == (1, 1) and seconds <= LIMIT + 2 * BEAT
-    assert judge(lambda beat: {0: say(beat, is_cold=True)}) is None, "no rank waits, so the limit is longer"
+    assert judge(lambda beat: {0: say(beat, is_cold=True)}) is None, (
+        "no rank waits, so the limit is longer"
+    )
 
 
 def test_ranks_furthest_behind_are_blamed():
@@ -122,7 +140,10 @@ def test_ranks_in_different_collectives_are_all_named():
 
     verdict, _ = judge(signs, size=4)
     assert verdict.rank == 1
-    assert "ranks 0,2-3 in all_reduce (train.py:9 in _read), rank 1 in all_gather (mine.py:3 in f)" in verdict.message
+    assert (
+        "ranks 0,2-3 in all_reduce (train.py:9 in _read), rank 1 in all_gather (mine.py:3 in f)"
+        in verdict.message
+    )
 
 
 def test_network_is_suspected_if_all_wait_in_one_collective():
@@ -148,7 +169,9 @@ def test_rank_that_exits_early_is_blamed():
 def test_before_the_end_of_the_first_step_only_a_wait_is_a_hang():
     cold = {"is_cold": True, "limit_seconds": 300.0, "phase": "compile"}
     assert judge(lambda beat: {0: say(beat, **cold), 1: say(beat, **cold)}, 2000) is None
-    verdict, seconds = judge(lambda beat: {0: say(beat, **cold), 1: say(beat, **cold, **WAITING)}, 2000)
+    verdict, seconds = judge(
+        lambda beat: {0: say(beat, **cold), 1: say(beat, **cold, **WAITING)}, 2000
+    )
     assert verdict.rank == 0
     assert seconds < 300, "PyTorch's timeout comes first, and would name the wrong rank"
 
@@ -173,9 +196,17 @@ def test_long_compilation_may_end_at_different_times():
 
 def test_consecutive_collectives_count_as_progress():
     """On a slow network, a rank may gather layers for longer than the limit of one collective."""
-    assert judge(lambda beat: {rank: say(beat, ticks=beat, **WAITING) for rank in range(2)}, 1000) is None
-    assert judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat, ticks=beat, **WAITING)}, 1000) is None
-    verdict, seconds = judge(lambda beat: {rank: say(beat, ticks=min(beat, 99), **WAITING) for rank in range(2)}, 1000)
+    assert (
+        judge(lambda beat: {rank: say(beat, ticks=beat, **WAITING) for rank in range(2)}, 1000)
+        is None
+    )
+    assert (
+        judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat, ticks=beat, **WAITING)}, 1000)
+        is None
+    )
+    verdict, seconds = judge(
+        lambda beat: {rank: say(beat, ticks=min(beat, 99), **WAITING) for rank in range(2)}, 1000
+    )
     assert "no rank is behind" in verdict.message and seconds >= 99 * BEAT + LIMIT
 
 
@@ -201,14 +232,20 @@ def begin_collectives(rank: int) -> list[int]:
 
 def test_hang_is_reported_before_the_collective_times_out():
     slow = {"limit_seconds": 500.0}
-    verdict, seconds = judge(lambda beat: {0: say(beat, **slow), 1: say(beat, **slow, **WAITING)}, 600)
+    verdict, seconds = judge(
+        lambda beat: {0: say(beat, **slow), 1: say(beat, **slow, **WAITING)}, 600
+    )
     assert verdict.rank == 0 and seconds < 100
 
 
 def test_longest_limit_of_any_rank_applies_and_0_disables():
-    _, seconds = judge(lambda beat: {0: say(beat, limit_seconds=60.0), 1: say(beat, **WAITING)}, 600)
+    _, seconds = judge(
+        lambda beat: {0: say(beat, limit_seconds=60.0), 1: say(beat, **WAITING)}, 600
+    )
     assert 60 <= seconds <= 64
-    assert judge(lambda beat: {0: say(beat, limit_seconds=0.0), 1: say(beat, **WAITING)}, 2000) is None
+    assert (
+        judge(lambda beat: {0: say(beat, limit_seconds=0.0), 1: say(beat, **WAITING)}, 2000) is None
+    )
 
 
 def test_suspended_watchdog_blames_nobody():
@@ -364,7 +401,8 @@ def test_work_inside_pytorch_frames_is_not_a_wait():
     assert not seen[0].compiling and not seen[0].debugging
 
 
-ARRIVAL_SECONDS = round(patience.seconds(2))  # the value of an option, so it must be equal on all ranks
+# the value of an option, so it must be equal on all ranks
+ARRIVAL_SECONDS = round(patience.seconds(2))
 
 
 def agree(rank: int, changes: dict[int, dict], environment: dict[int, dict] | None = None) -> str:
@@ -422,7 +460,9 @@ def test_missing_rank_is_named():
     config = dataclasses.replace(shallow_config(), comm=comm)
     facts = config_consistency.facts_of(config, 4)
     store = Store({"facts-1": json.dumps([facts, {}])})
-    with pytest.raises(PeerError, match="rank 2, 3 has not arrived within comm.init_timeout_seconds=1"):
+    with pytest.raises(
+        PeerError, match="rank 2, 3 has not arrived within comm.init_timeout_seconds=1"
+    ):
         config_consistency._compare(store, config, facts, 4)
 
 
@@ -433,18 +473,26 @@ def only_steps(folder):
     """Return a configuration with 24 short steps, without saves and validation, and windows of 2 steps."""
     defaults = shallow_config()
     steps = config(folder, comm={"straggler_window_steps": 2}, steps=24, seq_len=16)
-    return dataclasses.replace(steps, validation=defaults.validation, checkpoint=defaults.checkpoint)
+    return dataclasses.replace(
+        steps, validation=defaults.validation, checkpoint=defaults.checkpoint
+    )
 
 
 def slow_lines(folder) -> list[str]:
-    return [line for line in (folder / "logs/rank-0.log").read_text().splitlines() if " is slow: " in line]
+    return [
+        line
+        for line in (folder / "logs/rank-0.log").read_text().splitlines()
+        if " is slow: " in line
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 def test_slow_rank_is_named_in_log_and_metrics(tmp_path):
     assert end(run(only_steps(tmp_path), "slow", (1,))) == 0
     lines = slow_lines(tmp_path)
-    assert len(lines) == 1 and "WARNING rank 1 on " in lines[0] and "mostly in phase step" in lines[0], lines
+    assert (
+        len(lines) == 1 and "WARNING rank 1 on " in lines[0] and "mostly in phase step" in lines[0]
+    ), lines
     assert '"stragglers": 1.0' in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -460,7 +508,9 @@ def test_equal_ranks_are_not_reported_as_slow(tmp_path):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=12), st.data())
-def test_expected_work_is_the_median_of_all_other_ranks(works: list[float], data: st.DataObject) -> None:
+def test_expected_work_is_the_median_of_all_other_ranks(
+    works: list[float], data: st.DataObject
+) -> None:
     place = data.draw(st.integers(0, len(works) - 1))
     others = works[:place] + works[place + 1 :]
     assert median_without(sorted(works), works[place]) == statistics.median(others)

@@ -77,5 +77,7 @@ def test_time_and_memory_are_bounded(tmp_path: Path, name: str) -> None:
 
 def test_values_of_a_file_are_never_evaluated(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
-    file.write_text("[job]\ndescription = '${HOME} $(touch canary) {0.__class__} !!python/object'\n")
+    file.write_text(
+        "[job]\ndescription = '${HOME} $(touch canary) {0.__class__} !!python/object'\n"
+    )
     assert config.load(file).config.job.description.startswith("${HOME} $(touch canary)")

@@ -26,7 +26,9 @@ def opened(
     pytest.importorskip("datasets")
     pytest.importorskip("sentencepiece")
     pytest.importorskip("tiktoken")
-    folder, done = once.made_once(tmp_path_factory, "hostile", lambda: open_all(tmp_path_factory.mktemp("hostile")))
+    folder, done = once.made_once(
+        tmp_path_factory, "hostile", lambda: open_all(tmp_path_factory.mktemp("hostile"))
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, json.loads((folder / "results.json").read_text()), done
 
@@ -39,7 +41,9 @@ def open_all(folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     }
     # -B: writing the bytecode of a module would be a forbidden event
     command = [sys.executable, "-B", "-W", "ignore", str(TESTS / "hostile_child.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patience.seconds(390))
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=patience.seconds(390)
+    )
     return folder, done
 
 

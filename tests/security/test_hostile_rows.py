@@ -34,7 +34,9 @@ VARIABLES = {
 }
 
 
-def train(folder: Path, environment: dict[str, str] | None = None, **options: object) -> CompletedProcess[str]:
+def train(
+    folder: Path, environment: dict[str, str] | None = None, **options: object
+) -> CompletedProcess[str]:
     all_options = {
         "job.dump_folder": folder / "outputs", "training.device": "cpu", "training.local_batch_size": 1,
         "training.seq_len": 32, "training.steps": 2, "lr_scheduler.warmup_steps": 1, **options,
@@ -58,7 +60,9 @@ def train(folder: Path, environment: dict[str, str] | None = None, **options: ob
 
 
 @pytest.mark.parametrize("kind", cases(list(COLUMNS)[:2], nightly=list(COLUMNS)[2:]))
-def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(kind: str, tmp_path: Path) -> None:
+def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(
+    kind: str, tmp_path: Path
+) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns, options = COLUMNS[kind]
     path = tmp_path / "a.parquet"
@@ -73,9 +77,13 @@ def test_nan_in_a_column_is_a_bad_row_with_its_position_and_column(kind: str, tm
 
 
 @pytest.mark.parametrize("name", cases(list(VARIABLES)[:1], nightly=list(VARIABLES)[1:]))
-def test_environment_variable_with_newlines_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_environment_variable_with_newlines_is_refused_in_one_line(
+    name: str, tmp_path: Path
+) -> None:
     value = "2\nerror[0]: all is well\x1b[2J"
-    done = train(tmp_path, {**VARIABLES[name], name: value}, **{"training.dataset": "python_stdlib"})
+    done = train(
+        tmp_path, {**VARIABLES[name], name: value}, **{"training.dataset": "python_stdlib"}
+    )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode == 2 and len(errors) == 1 and name in errors[0], done.stderr
     assert ("\x1b" not in done.stderr and "\\n" in errors[0]) or "?" in errors[0]

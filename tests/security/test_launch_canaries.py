@@ -62,7 +62,9 @@ def command_lines() -> Iterator[set[bytes]]:
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     names = ", ".join(f'"{name}"' for name in CANARIES)
-    path.write_text(CONFIG.format(names=names, references="\n".join(f'{name} = "hub/key"' for name in CANARIES)))
+    path.write_text(
+        CONFIG.format(names=names, references="\n".join(f'{name} = "hub/key"' for name in CANARIES))
+    )
     return path
 
 

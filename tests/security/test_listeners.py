@@ -32,7 +32,9 @@ def is_loopback(address: str) -> bool:
 def watch(command: list[str], folder: Path, attack: bool = False) -> set[tuple[str, int]]:
     """Run a command. Return the addresses of all its listeners. ``attack`` sends a pickle to those of its parent."""
     seen: set[tuple[str, int]] = set()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))
+    }
     canary, attacked = folder / "canary", set()
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
@@ -90,7 +92,9 @@ def test_ranks_with_workers_only_listen_on_loopback(tmp_path: Path) -> None:
     ]
     seen = watch(command, tmp_path, attack=True)
     with private_network.create_network_namespace() as names:
-        assert bool(seen) is not bool(names), "gloo's listeners are visible exactly if there is no private network"
+        assert bool(seen) is not bool(names), (
+            "gloo's listeners are visible exactly if there is no private network"
+        )
     assert all(is_loopback(address) for address, _ in seen), seen
 
 

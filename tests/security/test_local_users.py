@@ -110,7 +110,9 @@ def as_nobody(function: Callable[[], object]) -> bool:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
 @pytest.mark.parametrize("attack", cases(ATTACKS[:2], nightly=ATTACKS[2:]))
-def test_another_user_cannot_access_the_rendezvous_folder(attack: Callable[[Path], object], tmp_path: Path) -> None:
+def test_another_user_cannot_access_the_rendezvous_folder(
+    attack: Callable[[Path], object], tmp_path: Path
+) -> None:
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
@@ -124,7 +126,9 @@ def test_another_user_cannot_access_the_rendezvous_folder(attack: Callable[[Path
     num_keys = store.num_keys()
     signs.set("sign-0", "well")
     (tmp_path / "reachable").write_text("x")
-    assert as_nobody(lambda: (tmp_path / "reachable").read_text()), "the attacker cannot even reach the parent folder"
+    assert as_nobody(lambda: (tmp_path / "reachable").read_text()), (
+        "the attacker cannot even reach the parent folder"
+    )
     assert not as_nobody(lambda: attack(folder))
     assert store.get("key") == b"value" and signs.get("sign-0") == b"well"
     assert store.num_keys() == num_keys and not signs.check(["verdict"])
@@ -147,7 +151,9 @@ def test_link_to_a_rendezvous_folder_is_refused(tmp_path: Path) -> None:
 
 def test_folder_store_counts_and_sets_values_atomically(tmp_path: Path) -> None:
     store = private_store.FolderStore(tmp_path / "signs")
-    threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(20)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [store.add("n", 1) for _ in range(20)]) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -224,13 +230,16 @@ def launched(tmp_path: Path, **more: str) -> dict[str, str]:
 
 def test_ranks_of_another_launcher_on_one_machine_meet_in_a_private_folder(tmp_path: Path) -> None:
     environments = [
-        {**launched(tmp_path), "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"} for rank in range(2)
+        {**launched(tmp_path), "RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        for rank in range(2)
     ]
     attempts_of_ranks = {}
     for attempt in range(2):
         joined = threading.Barrier(2)
 
-        def rank_main(rank: int, attempt: int = attempt, joined: threading.Barrier = joined) -> None:
+        def rank_main(
+            rank: int, attempt: int = attempt, joined: threading.Barrier = joined
+        ) -> None:
             environment = dict(environments[rank])
             # nothing listens on that port, so this fails if it uses the launcher's store
             with attempt_store.store_of_attempt(environment, TIMEOUT) as store:

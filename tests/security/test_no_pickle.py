@@ -88,7 +88,11 @@ def uses(path: Path) -> set[str]:
             name = ast.unparse(node.func)
             names |= {name} & CALLS
             names |= {name.rpartition(".")[2]} & METHODS
-            names |= {keyword.arg for keyword in node.keywords if keyword.arg in ("allow_pickle", "weights_only")}
+            names |= {
+                keyword.arg
+                for keyword in node.keywords
+                if keyword.arg in ("allow_pickle", "weights_only")
+            }
     return names
 
 
@@ -103,7 +107,9 @@ def folders(files: list[Path]) -> list[Path]:
 
 @pytest.mark.parametrize("folder", folders(PACKAGE), ids=name_of)
 def test_package_does_not_unpickle_or_evaluate(folder: Path) -> None:
-    all_uses = [(name_of(path), use) for path in PACKAGE if path.parent == folder for use in uses(path)]
+    all_uses = [
+        (name_of(path), use) for path in PACKAGE if path.parent == folder for use in uses(path)
+    ]
     assert [use for use in all_uses if use not in ALLOWED] == []
 
 
@@ -118,7 +124,11 @@ def test_benchmarks_and_tests_load_no_file_unsafely(folder: Path) -> None:
 
 
 def test_list_of_exceptions_is_current() -> None:
-    obsolete = [(name, use) for name, use in ALLOWED if (ROOT / name).exists() and use not in uses(ROOT / name)]
+    obsolete = [
+        (name, use)
+        for name, use in ALLOWED
+        if (ROOT / name).exists() and use not in uses(ROOT / name)
+    ]
     assert not obsolete
 
 
@@ -128,13 +138,19 @@ def test_only_explicit_requests_use_the_reader_of_bin_weights() -> None:
     on_request = "if legacy_bin:\n        return BinWeights(folder)\n"
     importing = texts["shardtrain/hf/importing.py"]
     assert importing.count("BinWeights(") == importing.count(on_request) == 1
-    readers = {name for name in texts if "BinWeights(" in texts[name].replace("class BinWeights(", "")}
+    readers = {
+        name for name in texts if "BinWeights(" in texts[name].replace("class BinWeights(", "")
+    }
     assert readers == {"shardtrain/hf/importing.py", "shardtrain/hf/source.py"}
     text = "".join(texts.values())
     assert "weights_only=" not in text and "FileSystemReader" not in text
     # the package uses PyTorch's DCP writer, but never its reader, which unpickles
     writer = ast.parse(texts["shardtrain/tools/dcp/writing.py"])
-    imported = [ast.unparse(node) for node in ast.walk(writer) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = [
+        ast.unparse(node)
+        for node in ast.walk(writer)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     assert [line for line in imported if "distributed.checkpoint" in line] == [
         "import torch.distributed.checkpoint as dcp",
         "from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter",

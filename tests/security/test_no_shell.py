@@ -16,7 +16,9 @@ PACKAGE = Path(shardtrain.__file__).parent
 def trees() -> dict[str, list[ast.AST]]:
     """Return the syntax nodes of each file of the package."""
     return {
-        path.relative_to(PACKAGE).as_posix(): list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        path.relative_to(PACKAGE).as_posix(): list(
+            ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
         for path in sorted(PACKAGE.rglob("*.py"))
     }
 
@@ -70,17 +72,30 @@ def is_text(node: ast.Call) -> bool:
 
 
 def test_commands_are_lists_of_arguments() -> None:
-    calls = {name: [node for node in nodes if isinstance(node, ast.Call)] for name, nodes in trees().items()}
-    assert offenders(lambda name: [ast.unparse(call) for call in calls[name] if is_text(call)]) == {}
+    calls = {
+        name: [node for node in nodes if isinstance(node, ast.Call)]
+        for name, nodes in trees().items()
+    }
+    assert (
+        offenders(lambda name: [ast.unparse(call) for call in calls[name] if is_text(call)]) == {}
+    )
 
 
 def test_no_server_and_no_debugger_is_imported() -> None:
     def serving(file: str) -> list[str]:
         nodes = trees()[file]
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
         names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-        called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
-        refused = (names & SERVERS) | (called & {"breakpoint", "set_trace", "serve_forever", "bind_all"})
+        called = {
+            ast.unparse(node.func).rpartition(".")[2]
+            for node in nodes
+            if isinstance(node, ast.Call)
+        }
+        refused = (names & SERVERS) | (
+            called & {"breakpoint", "set_trace", "serve_forever", "bind_all"}
+        )
         if file not in LISTENS:
             refused |= called & {"create_server", "bind", "TCPStore"}
         return sorted(refused)
@@ -92,8 +107,16 @@ def test_only_the_page_of_runs_writes_html() -> None:
     """Only one file writes HTML, and tests/tools/runs/report test that it escapes all inserted text."""
 
     def html(file: str) -> list[str]:
-        texts = [n.value for n in trees()[file] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-        return [text for text in texts if "<html" in text.lower() or "<script" in text.lower() or "</div>" in text]
+        texts = [
+            n.value
+            for n in trees()[file]
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+        return [
+            text
+            for text in texts
+            if "<html" in text.lower() or "<script" in text.lower() or "</div>" in text
+        ]
 
     assert offenders(html).keys() == {"tools/runs/report/page.py"}
 

@@ -105,7 +105,9 @@ def wrong(valid: Any, read: Callable[[str], object], takes_infinity: bool = Fals
             read(text)
         except ShardtrainError as error:
             lines = [str(line) for line in getattr(error, "problems", [error])]
-            if error.exit_code not in (2, 3, 5) or any("\n" in line or len(line) > 1000 for line in lines):
+            if error.exit_code not in (2, 3, 5) or any(
+                "\n" in line or len(line) > 1000 for line in lines
+            ):
                 violations.append(f"{case}: code {error.exit_code}: {str(error)[:200]}")
         except Exception as error:
             violations.append(f"{case}: {type(error).__name__}: {str(error)[:100]}")
@@ -129,7 +131,9 @@ def test_config_json(name: str, tmp_path: Path) -> None:
 
 
 def test_infinite_time_step_limit_of_mamba_is_accepted() -> None:
-    assert checked_json.parse('{"time_step_limit": [0.0, Infinity]}')["time_step_limit"][1] == float("inf")
+    assert checked_json.parse('{"time_step_limit": [0.0, Infinity]}')["time_step_limit"][
+        1
+    ] == float("inf")
     with pytest.raises(ValueError, match=r"^rms_norm_eps=nan has a number that is not finite$"):
         checked_json.parse('{"rms_norm_eps": NaN}')
 
@@ -140,11 +144,15 @@ def test_generation_config(tmp_path: Path) -> None:
 
     def read(text: str) -> None:
         file.write_text(text)
-        settings = generation_config.read_settings(source.FolderSource(tmp_path, {}, {file.name: (file, 0, len(text))}))
+        settings = generation_config.read_settings(
+            source.FolderSource(tmp_path, {}, {file.name: (file, 0, len(text))})
+        )
         generation_config.end_ids(settings)
         generation_config.unused_settings(settings)
 
-    assert not wrong({"eos_token_id": [1, 2], "temperature": 0.7, "top_p": 0.9, "max_length": 20}, read)
+    assert not wrong(
+        {"eos_token_id": [1, 2], "temperature": 0.7, "top_p": 0.9, "max_length": 20}, read
+    )
 
 
 def test_tokenizer_config(tmp_path: Path) -> None:
@@ -240,14 +248,20 @@ TOML = [
     '"123"',
     "9" * 5000,
 ]
-NUMBERS = [name for name, option in options().items() if "int" in str(option.kind) or "float" in str(option.kind)]
+NUMBERS = [
+    name
+    for name, option in options().items()
+    if "int" in str(option.kind) or "float" in str(option.kind)
+]
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "1.0e+999", "9" * 9000])
 def test_yaml_of_other_programs(value: str, tmp_path: Path) -> None:
     text = foreign_configs.FILES["parameters.yml"]
     assert "learning_rate: 2e-05" in text
-    (tmp_path / "parameters.yml").write_text(text.replace("learning_rate: 2e-05", f"learning_rate: {value}"))
+    (tmp_path / "parameters.yml").write_text(
+        text.replace("learning_rate: 2e-05", f"learning_rate: {value}")
+    )
     with pytest.raises(ConfigError) as caught:
         migrate.load(tmp_path / "parameters.yml")
     assert all("\n" not in str(line) and len(str(line)) < 1000 for line in caught.value.problems)

@@ -28,7 +28,9 @@ ESCAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("option", "path"), list(itertools.product((*BELOW_DUMP_FOLDER, *ONE_NAME), ESCAPES)))
+@pytest.mark.parametrize(
+    ("option", "path"), list(itertools.product((*BELOW_DUMP_FOLDER, *ONE_NAME), ESCAPES))
+)
 def test_path_outside_the_run_folder_is_refused(option: str, path: str) -> None:
     if option in ALSO_ELSEWHERE and path.startswith("/"):
         return

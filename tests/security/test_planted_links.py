@@ -69,12 +69,26 @@ def written(tree: ast.AST) -> Iterator[int]:
         if not isinstance(call, ast.Call):
             continue
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        strings = [value.value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+        strings = [
+            value.value
+            for value in values
+            if isinstance(value, ast.Constant) and isinstance(value.value, str)
+        ]
         modes = [string for string in strings if len(string) < 4 and set(string) & set("wax+")]
-        flags = {part.attr for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Attribute)}
+        flags = {
+            part.attr
+            for argument in call.args
+            for part in ast.walk(argument)
+            if isinstance(part, ast.Attribute)
+        }
         first = call.args[0] if call.args else None
-        is_open_already = isinstance(first, ast.Call) or (isinstance(first, ast.Name) and first.id == "descriptor")
-        has_opener = any(keyword.arg == "opener" and name_of(keyword.value) == "open_file" for keyword in call.keywords)
+        is_open_already = isinstance(first, ast.Call) or (
+            isinstance(first, ast.Name) and first.id == "descriptor"
+        )
+        has_opener = any(
+            keyword.arg == "opener" and name_of(keyword.value) == "open_file"
+            for keyword in call.keywords
+        )
         opens = name_of(call.func) == "open" and not is_open_already and not has_opener
         if name_of(call.func) in WRITERS or (opens and (modes or flags & WRITE_FLAGS)):
             yield call.lineno
@@ -121,7 +135,9 @@ def config_of(folder: Path) -> Config:
         },
         validation={"enable": True, "dataset": "text", "dataset_path": None, "freq": 2, "steps": 1},
     )
-    return replace(config, validation=replace(config.validation, dataset_path=config.training.dataset_path))
+    return replace(
+        config, validation=replace(config.validation, dataset_path=config.training.dataset_path)
+    )
 
 
 def files_below(folder: Path) -> list[Path]:
@@ -134,7 +150,11 @@ def test_run_opens_its_files_relative_to_a_folder_descriptor(tmp_path: Path) -> 
     report = os.open(tmp_path / "report", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def look(event: str, arguments: tuple[object, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
+        if (
+            event != "open"
+            or not isinstance(arguments[0], str)
+            or not isinstance(arguments[2], int)
+        ):
             return
         path, _, flags = arguments
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -194,7 +214,9 @@ def test_links_instead_of_files_of_a_run_never_redirect_a_write(
         *FILES_OF_A_RUN,
         "config.toml",
     } - {"samples.jsonl"}
-    assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {str(name) for name in names}
+    assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {
+        str(name) for name in names
+    }
     (tmp_path / "precious").mkdir()
     for number, name in enumerate([*names, Path(".exit.json.reserved")]):
         precious = tmp_path / f"precious/{number}"
@@ -227,7 +249,9 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
 
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     config = config_of(run)
-    config = replace(config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper"))
+    config = replace(
+        config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper")
+    )
     assert not link_problems(config)
     elsewhere.mkdir()
     (run / folder).parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +261,9 @@ def test_linked_folder_is_refused_at_start_with_its_target(folder: str, tmp_path
     assert all(f"{run / folder}, a link to {elsewhere}" in problem.rule for problem in problems)
     if folder == "checkpoint":
         assert problems[0].fix == f"remove the link, or set checkpoint.folder to {elsewhere}"
-        target_folder = replace(config, checkpoint=replace(config.checkpoint, folder=str(elsewhere)))
+        target_folder = replace(
+            config, checkpoint=replace(config.checkpoint, folder=str(elsewhere))
+        )
         assert not link_problems(target_folder)
         no_saves = replace(config, checkpoint=replace(config.checkpoint, load_only=True))
         assert not link_problems(no_saves)
@@ -258,16 +284,22 @@ def test_file_with_the_name_of_a_folder_is_refused_at_start(folder: str, tmp_pat
     """Only if the run writes to the folder. Otherwise a file named wandb does no harm."""
 
     def problems(config: Config) -> list[Problem]:
-        return [problem for problem in machine_notes(Loaded(config)) if "not a folder" in problem.rule]
+        return [
+            problem for problem in machine_notes(Loaded(config)) if "not a folder" in problem.rule
+        ]
 
     config = config_of(tmp_path / "run")
-    config = replace(config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper"))
+    config = replace(
+        config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper")
+    )
     path = tmp_path / "run" / folder
     path.parent.mkdir(parents=True)
     path.touch()
     if folder in ENABLED_BY:
         section, option = ENABLED_BY[folder]
-        assert not problems(replace(config, **{section: replace(getattr(config, section), **{option: False})}))
+        assert not problems(
+            replace(config, **{section: replace(getattr(config, section), **{option: False})})
+        )
         config = replace(config, **{section: replace(getattr(config, section), **{option: True})})
     (found,) = problems(config)
     assert (found.option, found.rule) == (
@@ -282,7 +314,9 @@ def test_folder_with_the_name_of_a_file_is_refused_at_start(tmp_path: Path) -> N
         (tmp_path / "run" / name).mkdir(parents=True)
     rules = [problem.rule for problem in machine_notes(Loaded(config_of(tmp_path / "run")))]
     names = (*FILES_OF_A_RUN, "config.toml")
-    assert rules == [f"contains a folder {name}, but a run writes a file with this name" for name in names]
+    assert rules == [
+        f"contains a folder {name}, but a run writes a file with this name" for name in names
+    ]
 
 
 @pytest.mark.parametrize(("path", "absent"), [
@@ -305,9 +339,13 @@ def test_folder_that_becomes_a_link_after_the_checks_is_refused(tmp_path: Path) 
     run.mkdir()
     for name in ("logs", "checkpoint"):
         (run / name).symlink_to(elsewhere)
-    with pytest.raises(StorageError, match=rf"{run}/logs is a link to {elsewhere}, which a run does not follow"):
+    with pytest.raises(
+        StorageError, match=rf"{run}/logs is a link to {elsewhere}, which a run does not follow"
+    ):
         local.prepare(run, note_killed=True)
-    with pytest.raises(OSError, match=rf"{run}/checkpoint is a link to {elsewhere}, which a run does not follow"):
+    with pytest.raises(
+        OSError, match=rf"{run}/checkpoint is a link to {elsewhere}, which a run does not follow"
+    ):
         Lease(run / "checkpoint").acquire()
     assert not list(elsewhere.iterdir())
     atomic_io.guard()

@@ -112,7 +112,9 @@ def expect_none_imported(folder: Path, command: Sequence[str], **variables: str)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("name", cases(BY_DEFAULT, nightly=[name for name in STARTS if name not in BY_DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(BY_DEFAULT, nightly=[name for name in STARTS if name not in BY_DEFAULT])
+)
 def test_no_module_of_the_current_directory_is_imported(name: str, tmp_path: Path) -> None:
     plant(tmp_path)
     expect_none_imported(tmp_path, STARTS[name])
@@ -130,7 +132,9 @@ def test_no_verb_imports_a_module_of_the_current_directory(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "words",
-    cases(["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"]),
+    cases(
+        ["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"]
+    ),
 )
 def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_path: Path) -> None:
     plant(tmp_path)
@@ -143,7 +147,9 @@ def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_p
     libraries = importlib.util.find_spec("torch").submodule_search_locations[0]
     python = Path(sys.executable).resolve()
     module = [str(python), "-m", "shardtrain"]
-    expect_none_imported(tmp_path, [*module, *words.split()], PYTHONPATH=str(Path(libraries).parent))
+    expect_none_imported(
+        tmp_path, [*module, *words.split()], PYTHONPATH=str(Path(libraries).parent)
+    )
 
 
 def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
@@ -154,7 +160,11 @@ def test_installation_imports_no_module_of_the_current_directory(tmp_path: Path)
         "PYTHON": sys.executable,
         "PIP_NO_INDEX": "1",
     }
-    environment = {name: os.environ[name] for name in os.environ if name not in ("VIRTUAL_ENV", "PYTHONSAFEPATH")}
+    environment = {
+        name: os.environ[name]
+        for name in os.environ
+        if name not in ("VIRTUAL_ENV", "PYTHONSAFEPATH")
+    }
     done = subprocess.run(
         [str(ROOT / "run_train.sh")],
         cwd=tmp_path,

@@ -85,17 +85,25 @@ def torchrun(port: int) -> Sequence[list[str]]:
 
 WORKERS = "--training.dataloader.num_workers=1"
 TRACKERS = [
-    f"--metrics.enable_{name}=true" for name in ("tensorboard", "mlflow", "trackio") if importlib.util.find_spec(name)
+    f"--metrics.enable_{name}=true"
+    for name in ("tensorboard", "mlflow", "trackio")
+    if importlib.util.find_spec(name)
 ]
 ONE_MACHINE = "loopback"
 OF_NODE = "the node's interface"
 MODES = {
     "one process": Mode(lambda _: [train("--nproc=1")], "launcher", ONE_MACHINE),
-    "one process, with trackers": Mode(lambda _: [train("--nproc=1", *TRACKERS)], "launcher", ONE_MACHINE),
+    "one process, with trackers": Mode(
+        lambda _: [train("--nproc=1", *TRACKERS)], "launcher", ONE_MACHINE
+    ),
     "ranks of one machine": Mode(lambda _: [train("--nproc=2")], "launcher", ONE_MACHINE),
-    "ranks of one machine, with data workers": Mode(lambda _: [train("--nproc=2", WORKERS)], "launcher", ONE_MACHINE),
+    "ranks of one machine, with data workers": Mode(
+        lambda _: [train("--nproc=2", WORKERS)], "launcher", ONE_MACHINE
+    ),
     "the same in the common network": Mode(lambda _: [train("--nproc=2")], "launcher", ONE_MACHINE),
-    "`metrics.prometheus_port`": Mode(prometheus, "launcher", ONE_MACHINE, port="that of the option"),
+    "`metrics.prometheus_port`": Mode(
+        prometheus, "launcher", ONE_MACHINE, port="that of the option"
+    ),
     "`--nnodes`": Mode(nodes("2"), "agent", OF_NODE),
     "`--nnodes`, elastic": Mode(nodes("1:2"), "agent", OF_NODE),
     "`--nnodes`, with an address of the node": Mode(
@@ -152,14 +160,18 @@ def seen(mode: Mode, folder: Path) -> set[tuple[str, str, str]]:
                 )
             )
 
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("GLOO_", "NCCL_", "MASTER_"))
+    }
     with contextlib.ExitStack() as stack:
         runs = []
         for number, command in enumerate(mode.commands(port)):
             variables = {**environment, **mode.variables(number, port)}
             output = stack.enter_context((folder / f"output-{number}").open("w"))
             arguments = [*command, *options(folder)]
-            runs.append(forked.Popen(arguments, env=variables, stdout=output, stderr=subprocess.STDOUT))
+            runs.append(
+                forked.Popen(arguments, env=variables, stdout=output, stderr=subprocess.STDOUT)
+            )
             stack.callback(runs[-1].kill)
         end = time.monotonic() + patience.seconds(120)
         while any(run.poll() is None for run in runs):
@@ -187,7 +199,9 @@ def mode_of(name: str) -> str:
     return name.partition(",")[0]
 
 
-@pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in MODES if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT, nightly=[name for name in MODES if name not in DEFAULT])
+)
 def test_each_mode_has_exactly_the_listeners_of_the_table(name, tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if name == "the same in the common network":
@@ -197,13 +211,17 @@ def test_each_mode_has_exactly_the_listeners_of_the_table(name, tmp_path, monkey
             pytest.importorskip("prometheus_client")
         with private_network.create_network_namespace() as names:
             if not names:
-                pytest.skip("this system has no network namespaces for users; another mode tests the common network")
+                pytest.skip(
+                    "this system has no network namespaces for users; another mode tests the common network"
+                )
     rows = [row for row in table() if row["Mode"] == mode_of(name)]
     expected = {(row["Process"], row["Address"], row["Port"]): row["How long"] for row in rows}
     expected.pop(("none", "", ""), None)
     actual = seen(MODES[name], tmp_path)
     assert actual <= set(expected), "SECURITY.md does not list a listener"
-    permanent = {listener for listener, how_long in expected.items() if not how_long.startswith("an instant")}
+    permanent = {
+        listener for listener, how_long in expected.items() if not how_long.startswith("an instant")
+    }
     assert permanent <= actual
 
 

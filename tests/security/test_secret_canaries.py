@@ -39,7 +39,9 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, set[bytes]]:
     command = [sys.executable, "-m", "shardtrain", *arguments]
     lines: set[bytes] = set()
     with (folder / "printed").open("wb") as printed:
-        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=printed, stderr=printed)
+        process = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=printed, stderr=printed
+        )
         try:
             deadline = time.monotonic() + patience.seconds(120)
             while process.poll() is None:
@@ -93,7 +95,9 @@ def test_error_with_every_secret_is_masked(tmp_path: Path, verb: str) -> None:
     assert_silent(tmp_path, lines)
 
 
-@pytest.mark.parametrize("option", ["job.description", "training.dataset_path", "model.hf_assets_path"])
+@pytest.mark.parametrize(
+    "option", ["job.description", "training.dataset_path", "model.hf_assets_path"]
+)
 def test_option_with_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     from shardtrain import config
 

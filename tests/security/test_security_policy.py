@@ -35,7 +35,9 @@ def test_promises_name_existing_tests(page: str) -> None:
 
 
 def test_the_rules_are_numbered() -> None:
-    assert re.findall(r"^\| R(\d+) \|", TEXT, re.MULTILINE) == [str(number) for number in range(1, 17)]
+    assert re.findall(r"^\| R(\d+) \|", TEXT, re.MULTILINE) == [
+        str(number) for number in range(1, 17)
+    ]
 
 
 def test_policy_names_every_file_of_security_tests() -> None:

@@ -157,7 +157,9 @@ def test_ranks_do_not_listen_in_the_shared_network(network: dict[str, str], tmp_
         this_network = os.readlink("/proc/self/ns/net")
         threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
         networks_of_threads = {os.readlink(task / "ns/net") for task in threads}
-        assert len(networks_of_threads - {this_network}) == 1, "the ranks do not share one private network"
+        assert len(networks_of_threads - {this_network}) == 1, (
+            "the ranks do not share one private network"
+        )
         networks_of_ranks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
         assert networks_of_ranks == {this_network}
 
@@ -165,7 +167,9 @@ def test_ranks_do_not_listen_in_the_shared_network(network: dict[str, str], tmp_
 def test_error_in_the_private_network_propagates_unchanged(
     network: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(private_network.NETWORK, "-1:" + network[private_network.NETWORK].partition(":")[2])
+    monkeypatch.setenv(
+        private_network.NETWORK, "-1:" + network[private_network.NETWORK].partition(":")[2]
+    )
     if os.geteuid() != 0:
         pytest.skip("this process has not entered the user namespace")
     with pytest.raises(ZeroDivisionError):
@@ -201,7 +205,8 @@ def as_nobody(function: Callable[[], object]) -> str:
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            private_network._call("prctl", private_network._SET_DUMPABLE, 1, 0, 0, 0)  # like after an exec
+            # like after an exec
+            private_network._call("prctl", private_network._SET_DUMPABLE, 1, 0, 0, 0)
             os.write(writer, str(function()).encode())
         except BaseException as error:
             os.write(writer, repr(error).encode())
@@ -222,7 +227,10 @@ def in_a_rank(names: Mapping[str, str], function: Callable[[], object]) -> str:
             os.environ.update(names)
             private_network.enter_user_namespace()
             outer_network = os.stat("/proc/self/ns/net").st_ino
-            assert private_network.call_inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino) != outer_network
+            assert (
+                private_network.call_inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino)
+                != outer_network
+            )
             os.write(writer, str(function()).encode())
         except BaseException as error:
             os.write(writer, type(error).__name__.encode())

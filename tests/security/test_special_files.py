@@ -135,7 +135,9 @@ def test_pipe_instead_of_a_configuration_is_refused(
         assert "regular file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["x = " + "-" * 200_000 + "1", "x = " + "(" * 50_000, "x = " + "[" * 150 + "]" * 150])
+@pytest.mark.parametrize(
+    "text", ["x = " + "-" * 200_000 + "1", "x = " + "(" * 50_000, "x = " + "[" * 150 + "]" * 150]
+)
 def test_python_file_with_deep_expressions_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

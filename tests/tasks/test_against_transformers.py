@@ -25,7 +25,9 @@ def texts() -> list[dict[str, Any]]:
 def sequences(tmp_path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the sequences of the steps as read by shardtrain, with the target of the last token."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stream = data.open_dataloader(config_for(tmp_path), batch_rank=0, num_batch_ranks=1, accumulation=1)
+    stream = data.open_dataloader(
+        config_for(tmp_path), batch_rank=0, num_batch_ranks=1, accumulation=1
+    )
     sequences_read = []
     for _ in range(STEPS):
         batch = next(stream)
@@ -33,14 +35,17 @@ def sequences(tmp_path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]
         tokens_BT = torch.cat((batch.tokens_BT, last_B1), dim=1)
         labels_BT = torch.cat((torch.full_like(last_B1, -100), batch.targets_BT), dim=1)
         sequences_read += [
-            {"input_ids": t.tolist(), "labels": n.tolist()} for t, n in zip(tokens_BT, labels_BT, strict=True)
+            {"input_ids": t.tolist(), "labels": n.tolist()}
+            for t, n in zip(tokens_BT, labels_BT, strict=True)
         ]
     return sequences_read
 
 
 def trainer(model: Any, rows: list[dict[str, Any]]) -> Any:
     args = options(transformers.TrainingArguments, remove_unused_columns=False)
-    return transformers.Trainer(model, args, train_dataset=rows, data_collator=transformers.default_data_collator)
+    return transformers.Trainer(
+        model, args, train_dataset=rows, data_collator=transformers.default_data_collator
+    )
 
 
 def test_full_training_matches_the_trainer(tmp_path: Path) -> None:
@@ -55,7 +60,9 @@ def test_adapters_train_as_in_peft(tmp_path: Path) -> None:
     adapters = Path(tempfile.mkdtemp(prefix="shardtrain-tests-"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)
-    shape = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    shape = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     with_adapters = peft.get_peft_model(model, shape)
     with torch.no_grad():
         for name, parameter in with_adapters.named_parameters():
@@ -65,6 +72,8 @@ def test_adapters_train_as_in_peft(tmp_path: Path) -> None:
     rows_of_steps = sequences(tmp_path, rows)
 
     def make(model: Any, _: Any) -> Any:
-        return trainer(peft.PeftModel.from_pretrained(model, adapters, is_trainable=True), rows_of_steps)
+        return trainer(
+            peft.PeftModel.from_pretrained(model, adapters, is_trainable=True), rows_of_steps
+        )
 
     assert_close(ours(rows, lora={**LORA, "initial_load_path": str(adapters)}), theirs(make))

@@ -27,7 +27,9 @@ from shardtrain.data.packing.fitted import best_fit
 
 datasets = pytest.importorskip("datasets")
 if importlib.util.find_spec("trl") is None:
-    warnings.warn("trl is not installed (the dev extra includes it): losses are not compared", stacklevel=1)
+    warnings.warn(
+        "trl is not installed (the dev extra includes it): losses are not compared", stacklevel=1
+    )
     pytest.skip("trl is not installed", allow_module_level=True)
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 # imported once here, instead of in each process
@@ -55,7 +57,9 @@ def dpo(model: Any, tokenizer: Any, data: Any) -> Any:
 
 
 def sft(model: Any, tokenizer: Any, data: Any, batch: int = BATCH) -> Any:
-    args = options(trl.SFTConfig, max_length=None, per_device_train_batch_size=batch, completion_only_loss=True)
+    args = options(
+        trl.SFTConfig, max_length=None, per_device_train_batch_size=batch, completion_only_loss=True
+    )
     return SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
 
@@ -122,7 +126,9 @@ def of_a_reward_model() -> Both:
     """Both start with the new head of shardtrain. Rows have margins."""
     rows = [{**row, "margin": number % 4 / 2} for number, row in enumerate(pairs())]
     task = {"name": "reward_model"}
-    head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights["head.weight"]
+    head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights[
+        "head.weight"
+    ]
     ended = ours(rows, task=task)
     data = in_order(rows, ended, ("prompt", "chosen", "rejected", "margin"))
 
@@ -146,11 +152,23 @@ def of_packed_rows() -> Both:
     """Every step has all rows, so packing only affects attention."""
     rows = pairs()
     packing = {"format": "prompt_completion", "packing": "first_fit"}
-    count = len({number for step in ours(rows, data=packing, training={"steps": 8}).sample_ids for number in step})
+    count = len(
+        {
+            number
+            for step in ours(rows, data=packing, training={"steps": 8}).sample_ids
+            for number in step
+        }
+    )
     assert BATCH < count < len(rows)
-    ended = ours(rows, data=packing, training={"local_batch_size": count, "global_batch_size": count})
-    assert all(len(set(step)) == count for step in ended.sample_ids), "every step must have all rows once"
-    data = datasets.Dataset.from_list([{key: row[key] for key in ("prompt", "completion")} for row in rows] * 10)
+    ended = ours(
+        rows, data=packing, training={"local_batch_size": count, "global_batch_size": count}
+    )
+    assert all(len(set(step)) == count for step in ended.sample_ids), (
+        "every step must have all rows once"
+    )
+    data = datasets.Dataset.from_list(
+        [{key: row[key] for key in ("prompt", "completion")} for row in rows] * 10
+    )
     return ended, theirs(lambda model, tokenizer: sft(model, tokenizer, data, len(rows)))
 
 
@@ -163,7 +181,9 @@ def of_conversations() -> Both:
         }
         for number, row in enumerate(pairs())
     ]
-    ended = ours(rows, data={"format": "prompt_completion", "packing": "padded"}, training={"seq_len": 96})
+    ended = ours(
+        rows, data={"format": "prompt_completion", "packing": "padded"}, training={"seq_len": 96}
+    )
     data = in_order(rows, ended, ("prompt", "completion", "chat_template_kwargs"))
     return ended, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
 
@@ -175,14 +195,18 @@ def of_chatml(name: str) -> Both:
     roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
     rows = []
     for row in pairs():
-        rows.append({key: [{"role": role, "content": row[key].strip()}] for key, role in roles.items()})
+        rows.append(
+            {key: [{"role": role, "content": row[key].strip()}] for key, role in roles.items()}
+        )
     data = {"chat_template": str(file), "learn_turn_separator": True}
     if name == "sft":
         data |= {"format": "prompt_completion", "packing": "padded"}
         ended = ours(rows, data=data, training={"seq_len": 96})
         ordered_rows = in_order(rows, ended, ("prompt", "completion"))
     else:
-        ended = ours(rows, data=data, training={"seq_len": 96}, task={"name": "preference", "beta": BETA})
+        ended = ours(
+            rows, data=data, training={"seq_len": 96}, task={"name": "preference", "beta": BETA}
+        )
         ordered_rows = in_order(rows, ended, ("prompt", "chosen", "rejected"))
 
     def make(model: Any, tokenizer: Any) -> Any:
@@ -220,7 +244,9 @@ def of_distillation() -> Both:
         import transformers
         from torch.nn import functional as F
 
-        teacher_model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+        teacher_model = transformers.AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.float32
+        ).eval()
 
         class Distilled(SFTTrainer):
             def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -230,7 +256,9 @@ def of_distillation() -> Both:
                 with torch.no_grad():
                     teacher_logits = teacher_model(**model_inputs).logits[:, :-1]
                 loss = F.cross_entropy(student.flatten(0, 1), labels.flatten())
-                divergence = GKDTrainer.generalized_jsd_loss(student, teacher_logits, labels, beta=0.3, temperature=2.0)
+                divergence = GKDTrainer.generalized_jsd_loss(
+                    student, teacher_logits, labels, beta=0.3, temperature=2.0
+                )
                 return 0.3 * loss + 0.7 * 2.0**2 * divergence
 
         args = options(

@@ -66,12 +66,16 @@ def config(file: Path, task: str, **sections: dict[str, Any]) -> Config:
     return dataclasses.replace(task_config, task=Task(name=task, **TASKS.get(task, {})))
 
 
-@pytest.mark.parametrize(("task", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
+@pytest.mark.parametrize(
+    ("task", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST])
+)
 def test_meshes_change_no_number(task: str, mesh: str, file: Path) -> None:
     ranks, parallelism, training = MESHES[mesh]
     alone = run_tiny(1, config(file, task), 4)[0]
     assert alone.losses[-1] != alone.losses[0]
-    for result in run_tiny(ranks, config(file, task, parallelism=parallelism, training=training), 4):
+    for result in run_tiny(
+        ranks, config(file, task, parallelism=parallelism, training=training), 4
+    ):
         assert_same_numbers(result, alone)
 
 
@@ -83,7 +87,9 @@ def test_padding_batch_adds_nothing_to_the_load_of_experts(task: str, tmp_path: 
 
     def of(local: int, ranks: int) -> Config:
         training = {"on_data_end": "stop", "local_batch_size": local, "steps": 2}
-        run_config = config(path, task, training=training, parallelism={"data_parallel_shard_degree": ranks})
+        run_config = config(
+            path, task, training=training, parallelism={"data_parallel_shard_degree": ranks}
+        )
         return dataclasses.replace(run_config, model=Model(name="mixtral", overrides=MIXTURE))
 
     alone = run_tiny(1, of(2, 1), 2)[0]
@@ -130,7 +136,13 @@ def test_validation_is_equal_on_any_number_of_ranks(task: str, file: Path, tmp_p
         )  # fmt: skip
         assert run_ranks(ranks, train_whole, run_config)[0].error is None
         (line,) = (folder / "validation.jsonl").read_text().splitlines()
-        results.append({key: value for key, value in json.loads(line).items() if key.startswith(("loss", "reward"))})
+        results.append(
+            {
+                key: value
+                for key, value in json.loads(line).items()
+                if key.startswith(("loss", "reward"))
+            }
+        )
     assert results[0].keys() == results[1].keys() and "reward_margin" in results[0]
     assert results[0] == pytest.approx(results[1], abs=1e-5)
 
@@ -159,7 +171,9 @@ def test_chat_template_and_columns_of_answers_are_configurable(
     assert "is it?«yes!»" in shown and "is it?«no!»" in shown
 
 
-def test_data_show_prints_both_answers_with_learned_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_prints_both_answers_with_learned_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": "2+2 is four", "rejected": "2+2 is five!"}) + "\n")
     assert show.main(arguments_for(path, "orpo")) == 0
@@ -219,7 +233,9 @@ def test_invalid_options_are_rejected(options: dict[str, Any], message: str, fil
         ),
     ],
 )
-def test_row_without_a_valid_label_is_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_row_without_a_valid_label_is_named(
+    row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=f"rows.jsonl:1: .*{message}"):
@@ -298,7 +314,10 @@ def test_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
     assert float(loss) == pytest.approx(math.log1p(math.exp(margin - 0.75)), abs=1e-6)
     plain = tmp_path / "plain.jsonl"
     plain.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
-    same = RewardModel(config(plain, "reward_model")).read_rows("train").fingerprint == rows.fingerprint
+    same = (
+        RewardModel(config(plain, "reward_model")).read_rows("train").fingerprint
+        == rows.fingerprint
+    )
     assert same == (margin == 0.0)
 
 

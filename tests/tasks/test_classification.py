@@ -42,7 +42,9 @@ MESHES = {
 
 @functools.cache
 def reference(model: str) -> Result:
-    run_config = config(training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {}))
+    run_config = config(
+        training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {})
+    )
     return run_tiny(1, run_config, 4)[0]
 
 
@@ -66,7 +68,9 @@ def test_meshes_change_no_number_despite_different_padding(model: str, mesh: str
         nightly=[("encoder", 3, 2), ("encoder", 5, 4), ("decoder", 3, 4), ("decoder", 5, 4)],
     ),
 )
-def test_tensor_parallelism_supports_any_number_of_labels(model: str, labels: int, ranks: int) -> None:
+def test_tensor_parallelism_supports_any_number_of_labels(
+    model: str, labels: int, ranks: int
+) -> None:
     body = {**(DECODER["overrides"] if model == "decoder" else SHAPE), "num_kv_heads": 4}  # type: ignore[dict-item]
     task = {"label_field": "1", "num_labels": labels}
     sections: dict[str, Any] = {
@@ -75,7 +79,9 @@ def test_tensor_parallelism_supports_any_number_of_labels(model: str, labels: in
     }
     one_process = run_tiny(1, config(training={"local_batch_size": 8}, **sections), 4)[0]
     mesh = {"tensor_parallel_degree": ranks, "disable_loss_parallel": True}
-    for result in run_tiny(ranks, config(training={"local_batch_size": 8}, parallelism=mesh, **sections), 4):
+    for result in run_tiny(
+        ranks, config(training={"local_batch_size": 8}, parallelism=mesh, **sections), 4
+    ):
         assert_same_numbers(result, one_process, loss=3e-5)
 
 
@@ -96,8 +102,12 @@ def reference_loss(rank: int, run_config: Config) -> float:
 
 @pytest.mark.parametrize("model", ["encoder", "decoder"])
 def test_loss_is_the_mean_over_unpadded_rows(model: str) -> None:
-    run_config = config(training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {}))
-    assert reference(model).losses[0] == pytest.approx(run_ranks(1, reference_loss, run_config)[0], abs=1e-6)
+    run_config = config(
+        training={"local_batch_size": 8}, **({"model": DECODER} if model == "decoder" else {})
+    )
+    assert reference(model).losses[0] == pytest.approx(
+        run_ranks(1, reference_loss, run_config)[0], abs=1e-6
+    )
 
 
 def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
@@ -105,7 +115,9 @@ def evaluated(rank: int, sizes: tuple[int, ...]) -> list[Any]:
     run = make_run(rank, config())
     for size in sizes:
         run_config = config(dev=size)
-        result = validation.evaluate(run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh)
+        result = validation.evaluate(
+            run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh
+        )
         assert result is not None
         results.append(
             (
@@ -138,10 +150,11 @@ def test_macro_f1_is_the_mean_over_labels() -> None:
     task = Classification(config(task={"labels": ["a", "b", "c"]}))
     rows = {"prediction": torch.tensor([0, 0, 1, 1]), "label": torch.tensor([0, 1, 1, 1])}
     metrics = task.metrics(rows)
+    # label c never occurs
     assert metrics == {
         "accuracy": 0.75,
         "macro_f1": pytest.approx((2 / 3 + 4 / 5) / 2),
-    }  # label c never occurs
+    }
 
 
 def test_long_row_is_truncated_and_keeps_eos() -> None:
@@ -156,7 +169,9 @@ def test_long_row_is_truncated_and_keeps_eos() -> None:
 
 def test_batch_is_as_wide_as_its_longest_row() -> None:
     task = Classification(config())
-    batch = task.collate([Example(np.array([256, 97, 257]), 1), Example(np.array([256, 97, 98, 99, 257]), IGNORE)])
+    batch = task.collate(
+        [Example(np.array([256, 97, 257]), 1), Example(np.array([256, 97, 98, 99, 257]), IGNORE)]
+    )
     assert batch["tokens_BT"].tolist() == [[256, 97, 257, 0, 0], [256, 97, 98, 99, 257]]
     assert batch["lengths_B"].tolist() == [3, 5] and task.num_targets(batch) == 1
 
@@ -181,7 +196,9 @@ def test_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
         ("fine", "has another number of fields than there are columns"),
     ],
 )
-def test_invalid_row_is_reported_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_row_is_reported_with_file_and_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
     path = tmp_path / "train"
     path.write_text(f"good\t1\n{line}\nbad\t0\n")
     with pytest.raises(DataError) as error:
@@ -217,7 +234,9 @@ def test_missing_column_is_reported_with_the_existing_ones(tmp_path: Path) -> No
         task={"label_field": "label"},
         training={"dataset_path": str(path)},
     )
-    with pytest.raises(DataError, match=r"train.tsv:2: has no column 'label'; its columns are sentence, score"):
+    with pytest.raises(
+        DataError, match=r"train.tsv:2: has no column 'label'; its columns are sentence, score"
+    ):
         Classification(run_config).read_rows("train")
 
 
@@ -240,6 +259,7 @@ def test_three_epochs_learn_labels_decided_by_one_word_and_keep_the_best(tmp_pat
     )
     run_ranks(2, train_whole, run_config)
     lines = [json.loads(line) for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    # 200 rows in steps of 16: 12.5 steps per epoch
     assert [line["step"] for line in lines] == [
         13,
         25,
@@ -247,7 +267,7 @@ def test_three_epochs_learn_labels_decided_by_one_word_and_keep_the_best(tmp_pat
         50,
         63,
         75,
-    ]  # 200 rows in steps of 16: 12.5 steps per epoch
+    ]
     best = max(lines, key=lambda line: line["accuracy"])
     assert best["accuracy"] > 0.9
     pointer = json.loads((tmp_path / "checkpoint" / "best.json").read_text())
@@ -292,14 +312,23 @@ def test_workers_prepare_the_same_batches() -> None:
     )
 
     def three_batches(config: Config) -> list[Any]:
-        stream = tasks.open_task(config).open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)
+        stream = tasks.open_task(config).open_dataloader(
+            batch_rank=0, num_batch_ranks=1, accumulation=1
+        )
         return [next(stream) for _ in range(3)]
 
     for a, b in zip(three_batches(run_config), three_batches(worker_config), strict=True):
-        assert torch.equal(a["tokens_BT"], b["tokens_BT"]) and torch.equal(a.sample_ids_B, b.sample_ids_B)
+        assert torch.equal(a["tokens_BT"], b["tokens_BT"]) and torch.equal(
+            a.sample_ids_B, b.sample_ids_B
+        )
 
 
 def test_file_without_labels_is_allowed_only_as_test_set() -> None:
-    run_config = config(validation={"enable": True}, task={"test_dataset_path": file_of(7, 2, labels=False)})
+    run_config = config(
+        validation={"enable": True}, task={"test_dataset_path": file_of(7, 2, labels=False)}
+    )
     task = tasks.open_task(run_config)
-    assert not task.is_labelled("test") and [row.label for row in task.read_rows("test")] == [IGNORE] * 7
+    assert (
+        not task.is_labelled("test")
+        and [row.label for row in task.read_rows("test")] == [IGNORE] * 7
+    )

@@ -35,7 +35,9 @@ def reference() -> Result:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_custom_model_and_loss_have_the_same_numbers_on_any_number_of_ranks(ranks: int) -> None:
-    for result in run_ranks(ranks, train_steps, template(*EPS, "--training.local_batch_size", "8"), 4):
+    for result in run_ranks(
+        ranks, train_steps, template(*EPS, "--training.local_batch_size", "8"), 4
+    ):
         assert_same_numbers(result, reference())
 
 
@@ -43,7 +45,9 @@ def scored(rank: int, run_config: Config) -> Any:
     run = make_run(rank, run_config)
     for _ in range(run.total_steps):
         trainer.step(run)
-    evaluation = validation.evaluate(run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh)
+    evaluation = validation.evaluate(
+        run.runner, validation.open_dataloader(run_config, run.mesh), run.mesh
+    )
     assert evaluation is not None and evaluation.metrics is not None
     return run.total_steps, evaluation.rows, evaluation.metrics["accuracy"]
 
@@ -62,7 +66,9 @@ def test_single_method_of_a_task_can_be_replaced(tmp_path: Path) -> None:
         "    def metrics(self, rows):\n"
         "        return {**super().metrics(rows), 'rows': float(len(rows['label']))}\n"
     )
-    run_config = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
+    run_config = dataclasses.replace(
+        Config(), task=dataclasses.replace(Config().task, name=str(file))
+    )
     task = tasks.open_task(run_config)
     assert isinstance(task, RowTask)
     rows = {"prediction": torch.tensor([1, 0]), "label": torch.tensor([1, 1])}
@@ -83,7 +89,9 @@ def test_single_method_of_a_task_can_be_replaced(tmp_path: Path) -> None:
 def test_invalid_task_file_is_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "lacking.py"
     file.write_text(text)
-    run_config = dataclasses.replace(Config(), task=dataclasses.replace(Config().task, name=str(file)))
+    run_config = dataclasses.replace(
+        Config(), task=dataclasses.replace(Config().task, name=str(file))
+    )
     with pytest.raises(ConfigError, match=message):
         task = tasks.open_task(run_config)
         task.open_dataloader(batch_rank=0, num_batch_ranks=1, accumulation=1)

@@ -33,7 +33,9 @@ def teacher(family: str = "qwen3", seed: int = 0, **fields: Any) -> Path:
     return save(build(family, seed, **{"vocab_size": 512, **fields}), place)
 
 
-def config(folder: Path | None = None, task: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
+def config(
+    folder: Path | None = None, task: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Config:
     run_config = tiny_config(
         **({"job": {"dump_folder": str(folder)}} if folder is not None else {}),
         model={"overrides": {"num_layers": 2}},
@@ -100,7 +102,9 @@ def test_experts_on_either_side_change_no_number(
             run_config, model=dataclasses.replace(run_config.model, **model, overrides=SMALL)
         )
     expected = run_tiny(1, run_config, 2)[0]
-    on_ranks = dataclasses.replace(run_config, parallelism=dataclasses.replace(run_config.parallelism, **parallelism))
+    on_ranks = dataclasses.replace(
+        run_config, parallelism=dataclasses.replace(run_config.parallelism, **parallelism)
+    )
     assert not check(Loaded(on_ranks)), check(Loaded(on_ranks))
     for result in run_tiny(2, on_ranks, 2):
         assert_same_numbers(result, expected)
@@ -117,7 +121,9 @@ def test_resumed_run_requires_its_original_teacher(tmp_path: Path) -> None:
     uninterrupted = train(config(tmp_path / "uninterrupted", checkpoint=checkpoint, training=steps))
     parted = config(tmp_path / "parted", checkpoint=checkpoint, training=steps)
     train(parted, stop_after=2)
-    same = dataclasses.replace(parted, task=dataclasses.replace(parted.task, teacher_path=str(moved)))
+    same = dataclasses.replace(
+        parted, task=dataclasses.replace(parted.task, teacher_path=str(moved))
+    )
     resumed = train(same)  # the same bytes in a different folder
     assert resumed.error is None, resumed.error
     assert resumed.losses == uninterrupted.losses[2:]
@@ -141,7 +147,9 @@ def test_bfloat16_teacher_has_the_numbers_of_a_float32_one(monkeypatch: pytest.M
     def in_float32(task: Distillation) -> Config:
         teacher = whole_config(task)
         assert teacher.training.dtype == "bfloat16"
-        return dataclasses.replace(teacher, training=dataclasses.replace(teacher.training, dtype="float32"))
+        return dataclasses.replace(
+            teacher, training=dataclasses.replace(teacher.training, dtype="float32")
+        )
 
     monkeypatch.setattr(Distillation, "teacher", in_float32)
     assert run_tiny(1, run_config, 2)[0].losses == half.losses
@@ -163,15 +171,22 @@ def test_validation_measures_only_the_student_and_steps_log_both_losses(tmp_path
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
     # near log 512 = 6.24 for random weights, unlike the mixed loss
     assert logged["loss"] == pytest.approx(steps[-1]["cross_entropy"], abs=1.0)
-    assert abs(logged["loss"] - steps[-1]["loss"]) > abs(logged["loss"] - steps[-1]["cross_entropy"])
-    assert logged["perplexity"] == pytest.approx(torch.tensor(logged["loss"]).exp().item(), rel=1e-4)
+    assert abs(logged["loss"] - steps[-1]["loss"]) > abs(
+        logged["loss"] - steps[-1]["cross_entropy"]
+    )
+    assert logged["perplexity"] == pytest.approx(
+        torch.tensor(logged["loss"]).exp().item(), rel=1e-4
+    )
 
 
 def test_student_learns_from_its_teacher(tmp_path: Path) -> None:
     """With only the teacher's signal, on unrelated rows: the divergence decreases, which cross-entropy need not."""
     run_config = config(tmp_path, {"kd_ratio": 1.0, "temperature": 1.0}, training={"steps": 12})
     assert train(run_config).error is None
-    divergences = [json.loads(line)["divergence"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    divergences = [
+        json.loads(line)["divergence"]
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert divergences[-1] < 0.75 * divergences[0]
 
 
@@ -179,8 +194,12 @@ def test_teacher_may_have_an_architecture_only_in_transformers(tmp_path: Path) -
     import transformers
 
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
-    ended = train(config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, training={"steps": 2}))
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    ended = train(
+        config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, training={"steps": 2})
+    )
     assert ended.error is None, ended.error
     assert ended.losses[-1] < ended.losses[0]
 
@@ -240,7 +259,9 @@ def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
         bpe_folder(tmp_path / name, names, bos_token="<s>")
     file = tmp_path / "more/tokenizer.json"
     more = json.loads(file.read_text())
-    more["added_tokens"].append({**more["added_tokens"][0], "id": len(more["model"]["vocab"]), "content": "<extra>"})
+    more["added_tokens"].append(
+        {**more["added_tokens"][0], "id": len(more["model"]["vocab"]), "content": "<extra>"}
+    )
     file.write_text(json.dumps(more))
     file = tmp_path / "same/tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
@@ -257,7 +278,9 @@ def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
         run_config = config(task={"teacher_path": str(tmp_path / teacher_folder)})
         assets = student_folder if student_folder == "bytes" else str(tmp_path / student_folder)
         return problems_of(
-            dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, hf_assets_path=assets))
+            dataclasses.replace(
+                run_config, model=dataclasses.replace(run_config.model, hf_assets_path=assets)
+            )
         )
 
     assert not lines("own", "own") and not lines("own", "same") and not lines("own", "more")
@@ -283,13 +306,19 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
     import transformers
 
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "a b", "completion": f" {i}"}) + "\n" for i in range(40)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": "a b", "completion": f" {i}"}) + "\n" for i in range(40))
+    )
     data = {"format": "prompt_completion", "packing": "first_fit"}
     training = {"dataset": "jsonl", "dataset_path": str(rows), "steps": 2, "on_data_end": "repeat"}
     assert train(config(tmp_path / "apart", data=data, training=training)).error is None
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
-    broken = config(tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, data=data, training=training)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(
+        tmp_path / "gpt2"
+    )
+    broken = config(
+        tmp_path / "run", {"teacher_path": str(tmp_path / "gpt2")}, data=data, training=training
+    )
     assert train(broken).error is None  # GPT-2 supports restarting positions
     sizes = {
         "hidden_size": 32,
@@ -308,4 +337,6 @@ def test_packed_documents_are_masked_in_both_models_or_rejected(tmp_path: Path) 
             training=training,
         )
     )
-    assert isinstance(ended.error, ConfigError) and "is ignored by OPTForCausalLM" in str(ended.error)
+    assert isinstance(ended.error, ConfigError) and "is ignored by OPTForCausalLM" in str(
+        ended.error
+    )

@@ -49,7 +49,9 @@ def steps(of: list[RowDataLoader]) -> list[list[int]]:
                 if batch is None:
                     return steps_read
                 step += [row for row in batch.sample_ids_B.tolist() if row >= 0]
-                assert batch.num_targets == len([row for row in batch.sample_ids_B.tolist() if row >= 0])
+                assert batch.num_targets == len(
+                    [row for row in batch.sample_ids_B.tolist() if row >= 0]
+                )
         steps_read.append(step)
 
 
@@ -57,16 +59,24 @@ def steps(of: list[RowDataLoader]) -> list[list[int]]:
     ("rows", "batch", "ranks", "accumulation"),
     [(67, 8, 1, 1), (67, 4, 2, 1), (67, 2, 2, 2), (64, 8, 1, 1), (7, 8, 1, 1)],
 )
-def test_separate_epochs_contain_each_row_once(rows: int, batch: int, ranks: int, accumulation: int) -> None:
+def test_separate_epochs_contain_each_row_once(
+    rows: int, batch: int, ranks: int, accumulation: int
+) -> None:
     size = batch * ranks * accumulation
-    steps_kept = steps([stream(rows, batch, 3, "keep", rank, ranks, accumulation) for rank in range(ranks)])
+    steps_kept = steps(
+        [stream(rows, batch, 3, "keep", rank, ranks, accumulation) for rank in range(ranks)]
+    )
     per_epoch = math.ceil(rows / size)
     assert len(steps_kept) == 3 * per_epoch
-    epochs = [list(chain.from_iterable(steps_kept[e * per_epoch : (e + 1) * per_epoch])) for e in range(3)]
+    epochs = [
+        list(chain.from_iterable(steps_kept[e * per_epoch : (e + 1) * per_epoch])) for e in range(3)
+    ]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     assert rows < 8 or epochs[0] != epochs[1]
     if rows >= size:
-        steps_discarded = steps([stream(rows, batch, 3, "discard", rank, ranks, accumulation) for rank in range(ranks)])
+        steps_discarded = steps(
+            [stream(rows, batch, 3, "discard", rank, ranks, accumulation) for rank in range(ranks)]
+        )
         assert steps_discarded == [step for step in steps_kept if len(step) == size]
 
 
@@ -89,9 +99,8 @@ def test_run_resumes_from_any_step_of_any_epoch(last: str) -> None:
         later = stream(29, 4, 3, last)
         later.seek(4 * done)
         assert steps([later]) == all_steps[done:]
-    assert (
-        stream(29, 4, 3, last).fingerprint != stream(29, 2, 3, last).fingerprint
-    )  # a position means a different row there
+    # a position means a different row there
+    assert stream(29, 4, 3, last).fingerprint != stream(29, 2, 3, last).fingerprint
 
 
 def test_repeated_data_logs_a_new_epoch(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +119,9 @@ def test_too_few_rows_to_discard_stop_the_run() -> None:
     [("keep", [3, 1, 3, 1]), ("discard", [3, 3]), ("rollover", [3, 3, 2])],
     ids=["keep", "discard", "rollover"],
 )
-def test_steps_of_four_rows_in_two_epochs_on_one_rank_and_on_three(last: str, sizes: list[int]) -> None:
+def test_steps_of_four_rows_in_two_epochs_on_one_rank_and_on_three(
+    last: str, sizes: list[int]
+) -> None:
     expected = steps([stream(4, 3, 2, last)])
     assert [len(step) for step in expected] == sizes
     assert steps([stream(4, 1, 2, last, rank, 3) for rank in range(3)]) == expected
@@ -125,7 +136,9 @@ MESHES = {
 
 @pytest.mark.parametrize(
     ("mesh", "rows"),
-    cases([("1 rank", 20), ("2 ranks, accumulation", 20), ("4 ranks", 7)], nightly=[("4 ranks", 20)]),
+    cases(
+        [("1 rank", 20), ("2 ranks, accumulation", 20), ("4 ranks", 7)], nightly=[("4 ranks", 20)]
+    ),
 )
 def test_smaller_last_step_is_equal_on_every_mesh(mesh: str, rows: int) -> None:
     ranks, training = MESHES[mesh]
@@ -138,6 +151,10 @@ def test_smaller_last_step_is_equal_on_every_mesh(mesh: str, rows: int) -> None:
 
 def test_last_batch_is_rejected_for_documents() -> None:
     rows_config = config(training={"last_batch": "keep"})
-    language = dataclasses.replace(rows_config, task=dataclasses.replace(rows_config.task, name="language_model"))
-    problems = [str(problem) for problem in check(Loaded(language, {"training.last_batch": "file"}))]
+    language = dataclasses.replace(
+        rows_config, task=dataclasses.replace(rows_config.task, name="language_model")
+    )
+    problems = [
+        str(problem) for problem in check(Loaded(language, {"training.last_batch": "file"}))
+    ]
     assert any("training.last_batch" in line and "packs documents" in line for line in problems)

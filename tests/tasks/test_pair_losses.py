@@ -31,7 +31,9 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x))
 
 
-def expected_loss(loss_type: str, smoothing: float, rewards: list[float], lengths: list[int]) -> float:
+def expected_loss(
+    loss_type: str, smoothing: float, rewards: list[float], lengths: list[int]
+) -> float:
     """Write each formula for a single pair, as in its paper."""
     difference = rewards[0] - rewards[1]
     mean_difference = rewards[0] / lengths[0] - rewards[1] / lengths[1]
@@ -61,15 +63,21 @@ LOSSES = [
 def test_each_loss_equals_its_formula(loss_type: str, smoothing: float) -> None:
     task = Task(name="preference", beta=BETA, loss_type=loss_type, label_smoothing=smoothing)  # type: ignore[arg-type]
     losses = pair_losses(REWARDS_B2, LENGTHS_B2, task)
-    for loss, rewards, lengths in zip(losses.tolist(), REWARDS_B2.tolist(), LENGTHS_B2.tolist(), strict=True):
-        assert loss == pytest.approx(expected_loss(loss_type, smoothing, rewards, lengths), rel=1e-12, abs=1e-12)
+    for loss, rewards, lengths in zip(
+        losses.tolist(), REWARDS_B2.tolist(), LENGTHS_B2.tolist(), strict=True
+    ):
+        assert loss == pytest.approx(
+            expected_loss(loss_type, smoothing, rewards, lengths), rel=1e-12, abs=1e-12
+        )
 
 
 DPO_OF_TRL = [{"loss_type": name} for name in ("hinge", "ipo", "sigmoid_norm")]
 DPO_OF_TRL += [{"loss_type": "robust", "label_smoothing": 0.2}]
 
 
-@pytest.mark.parametrize("kind", cases(DPO_OF_TRL[1:2], nightly=[DPO_OF_TRL[0], *DPO_OF_TRL[2:]]), ids=str)
+@pytest.mark.parametrize(
+    "kind", cases(DPO_OF_TRL[1:2], nightly=[DPO_OF_TRL[0], *DPO_OF_TRL[2:]]), ids=str
+)
 def test_ten_losses_match_dpo_of_trl(kind: dict[str, Any]) -> None:
     trl = pytest.importorskip("trl")
     rows = pairs()
@@ -106,7 +114,9 @@ def test_ten_losses_match_cpo_of_trl(loss_type: str) -> None:
             "gradient_accumulation_steps": 4,
             "max_length": 96,
         }
-        args = options(CPOConfig, loss_type=loss_type, cpo_alpha=0.7, beta=BETA, simpo_gamma=0.4, **sizes)
+        args = options(
+            CPOConfig, loss_type=loss_type, cpo_alpha=0.7, beta=BETA, simpo_gamma=0.4, **sizes
+        )
         return CPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
 
     assert_close(ended, theirs(make))
@@ -140,7 +150,9 @@ def test_reference_path_is_the_reference_of_trl(tmp_path: Path) -> None:
     def make(model: Any, tokenizer: Any) -> Any:
         args = options(trl.DPOConfig, beta=BETA, max_length=None)
         frozen = transformers.AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32)
-        return trl.DPOTrainer(model, ref_model=frozen, args=args, train_dataset=data, processing_class=tokenizer)
+        return trl.DPOTrainer(
+            model, ref_model=frozen, args=args, train_dataset=data, processing_class=tokenizer
+        )
 
     assert abs(ended.losses[0] - math.log(2)) > 1e-2, "the reference must not be the initial model"
     assert_close(ended, theirs(make))
@@ -152,7 +164,9 @@ def test_resume_with_another_reference_is_refused(tmp_path: Path) -> None:
     saves = {"checkpoint": {"interval": 2}}
     (started,) = run_ranks(1, train_whole, config_of(tmp_path, task, **saves), 3)
     assert started.error is None
-    resumed = config_of(tmp_path, {"reference_path": str(folder())}, training={"steps": 12}, **saves)
+    resumed = config_of(
+        tmp_path, {"reference_path": str(folder())}, training={"steps": 12}, **saves
+    )
     (refused,) = run_ranks(1, train_whole, resumed, None)
     assert "reference weights differ" in str(refused.error)
 

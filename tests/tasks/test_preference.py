@@ -62,19 +62,25 @@ def log_probability(model: torch.nn.Module, prompt: str, answer: str) -> torch.T
     """Return the float64 log-probability of answer and EOS after a prompt. Tokens are bytes, BOS 256 and EOS 257."""
     before = [256, *prompt.encode()]
     tokens = [*before, *answer.encode(), 257][: SEQ_LEN + 1]
-    logs = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None])[0].log_softmax(-1)
+    logs = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None])[0].log_softmax(
+        -1
+    )
     return sum(logs[i, tokens[i + 1]] for i in range(len(before) - 1, len(tokens) - 1))
 
 
 def model_of(config: Config, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
     module = models.find(config.model.name)
-    model = module.Model(models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")).double()
+    model = module.Model(
+        models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
+    ).double()
     model.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
     return model
 
 
 @torch.no_grad()
-def closed_form(config: Config, first: dict[str, torch.Tensor], now: dict[str, torch.Tensor], ids: list[int]) -> float:
+def closed_form(
+    config: Config, first: dict[str, torch.Tensor], now: dict[str, torch.Tensor], ids: list[int]
+) -> float:
     """Return the loss by equation 7 of the paper."""
     reference, policy = model_of(config, first), model_of(config, now)
     losses = []
@@ -85,19 +91,24 @@ def closed_form(config: Config, first: dict[str, torch.Tensor], now: dict[str, t
                 reference, row["prompt"], row[side]
             )
             margin += sign * BETA * float(ratio)
-        losses.append(-torch.nn.functional.logsigmoid(torch.tensor(margin, dtype=torch.float64)).item())
+        losses.append(
+            -torch.nn.functional.logsigmoid(torch.tensor(margin, dtype=torch.float64)).item()
+        )
     return sum(losses) / len(losses)
 
 
 def test_loss_matches_the_paper_in_float64(file: Path) -> None:
     run_config = config(file)
     before, after = run_tiny(1, run_config, 2)[0], run_tiny(1, run_config, 3)[0]
-    assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "the loss must be log 2 before learning"
+    assert before.losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
+        "the loss must be log 2 before learning"
+    )
     third = after.sample_ids[2]
     assert len(third) == 8
     expected = closed_form(run_config, before.initial, before.final, third)
     assert abs(expected - 0.6931) > 1e-3
-    assert after.losses[2] == pytest.approx(expected, abs=2e-6)  # log-probabilities are near 100, in float32
+    # log-probabilities are near 100, in float32
+    assert after.losses[2] == pytest.approx(expected, abs=2e-6)
 
 
 MESHES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -117,12 +128,16 @@ LOSSES: dict[str, dict[str, Any]] = {
 MESHES_OF_LOSSES = [(mesh, loss) for loss in LOSSES for mesh in MESHES]
 
 
-@pytest.mark.parametrize(("mesh", "loss"), cases(MESHES_OF_LOSSES[:3], nightly=MESHES_OF_LOSSES[3:]))
+@pytest.mark.parametrize(
+    ("mesh", "loss"), cases(MESHES_OF_LOSSES[:3], nightly=MESHES_OF_LOSSES[3:])
+)
 def test_meshes_change_no_number(mesh: str, loss: str, file: Path) -> None:
     ranks, parallelism, training = MESHES[mesh]
     task = Task(name="preference", beta=BETA, **LOSSES[loss])
     alone = run_tiny(1, dataclasses.replace(config(file), task=task), 4)[0]
-    on_mesh = dataclasses.replace(config(file, parallelism=parallelism, training=training), task=task)
+    on_mesh = dataclasses.replace(
+        config(file, parallelism=parallelism, training=training), task=task
+    )
     for result in run_tiny(ranks, on_mesh, 4):
         assert_same_numbers(result, alone)
 
@@ -151,8 +166,12 @@ def test_resumed_run_requires_its_original_reference(file: Path, tmp_path: Path)
     assert resumed.losses == uninterrupted.losses[2:]
     assert_bitwise(resumed.weights, uninterrupted.weights)
     moved = {**checkpoint, "initial_load_path": str(start / "checkpoint/step-1"), "interval": 1}
-    other_reference = train(config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6}))
-    assert isinstance(other_reference.error, ConfigError) and "reference weights differ" in str(other_reference.error)
+    other_reference = train(
+        config(file, tmp_path / "parted", checkpoint=moved, training={"steps": 6})
+    )
+    assert isinstance(other_reference.error, ConfigError) and "reference weights differ" in str(
+        other_reference.error
+    )
 
 
 def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> None:
@@ -165,7 +184,9 @@ def test_reference_of_adapters_is_the_base_model(file: Path, tmp_path: Path) -> 
         lora={"enable": True, "rank": 4},
     )
     losses = train(run_config).losses
-    assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), "initial adapters must not change the model"
+    assert losses[0] == pytest.approx(0.6931471805599453, abs=1e-6), (
+        "initial adapters must not change the model"
+    )
     assert losses[-1] != losses[0]
 
 
@@ -177,10 +198,14 @@ def test_preferences_are_learned_and_rewards_measured(file: Path, tmp_path: Path
         "dataset_path": str(file),
         "seq_len": SEQ_LEN,
     }
-    run_config = config(file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3})
+    run_config = config(
+        file, tmp_path, training={"steps": 10}, validation={**validation, "local_batch_size": 3}
+    )
     assert train(run_config, ranks=2).error is None
     logged = json.loads((tmp_path / "validation.jsonl").read_text().splitlines()[-1])
-    assert logged["reward_accuracy"] == 1.0 and logged["reward_margin"] > 0.5 and logged["loss"] < 0.5
+    assert (
+        logged["reward_accuracy"] == 1.0 and logged["reward_margin"] > 0.5 and logged["loss"] < 0.5
+    )
 
 
 def test_conversations_are_supported(tmp_path: Path) -> None:
@@ -258,7 +283,9 @@ def test_damaged_reference_is_rejected(file: Path, tmp_path: Path) -> None:
     data = bytearray(victim.read_bytes())
     data[100] ^= 1
     victim.write_bytes(bytes(data))
-    ended = train(config(file, tmp_path / "run", checkpoint={"enable": True, "initial_load_path": str(start)}))
+    ended = train(
+        config(file, tmp_path / "run", checkpoint={"enable": True, "initial_load_path": str(start)})
+    )
     assert isinstance(ended.error, CheckpointError) and "is damaged" in str(ended.error)
 
 
@@ -272,12 +299,16 @@ def test_logged_rewards_are_those_of_all_pairs_of_the_step(file: Path, tmp_path:
     for ranks, sections in ((1, {}), (2, on_ranks)):
         folder = tmp_path / str(ranks)
         train(config(file, folder, metrics={"log_freq": 1}, **sections), ranks)
-        logs.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        logs.append(
+            [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        )
     alone, two_ranks = logs
     names = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
     assert [alone[0][name] for name in names] == [0, 0, 0, 0]
     last = alone[-1]
-    assert last["reward_margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"], abs=1e-9)
+    assert last["reward_margin"] == pytest.approx(
+        last["reward_chosen"] - last["reward_rejected"], abs=1e-9
+    )
     assert last["reward_margin"] != 0
     for name in names:
         assert two_ranks[-1][name] == pytest.approx(last[name], abs=1e-5), name
@@ -291,9 +322,13 @@ ADAPTED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", cases(["nf4", "loaded adapters"], nightly=["int8", "nf4 and loaded adapters"]))
+@pytest.mark.parametrize(
+    "name", cases(["nf4", "loaded adapters"], nightly=["int8", "nf4 and loaded adapters"])
+)
 @pytest.mark.parametrize("task", ["preference", "kto"])
-def test_reference_of_an_adapted_run_is_its_initial_model(name: str, task: str, file: Path, tmp_path: Path) -> None:
+def test_reference_of_an_adapted_run_is_its_initial_model(
+    name: str, task: str, file: Path, tmp_path: Path
+) -> None:
     """Quantized base weights and loaded adapters are part of it, so the first loss is that of equal models."""
     seed = config(file, tmp_path / "start", checkpoint={"enable": True}, training={"steps": 2})
     train(seed)
@@ -310,7 +345,8 @@ def test_reference_of_an_adapted_run_is_its_initial_model(name: str, task: str, 
         base["initial_load_model_only"] = True
     rows_of_kto = tmp_path / "kto.jsonl"
     labeled = [
-        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(rows())
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
+        for i, row in enumerate(rows())
     ]
     rows_of_kto.write_text("".join(json.dumps(row) + "\n" for row in labeled))
     data = file if task == "preference" else rows_of_kto
@@ -327,5 +363,7 @@ def test_reference_of_an_adapted_run_is_its_initial_model(name: str, task: str, 
     assert one_process.error is None, one_process.error
     of_equal_models = 0.6931471805599453 if task == "preference" else 0.5
     assert one_process.losses[0] == pytest.approx(of_equal_models, abs=1e-6)
-    assert abs(one_process.losses[-1] - of_equal_models) > 1e-6, "the model must differ from its reference later"
+    assert abs(one_process.losses[-1] - of_equal_models) > 1e-6, (
+        "the model must differ from its reference later"
+    )
     assert two_ranks.losses == pytest.approx(one_process.losses, abs=1e-5)

@@ -48,7 +48,9 @@ def test_scores_match_transformers_for_any_padding(tmp_path: Path, family: str) 
     batch, outputs, head = run_ranks(1, scores, run_config)[0]
     assert head.shape == (2, 32) and len(set(batch["lengths_B"].tolist())) > 1
     body.config.num_labels = 2
-    reference = getattr(transformers, type(body).__name__.replace("CausalLM", "SequenceClassification"))(body.config)
+    reference = getattr(
+        transformers, type(body).__name__.replace("CausalLM", "SequenceClassification")
+    )(body.config)
     reference.model.load_state_dict(body.model.state_dict())
     reference.score.weight.data.copy_(head)
     for tokens, length, score in zip(batch["tokens_BT"], batch["lengths_B"], outputs, strict=True):

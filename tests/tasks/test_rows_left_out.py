@@ -16,7 +16,8 @@ from shardtrain.utils.errors import DataError
 
 EOS, SEQ_LEN = 257, 32
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
 )
 OF_PAIRS = ("preference", "simpo", "orpo", "reward_model")
 
@@ -74,16 +75,25 @@ def test_empty_answer_learns_its_end_and_long_prompt_is_skipped(
         caplog.clear()
         with caplog.at_level(logging.INFO):
             rows_read = tasks.open_task(run_config).read_rows(split)
-        flat = [(answer,) for group in rows_read for answer in group] if task == "kto" else list(rows_read)
+        flat = (
+            [(answer,) for group in rows_read for answer in group]
+            if task == "kto"
+            else list(rows_read)
+        )
         ends = [ord(";")] if chat else [EOS]
         assert sorted(learned(task, row) for row in flat) == sorted([ends, [*b"yes", *ends]])
-        assert "skipped 1 row: the prompt fills seq_len, so no token of the answer is left to learn" in caplog.text
+        assert (
+            "skipped 1 row: the prompt fills seq_len, so no token of the answer is left to learn"
+            in caplog.text
+        )
         assert f"{tmp_path / 'rows.jsonl'}:2" in caplog.text
 
 
 def test_skipped_long_rows_have_a_separate_limit_except_in_a_test_set(tmp_path: Path) -> None:
     rows = [row_of("preference", prompt, "yes", False) for prompt in ("q", "q" * 64, "q" * 65)]
-    with pytest.raises(DataError, match="more than data.long_rows_max_fraction=0.5 allows; .*_fraction=0.667"):
+    with pytest.raises(
+        DataError, match="more than data.long_rows_max_fraction=0.5 allows; .*_fraction=0.667"
+    ):
         tasks.open_task(config(tmp_path, "preference", rows)).read_rows("train")
     allowed = config(tmp_path, "preference", rows, long_rows_max_fraction=0.667)
     assert len(tasks.open_task(allowed).read_rows("train")) == 1

@@ -73,7 +73,9 @@ def config_of(name: str, output: Path, in_hf: bool = False, **sections: Any) -> 
 FIRST = ("bert", "t5")
 
 
-@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in TASKS if name not in FIRST]))
+@pytest.mark.parametrize(
+    "name", cases(FIRST, nightly=[name for name in TASKS if name not in FIRST])
+)
 def test_meshes_change_no_number(name: str, tmp_path: Path) -> None:
     """Across the end of an epoch, with different padding and accumulation."""
     alone = run_tiny(1, config_of(name, tmp_path / "a", training={"local_batch_size": 8}), 4)[0]
@@ -100,10 +102,14 @@ def losses(rank: int, name: str, config: Config) -> tuple[float, float]:
             mean = model(input_ids=tokens, labels=targets).loss  # transformers shifts the labels
             total += float(mean) * targets.numel()
         elif TASKS[name] == "classification":
-            total += float(F.cross_entropy(model(input_ids=tokens).logits, batch["labels_B"][row : row + 1]))
+            total += float(
+                F.cross_entropy(model(input_ids=tokens).logits, batch["labels_B"][row : row + 1])
+            )
         else:
             logits = model(input_ids=tokens).logits[0]
-            total += float(F.cross_entropy(logits, batch["targets_BT"][row, :length], reduction="sum"))
+            total += float(
+                F.cross_entropy(logits, batch["targets_BT"][row, :length], reduction="sum")
+            )
     return loss, total / batch.num_targets
 
 
@@ -140,10 +146,16 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
 
     first, second = epochs(8)
     assert [first, second] == epochs(4) and len(first) == 24
-    assert all(first[sample] != second[sample] for sample in range(24) if len(first[sample][0]) > 12)
+    assert all(
+        first[sample] != second[sample] for sample in range(24) if len(first[sample][0]) > 12
+    )
     fates = {"mask": 0, "same": 0, "other": 0}
     for shown, targets in first.values():
-        chosen = [(token, target) for token, target in zip(shown, targets, strict=True) if target != IGNORE]
+        chosen = [
+            (token, target)
+            for token, target in zip(shown, targets, strict=True)
+            if target != IGNORE
+        ]
         assert len(chosen) == max(1, round(0.3 * (len(shown) - 2)))
         assert targets[0] == targets[-1] == IGNORE and shown[0] == 256 and shown[-1] == 257
         for token, target in chosen:
@@ -165,12 +177,18 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_model_for_another_task_is_rejected(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_model_for_another_task_is_rejected(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     folder(name)
-    config = config_of(name if name in TASKS else "bert", tmp_path, overrides=changes.get("overrides"))
+    config = config_of(
+        name if name in TASKS else "bert", tmp_path, overrides=changes.get("overrides")
+    )
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, overrides={**config.model.overrides, "path": str(folder(name))}),
+        model=dataclasses.replace(
+            config.model, overrides={**config.model.overrides, "path": str(folder(name))}
+        ),
     )
     task = dataclasses.replace(config.task, name=changes.get("task", config.task.name))
     if "options" in changes:

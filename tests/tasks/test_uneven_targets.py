@@ -34,7 +34,9 @@ def rows_of(folder: Path) -> str:
     return str(path)
 
 
-def config(folder: Path, rows: int = 1, parallelism: dict[str, Any] | None = None, **training: Any) -> Config:
+def config(
+    folder: Path, rows: int = 1, parallelism: dict[str, Any] | None = None, **training: Any
+) -> Config:
     source = {"dataset": "jsonl", "dataset_path": rows_of(folder), "seq_len": SEQ_LEN}
     return tiny_config(
         training={**source, "on_data_end": "repeat", **training},
@@ -74,7 +76,9 @@ def reference_evaluation(rank: int, run_config: Config) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "rows"),
-    cases([(1, 3), (2, 1), (4, 3)], nightly=[pair for pair in itertools.product((1, 2, 4), (1, 3, 8))]),
+    cases(
+        [(1, 3), (2, 1), (4, 3)], nightly=[pair for pair in itertools.product((1, 2, 4), (1, 3, 8))]
+    ),
 )
 def test_evaluation_is_the_mean_over_all_targets(ranks: int, rows: int, tmp_path: Path) -> None:
     loss, count = run_ranks(1, reference_evaluation, config(tmp_path))[0]
@@ -116,7 +120,9 @@ def order_of(rank: int, run_config: Config) -> list[int]:
     "parallelism",
     cases([{}], nightly=[{"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}]),
 )
-def test_rank_without_targets_changes_no_number(parallelism: dict[str, Any], tmp_path: Path) -> None:
+def test_rank_without_targets_changes_no_number(
+    parallelism: dict[str, Any], tmp_path: Path
+) -> None:
     batch = {"global_batch_size": 4}
     one_process = config(tmp_path, local_batch_size=4, **batch)
     first_rank = set(run_ranks(1, order_of, one_process)[0][:2])

@@ -47,7 +47,9 @@ def config(file: Path, task: str, **validation: Any) -> Config:
         "local_batch_size": 2, "global_batch_size": 2, "steps": 2,
     }  # fmt: skip
     run_config = tiny_config(model={"overrides": {"num_layers": 1}}, training=training)
-    return dataclasses.replace(run_config, task=Task(name=task, **TASKS[task]), validation=Validation(**validation))
+    return dataclasses.replace(
+        run_config, task=Task(name=task, **TASKS[task]), validation=Validation(**validation)
+    )
 
 
 def test_every_option_of_validation_is_changed() -> None:
@@ -55,8 +57,12 @@ def test_every_option_of_validation_is_changed() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [17, 999])
-@pytest.mark.parametrize("task", cases(["kto", "reward_model"], nightly=["language_model", "preference", "orpo"]))
-def test_options_of_validation_change_no_number_of_training(task: str, seq_len: int, file: Path) -> None:
+@pytest.mark.parametrize(
+    "task", cases(["kto", "reward_model"], nightly=["language_model", "preference", "orpo"])
+)
+def test_options_of_validation_change_no_number_of_training(
+    task: str, seq_len: int, file: Path
+) -> None:
     expected = run_tiny(1, config(file, task), 2)[0]
     changed = run_tiny(1, config(file, task, **{**CHANGED, "seq_len": seq_len}), 2)[0]
     assert changed.losses == expected.losses and changed.grad_norms == expected.grad_norms
@@ -89,7 +95,12 @@ def test_kto_exchanges_full_completions_before_truncation(file: Path) -> None:
 
 def test_validation_length_defaults_to_that_of_training() -> None:
     assert load(None, ["--training.seq_len", "40"]).config.validation.seq_len == 40
-    assert load(None, ["--training.seq_len", "40", "--validation.seq_len", "8"]).config.validation.seq_len == 8
+    assert (
+        load(
+            None, ["--training.seq_len", "40", "--validation.seq_len", "8"]
+        ).config.validation.seq_len
+        == 8
+    )
 
 
 def test_answer_of_a_reward_model_has_at_most_seq_len_tokens(file: Path) -> None:

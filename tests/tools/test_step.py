@@ -61,7 +61,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of a full run and of a LoRA run, both with best step 2 of 3."""
     root = tmp_path_factory.mktemp("step")
     paths = {"RUN": root / "run", "ADAPTERS": root / "adapters", "FILE": root / "words.txt"}
-    paths["FILE"].write_text("mesh shard gather reduce loss token layer rank step seed weight norm " * 4)
+    paths["FILE"].write_text(
+        "mesh shard gather reduce loss token layer rank step seed weight norm " * 4
+    )
     for name, lora in (("RUN", {}), ("ADAPTERS", {"enable": True, "random_base": True})):
         config = shallow_config(
             job={"dump_folder": str(paths[name])},
@@ -82,7 +84,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-def run(command: list[str], folders: dict[str, Path], tmp_path: Path, capfd: Any) -> tuple[int, str]:
+def run(
+    command: list[str], folders: dict[str, Path], tmp_path: Path, capfd: Any
+) -> tuple[int, str]:
     paths = {**folders, "NEW": tmp_path / "new"}
     replaced = []
     for argument in command:
@@ -111,11 +115,15 @@ def test_every_command_opens_the_named_step_and_prints_it(
     assert f"step-{NAMED[step]} ({reasons.get(NAMED[step], reasons[1])})" in text
 
 
-def test_checkpoint_is_an_alias_of_step_in_test(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+def test_checkpoint_is_an_alias_of_step_in_test(
+    folders: dict[str, Path], tmp_path: Path, capfd: Any
+) -> None:
     for name in ("latest", str(folders["RUN"] / "checkpoint/step-3")):
         code, text = run([*COMMANDS["test"], "--checkpoint", name], folders, tmp_path, capfd)
         assert code == 0 and "step-3" in text
-    code, text = run([*COMMANDS["test"], "--checkpoint", "1", "--step", "1"], folders, tmp_path, capfd)
+    code, text = run(
+        [*COMMANDS["test"], "--checkpoint", "1", "--step", "1"], folders, tmp_path, capfd
+    )
     assert code == 2 and '--checkpoint="1" is another name of --step; use one of them' in text
 
 
@@ -145,9 +153,14 @@ def test_a_step_that_does_not_exist_is_rejected(
         assert code in (2, 5) and message.replace("RUN", str(run_folder)) in text, text
 
 
-def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+def test_step_requires_the_folder_of_a_run(
+    folders: dict[str, Path], tmp_path: Path, capfd: Any
+) -> None:
     for verb in ("generate", "evaluate", "export", "to-dcp", "to-fmengine", "diff", "weights"):
-        command = [argument.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for argument in COMMANDS[verb]]
+        command = [
+            argument.replace("RUN", str(folders["RUN"] / "checkpoint/step-3"))
+            for argument in COMMANDS[verb]
+        ]
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
         assert code == 2 and '--step="best" requires the folder of a run' in text
     with pytest.raises(
@@ -157,11 +170,15 @@ def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: P
         shardtrain.load_model(folders["RUN"], step="nine")
 
 
-def test_without_a_best_checkpoint_the_latest_is_used(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+def test_without_a_best_checkpoint_the_latest_is_used(
+    folders: dict[str, Path], tmp_path: Path, capfd: Any
+) -> None:
     copy = shutil.copytree(folders["RUN"], tmp_path / "copy")
     (copy / "checkpoint/best.json").unlink()
     assert "step-3," in repr(shardtrain.load_model(copy))
-    code, text = run(["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd)
+    code, text = run(
+        ["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd
+    )
     assert code == 5 and "--step=best does not exist" in text and "checkpoint.keep_best" in text
 
 
@@ -173,7 +190,9 @@ def test_a_damaged_best_step_is_skipped_unless_it_was_named(
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert "step-3 (the best is step 2" in repr(shardtrain.load_model(copy))
     assert "skipped, using step-3" in caplog.text
-    code, text = run(["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd)
+    code, text = run(
+        ["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd
+    )
     assert code == 5 and "no checkpoint" in text and "--step=best" in text and "damaged" in text
 
 
@@ -183,4 +202,7 @@ def test_the_last_lines_of_the_log_name_the_best_step_and_the_commands(
     lines = (folders["RUN"] / "logs/rank-0.log").read_text().splitlines()[-2:]
     (line,) = [line for line in lines if "best step" in line]
     assert "best step: 2 (validation.loss 1), last step: 3" in line
-    assert "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine) use" in line
+    assert (
+        "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine) use"
+        in line
+    )

@@ -117,7 +117,9 @@ def train(
         return train_whole(rank, config(folder, patience), stop_after)
 
 
-def stopped_and_resumed(rank: int, folder: Path, phase: str, step: int, patience: int) -> list[Ended]:
+def stopped_and_resumed(
+    rank: int, folder: Path, phase: str, step: int, patience: int
+) -> list[Ended]:
     in_validation = phase in ("twice", "killed")
     starts = [train(rank, folder, patience, "validation" if in_validation else phase, step)]
     if phase == "twice":
@@ -131,7 +133,9 @@ def result(folder: Path) -> dict[str, Any]:
     """Return all results of validations."""
     checkpoints = folder / "checkpoint"
     facts = manifest.read(checkpoints / f"step-{retention.steps(checkpoints)[-1]}").facts
-    samples = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()
+    ]
     return {
         "validations": (folder / "validation.jsonl").read_text(),
         "pointer": read_pointer(checkpoints),
@@ -141,19 +145,31 @@ def result(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("phase", "step", "patience"), cases(DEFAULT, [case for case in ALL if case not in DEFAULT]))
+@pytest.mark.parametrize(
+    ("phase", "step", "patience"), cases(DEFAULT, [case for case in ALL if case not in DEFAULT])
+)
 def test_canceled_validation_is_repeated(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, phase: str, step: int, patience: int
 ) -> None:
-    uninterrupted = made_once(tmp_path_factory, f"validated-{patience}", lambda: tmp_path_factory.mktemp("straight"))
-    straight = made_once(tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, uninterrupted, patience)[0])
-    assert straight.error is None and straight.state["step"] == (PATIENCE_ENDS if patience else LAST)
+    uninterrupted = made_once(
+        tmp_path_factory, f"validated-{patience}", lambda: tmp_path_factory.mktemp("straight")
+    )
+    straight = made_once(
+        tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, uninterrupted, patience)[0]
+    )
+    assert straight.error is None and straight.state["step"] == (
+        PATIENCE_ENDS if patience else LAST
+    )
     assert len(result(uninterrupted)["validations"].splitlines()) == straight.state["step"]
 
     starts = run_ranks(2, stopped_and_resumed, tmp_path, phase, step, patience)[0]
     is_complete = phase in ("sample", "save") and step == straight.state["step"]
     for start in starts[: 2 if phase == "twice" else 1]:
-        assert (start.error is None) if is_complete else (start.error is not None and start.error.exit_code == 75)
+        assert (
+            (start.error is None)
+            if is_complete
+            else (start.error is not None and start.error.exit_code == 75)
+        )
         assert start.state["step"] == step or phase == "save"
     assert starts[-1].error is None
     assert starts[-1].state == straight.state

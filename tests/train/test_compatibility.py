@@ -89,7 +89,9 @@ def test_run_that_continues_another_one_keeps_its_batch_size(
 
 
 @pytest.mark.parametrize("manifest", ["", "{}", "not JSON"])
-def test_damaged_checkpoint_does_not_hide_an_older_one(manifest: str, run: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoint_does_not_hide_an_older_one(
+    manifest: str, run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "checkpoint"
     (folder / "step-2").mkdir(parents=True)
     (folder / "step-2/manifest.json").write_text(manifest)
@@ -113,5 +115,8 @@ def batch_size_of_run(config: Config, ranks: int) -> int:
 
 def test_error_suggests_a_local_batch_size_for_more_ranks(run: Path) -> None:
     (message,) = {str(ended_rank.error) for ended_rank in run_ranks(4, train_whole, config(run))}
-    assert "training.global_batch_size: 8 -> 16; 4 data-parallel ranks x training.local_batch_size=4 make 16" in message
+    assert (
+        "training.global_batch_size: 8 -> 16; 4 data-parallel ranks x training.local_batch_size=4 make 16"
+        in message
+    )
     assert "set training.local_batch_size=2, or accept it with" in message

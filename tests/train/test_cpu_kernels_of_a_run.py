@@ -17,16 +17,23 @@ from shardtrain.train.build import set_numerics
 
 
 def choose(rank: int, config: Config) -> Kernels:
-    kernel_speed.remembered_or_measured = lambda: Kernels(onednn_linear=float(rank), blocked_attention=2.0)
+    kernel_speed.remembered_or_measured = lambda: Kernels(
+        onednn_linear=float(rank), blocked_attention=2.0
+    )
     chosen_kernels.use(Kernels(3.0, 3.0))
     set_numerics(config, torch.device("cpu"))
     return chosen_kernels.chosen()
 
 
 def test_all_ranks_use_the_kernels_measured_by_rank_0() -> None:
-    assert run_ranks(2, choose, tiny_config()) == [Kernels(onednn_linear=0.0, blocked_attention=2.0)] * 2
+    assert (
+        run_ranks(2, choose, tiny_config())
+        == [Kernels(onednn_linear=0.0, blocked_attention=2.0)] * 2
+    )
 
 
-@pytest.mark.parametrize("sections", [{"training": {"cpu_kernels": "pytorch"}}, {"debug": {"deterministic": True}}])
+@pytest.mark.parametrize(
+    "sections", [{"training": {"cpu_kernels": "pytorch"}}, {"debug": {"deterministic": True}}]
+)
 def test_portable_determinism_uses_kernels_of_pytorch(sections: dict[str, Any]) -> None:
     assert run_ranks(1, choose, tiny_config(**sections)) == [chosen_kernels.PYTORCH]

@@ -47,7 +47,9 @@ def no_launcher(monkeypatch):
 
 
 def test_shards_of_all_ranks_add_up_to_the_model():
-    config = deep_config(parallelism={"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4})
+    config = deep_config(
+        parallelism={"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 4}
+    )
     runs = [dry(config, rank, 8) for rank in range(8)]
     assert sum(run.parameter_bytes for run in runs) == FLOAT32_BYTES * runs[0].num_params
     # gradients of several micro-batches are accumulated unsharded, and reduced to shards once
@@ -75,7 +77,11 @@ def test_replicas_have_equal_memory_and_optionally_split_optimizer_states():
     replicas = {"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1}
     replicated = dry(deep_config(parallelism=replicas), size=4)
     shared = dry(deep_config(parallelism={**replicas, "shard_optimizer_states": True}), size=4)
-    assert replicated.parameter_bytes == shared.parameter_bytes == FLOAT32_BYTES * replicated.num_params
+    assert (
+        replicated.parameter_bytes
+        == shared.parameter_bytes
+        == FLOAT32_BYTES * replicated.num_params
+    )
     assert shared.optimizer_bytes < replicated.optimizer_bytes / 3
 
 
@@ -127,7 +133,9 @@ def test_micro_batch_has_no_memory_and_is_not_counted_as_activation(monkeypatch)
     monkeypatch.setattr(fake_backend, "trace", watched)
     dry(deep_config(parallelism={"tensor_parallel_degree": 2}), size=2)
     (batch,) = batches
-    assert [type(tensor) for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor)][:1] == [FakeTensor]
+    assert [type(tensor) for tensor in vars(batch).values() if isinstance(tensor, torch.Tensor)][
+        :1
+    ] == [FakeTensor]
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -144,10 +152,15 @@ def test_skipped_layers_are_counted_as_if_traced(monkeypatch, mode, tp):
     monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
     everything = dry(config, size=4)
     assert (
-        few_layers.traced.layers_traced == (4 if mode == "selective" else 2) and everything.traced.layers_traced == 10
+        few_layers.traced.layers_traced == (4 if mode == "selective" else 2)
+        and everything.traced.layers_traced == 10
     )
-    assert few_layers.traced.activations_bytes == pytest.approx(everything.traced.activations_bytes, rel=1e-3)
-    assert few_layers.traced.gathered_bytes == pytest.approx(everything.traced.gathered_bytes, rel=1e-2)
+    assert few_layers.traced.activations_bytes == pytest.approx(
+        everything.traced.activations_bytes, rel=1e-3
+    )
+    assert few_layers.traced.gathered_bytes == pytest.approx(
+        everything.traced.gathered_bytes, rel=1e-2
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -163,16 +176,25 @@ def test_copies_of_skipped_layers_are_counted_as_if_traced(monkeypatch, mode):
     assert (few_layers.traced.layers_traced, everything.traced.layers_traced) == (2, 10)
     # plus the temporary float32 gradient of the head
     assert (
-        few_layers.traced.gathered_bytes == everything.traced.gathered_bytes == 2 * few_layers.num_params + 4 * 512 * 64
+        few_layers.traced.gathered_bytes
+        == everything.traced.gathered_bytes
+        == 2 * few_layers.num_params + 4 * 512 * 64
     )
     # without recomputation, 128 KiB more, as with FSDP on one process: a float32 copy of the embedding
-    assert 0 <= few_layers.traced.activations_bytes - everything.traced.activations_bytes <= 4 * 512 * 64 + 1024
+    assert (
+        0
+        <= few_layers.traced.activations_bytes - everything.traced.activations_bytes
+        <= 4 * 512 * 64 + 1024
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_skipped_chunks_of_the_loss_are_counted_as_if_traced(monkeypatch, tp):
-    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 1000)  # a few tokens per chunk, about forty chunks
-    config = deep_config(parallelism={"tensor_parallel_degree": tp, "data_parallel_shard_degree": 2})
+    # a few tokens per chunk, about forty chunks
+    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 1000)
+    config = deep_config(
+        parallelism={"tensor_parallel_degree": tp, "data_parallel_shard_degree": 2}
+    )
     chunk_counts = []
 
     def chunks(num_tokens, rows):
@@ -186,7 +208,8 @@ def test_skipped_chunks_of_the_loss_are_counted_as_if_traced(monkeypatch, tp):
     all_of_them = dry(config, size=2 * tp).traced
     assert chunk_counts[0] == 2 < chunk_counts[1]
     assert few.gathered_bytes == all_of_them.gathered_bytes
-    assert few.activations_bytes == pytest.approx(all_of_them.activations_bytes, rel=1e-5)  # a scalar of the loss
+    # a scalar of the loss
+    assert few.activations_bytes == pytest.approx(all_of_them.activations_bytes, rel=1e-5)
 
 
 def test_fake_tensors_are_counted_like_real_ones():
@@ -196,9 +219,13 @@ def test_fake_tensors_are_counted_like_real_ones():
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, "rmsnorm")
     with fake_backend.join(0, 1) as here:
         mesh = build(config, here)
-        runner = parallelize(models.build(module, shape), module.LAYOUT, mesh, config, shape.vocab_size)
+        runner = parallelize(
+            models.build(module, shape), module.LAYOUT, mesh, config, shape.vocab_size
+        )
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, 0)
-        real = fake_backend.trace(runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config), hidden=64)
+        real = fake_backend.trace(
+            runner, module.LAYOUT, mesh, config, dry_run._micro_batch(config), hidden=64
+        )
     # real kernels allocate a few scratch tensors
     assert without_memory.activations_bytes == pytest.approx(real.activations_bytes, rel=0.01)
     assert without_memory.layers_traced == real.layers_traced
@@ -240,7 +267,9 @@ def test_pipeline_keeps_the_micro_batches_in_flight_of_its_schedule(schedule, ra
     "at full size",
     by="tests/train/test_fake_backend.py::test_all_axes_together_are_built_and_traced",
 )
-def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(capsys, monkeypatch, tmp_path):
+def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.setenv("RANK", "511")
     monkeypatch.chdir(tmp_path)
     degrees = ["--parallelism.pipeline_parallel_degree", "8", "--training.local_batch_size", "8"]
@@ -249,7 +278,10 @@ def test_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_files(
     assert (code, err) == (0, "")
     assert "rank 511 of 512" in out and "nothing is trained, read or written" in out
     assert "405.85B parameters\nmesh: 512 ranks, pp 8 x dp_shard 8 x tp 8" in out
-    assert "8 sequences x 1 accumulation x 8 data ranks = 64 sequences x 8192 = 524288 tokens per step" in out
+    assert (
+        "8 sequences x 1 accumulation x 8 data ranks = 64 sequences x 8192 = 524288 tokens per step"
+        in out
+    )
     assert "stage of this rank: layers.111 to 125, norm, head" in out
     assert "2 of 15 layers traced" in out
     assert list(tmp_path.iterdir()) == []
@@ -316,7 +348,9 @@ def test_untraceable_configuration_is_reported():
             "flavor": "debugmodel_moe",
             "overrides": {"moe_ffn_dim": 32, "num_experts": 8},
         },
-        training={"mixed_precision_param": "float16"},  # a loop over experts, with data-dependent numbers of rows
+        training={
+            "mixed_precision_param": "float16"
+        },  # a loop over experts, with data-dependent numbers of rows
     )
     run = dry(config, size=2)
     assert "shapes depend on data" in run.traced.not_traced

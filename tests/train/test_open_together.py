@@ -76,7 +76,9 @@ def write(kind: str, folder: Path) -> dict[str, Any]:
 
 def _parquet(path: Path, text: str) -> None:
     arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    writer.write_table(arrow.table({"text": text.splitlines()}), path.with_suffix(".parquet"), row_group_size=4)
+    writer.write_table(
+        arrow.table({"text": text.splitlines()}), path.with_suffix(".parquet"), row_group_size=4
+    )
 
 
 def config_of(options: dict[str, Any], mode: Any = "stream") -> Config:
@@ -100,7 +102,9 @@ class Calls(collections.Counter[str]):
         def call(*arguments: Any, **options: Any) -> Any:
             target = arguments[0]
             is_path = isinstance(target, str | os.PathLike)
-            is_ours = f"{os.fspath(target)}/".startswith(self._folder) if is_path else target in self._own
+            is_ours = (
+                f"{os.fspath(target)}/".startswith(self._folder) if is_path else target in self._own
+            )
             self[name] += is_ours
             result = real(*arguments, **options)
             if name == "open":
@@ -110,7 +114,9 @@ class Calls(collections.Counter[str]):
         return call
 
 
-def open_all(rank: int, folder: Path, datasets_to_open: dict[str, dict[str, Any]], many: int) -> dict[str, Any]:
+def open_all(
+    rank: int, folder: Path, datasets_to_open: dict[str, dict[str, Any]], many: int
+) -> dict[str, Any]:
     """For each dataset, return the calls of this rank while opening, the fingerprint, and the rows of three batches."""
     calls, results = Calls(folder), {}
     for kind, options in datasets_to_open.items():
@@ -147,12 +153,16 @@ KINDS = [
 
 
 @pytest.mark.parametrize("count", cases([4], nightly=[2, 3]))
-def test_storage_calls_do_not_grow_with_ranks_and_all_ranks_have_the_same_rows(count: int, tmp_path: Path) -> None:
+def test_storage_calls_do_not_grow_with_ranks_and_all_ranks_have_the_same_rows(
+    count: int, tmp_path: Path
+) -> None:
     datasets_to_open = {kind: write(kind, tmp_path / kind.replace(" ", "_")) for kind in KINDS}
     (alone,) = run_ranks(1, open_all, tmp_path, datasets_to_open, COUNT)
     ranks = run_ranks(count, open_all, tmp_path, datasets_to_open, COUNT)
     for kind in KINDS:
-        assert sum(results_of_rank[kind][0] for results_of_rank in ranks) == alone[kind][0] > 0, kind
+        assert sum(results_of_rank[kind][0] for results_of_rank in ranks) == alone[kind][0] > 0, (
+            kind
+        )
         assert all(results_of_rank[kind][1:] == alone[kind][1:] for results_of_rank in ranks), kind
 
 
@@ -173,7 +183,9 @@ def open_hub_on_ranks(rank: int, folder: Path, streaming: bool, has_cache: bool)
     _hub._revision, datasets.load_dataset = revision, load_dataset
     cached = _hub._cached
     if not has_cache:
-        _hub._cached = lambda library, files, rows: cached(library, [f"{file}.absent" for file in files], rows)
+        _hub._cached = lambda library, files, rows: cached(
+            library, [f"{file}.absent" for file in files], rows
+        )
     request = Request(path="org/set", streaming=streaming)
     with together(config_of({})):
         source = _hub.open_hub(request, _hub.HubSet("org/set"))
@@ -181,12 +193,18 @@ def open_hub_on_ranks(rank: int, folder: Path, streaming: bool, has_cache: bool)
 
 
 @pytest.mark.parametrize(("streaming", "has_cache"), [(False, True), (False, False), (True, True)])
-def test_one_rank_contacts_the_hub_and_others_open_its_cache(streaming: bool, has_cache: bool, tmp_path: Path) -> None:
+def test_one_rank_contacts_the_hub_and_others_open_its_cache(
+    streaming: bool, has_cache: bool, tmp_path: Path
+) -> None:
     """All ranks use one revision, also if each rank must load it: with a stream, or on a node without the cache."""
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([{"text": f"row {number}"} for number in range(70)]).save_to_disk(tmp_path / "cache")
+    datasets.Dataset.from_list([{"text": f"row {number}"} for number in range(70)]).save_to_disk(
+        tmp_path / "cache"
+    )
     first, *others = run_ranks(3, open_hub_on_ranks, tmp_path, streaming, has_cache)
-    assert first[0] == ["revision", "commit-0"] and first[1] == [f"row {number}" for number in range(70)]
+    assert first[0] == ["revision", "commit-0"] and first[1] == [
+        f"row {number}" for number in range(70)
+    ]
     for requests, texts, files in others:
         assert requests == ([] if has_cache and not streaming else ["commit-0"])
         assert (texts, files) == (first[1], first[2])
@@ -224,14 +242,18 @@ def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:
 
 
 def test_one_rank_reads_the_files_of_a_tokenizer_and_all_have_the_same_one(tmp_path: Path) -> None:
-    bpe = tiny_tokenizers.bpe_folder(tmp_path / "bpe", add_bos_token=True, chat_template="{{ messages }}")
+    bpe = tiny_tokenizers.bpe_folder(
+        tmp_path / "bpe", add_bos_token=True, chat_template="{{ messages }}"
+    )
     (bpe / "additional_chat_templates").mkdir()
     (bpe / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     (tmp_path / "piece").mkdir()
     (tmp_path / "piece/tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_bytes())
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/tokenizer.json").write_text("{")
-    paths = [str(tmp_path / name) for name in ("bpe", "bpe/tokenizer.json", "piece", "bad", "absent")]
+    paths = [
+        str(tmp_path / name) for name in ("bpe", "bpe/tokenizer.json", "piece", "bad", "absent")
+    ]
     (alone,) = run_ranks(1, open_tokenizers, tmp_path, paths)
     ranks = run_ranks(3, open_tokenizers, tmp_path, paths)
     for number, path in enumerate(paths):
@@ -241,7 +263,9 @@ def test_one_rank_reads_the_files_of_a_tokenizer_and_all_have_the_same_one(tmp_p
             False,
         ], path
         assert ranks[0][number][0] == alone[number][0], path
-        assert all(results_of_rank[number][1:] == alone[number][1:] for results_of_rank in ranks), path
+        assert all(results_of_rank[number][1:] == alone[number][1:] for results_of_rank in ranks), (
+            path
+        )
 
 
 def open_on_nodes(rank: int, folder: Path, options: dict[str, Any], per_node: int = 2) -> Any:
@@ -307,7 +331,9 @@ def test_one_rank_checks_the_copy_of_a_node(nodes: Path, per_node: int) -> None:
         ],
     ),
 )
-def test_rank_that_lacks_listed_files_is_named_on_all(nodes: Path, change: str, message: str) -> None:
+def test_rank_that_lacks_listed_files_is_named_on_all(
+    nodes: Path, change: str, message: str
+) -> None:
     data = nodes / "1/data"
     if change == "a sampled file is missing":
         (data / "000.jsonl").unlink()
@@ -350,7 +376,9 @@ def look_slowly(rank: int) -> Any:
         }
 
     result = ranks.once("place", look, None)
-    assert rank == 0 or activity.now().ticks > 3, "a waiting rank must report activity to the watchdog"
+    assert rank == 0 or activity.now().ticks > 3, (
+        "a waiting rank must report activity to the watchdog"
+    )
     return {
         **result,
         "numbers": result["numbers"].tolist(),

@@ -66,7 +66,9 @@ def copy_run(folder: Path, name: str, rank: int) -> Path:
     return new
 
 
-def write(rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]) -> dict[str, Ended]:
+def write(
+    rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]
+) -> dict[str, Ended]:
     ended = {}
     for mesh in same:
         ended[f"{mesh} straight"] = train_whole(rank, config(root / f"{mesh}-straight", mesh))
@@ -75,7 +77,9 @@ def write(rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]
     return ended
 
 
-def check_cancelled(rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]) -> dict[str, Ended]:
+def check_cancelled(
+    rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]
+) -> dict[str, Ended]:
     ended = {}
     for saved, now in changes:
         folder = copy_run(root / saved, f"{saved}-to-{now}", rank)
@@ -97,7 +101,9 @@ def one_process(rank: int, root: Path) -> dict[str, Ended]:
             exclude_from_loading=["optimizer"],
         ),
     )
-    excluding = dataclasses.replace(anew.checkpoint, exclude_from_loading=["lr_scheduler", "dataloader"])
+    excluding = dataclasses.replace(
+        anew.checkpoint, exclude_from_loading=["lr_scheduler", "dataloader"]
+    )
     excluding = dataclasses.replace(excluding, initial_load_model_only=False)
     excluding = dataclasses.replace(
         anew,
@@ -125,11 +131,17 @@ def runs(
 ) -> list[dict[str, Ended]]:
     """Runs by name, for each rank."""
     same = [mesh for mesh in MESHES if mesh == "fsdp" or mesh in chosen(request, "mesh")]
-    changes = [(saved, now) for saved, _, now in map(str.split, sorted(chosen(request, "change"))) if now != "one"]
+    changes = [
+        (saved, now)
+        for saved, _, now in map(str.split, sorted(chosen(request, "change")))
+        if now != "one"
+    ]
     return made_once(tmp_path_factory, "resume-runs", lambda: make_runs(root, same, changes))
 
 
-def make_runs(root: Path, same: list[str], changes: list[tuple[str, str]]) -> list[dict[str, Ended]]:
+def make_runs(
+    root: Path, same: list[str], changes: list[tuple[str, str]]
+) -> list[dict[str, Ended]]:
     written = run_ranks(2, write, root, same, changes)
     one = run_ranks(1, one_process, root)[0]
     continued = run_ranks(2, check_cancelled, root, same, changes)
@@ -137,9 +149,13 @@ def make_runs(root: Path, same: list[str], changes: list[tuple[str, str]]) -> li
 
 
 @pytest.mark.parametrize("mesh", SAME)
-def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(runs: list[dict[str, Ended]], mesh: str) -> None:
+def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
+    runs: list[dict[str, Ended]], mesh: str
+) -> None:
     for rank in runs:
-        straight, killed, resumed = (rank[f"{mesh} {name}"] for name in ("straight", "killed", "resumed"))
+        straight, killed, resumed = (
+            rank[f"{mesh} {name}"] for name in ("straight", "killed", "resumed")
+        )
         for field in ("losses", "grad_norms", "lrs", "sample_ids"):
             uninterrupted = getattr(straight, field)
             assert len(uninterrupted) == STEPS
@@ -167,7 +183,9 @@ def test_final_state_counts_steps_samples_and_tokens(runs: list[dict[str, Ended]
 
 
 @pytest.mark.parametrize("mesh", SAME)
-def test_metrics_on_disk_have_each_step_once(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
+def test_metrics_on_disk_have_each_step_once(
+    root: Path, runs: list[dict[str, Ended]], mesh: str
+) -> None:
     history = computed_metrics(root / mesh)
     assert history == computed_metrics(root / f"{mesh}-straight")
     assert [record["step"] for record in history] == list(range(1, STEPS + 1))
@@ -181,13 +199,17 @@ def test_run_resumes_on_another_mesh(runs: list[dict[str, Ended]], change: str) 
         resumed = rank[change]
         assert resumed.error is None and len(resumed.losses) == STEPS - SAVED
         assert abs(resumed.losses[0] - straight.losses[SAVED]) <= SAME_LOSS
-        for resumed_loss, expected_loss in zip(resumed.losses, straight.losses[SAVED:], strict=True):
+        for resumed_loss, expected_loss in zip(
+            resumed.losses, straight.losses[SAVED:], strict=True
+        ):
             assert abs(resumed_loss - expected_loss) <= SAME_LATER
         assert resumed.lrs == straight.lrs[SAVED:]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_sample_is_read_once_in_the_same_order_on_any_mesh(runs: list[dict[str, Ended]], change: str) -> None:
+def test_every_sample_is_read_once_in_the_same_order_on_any_mesh(
+    runs: list[dict[str, Ended]], change: str
+) -> None:
     for step in range(STEPS):
         all_ranks = [i for rank in runs for i in rank["fsdp straight"].sample_ids[step]]
         assert all_ranks == runs[0]["one straight"].sample_ids[step]
@@ -216,13 +238,17 @@ def test_checkpoints_exist_for_the_expected_steps(root: Path, runs: list[dict[st
             assert [path.name for path in (root / name / "checkpoint").glob("step-*")] == ["step-3"]
 
 
-def test_new_run_starts_from_only_the_weights_of_a_checkpoint(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_new_run_starts_from_only_the_weights_of_a_checkpoint(
+    root: Path, runs: list[dict[str, Ended]]
+) -> None:
     anew, straight = runs[0]["anew"], runs[0]["one straight"]
     assert anew.error is None
     assert anew.state["step"] == 1 and anew.state["samples_consumed"] == 8
     assert anew.lrs == straight.lrs[:1] and anew.sample_ids == straight.sample_ids[:1]
     assert anew.losses[0] < straight.losses[0] - 0.1  # weights after three steps of training
-    assert all(float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step"))
+    assert all(
+        float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step")
+    )
 
 
 def test_schedule_and_data_can_restart(runs: list[dict[str, Ended]]) -> None:
@@ -230,4 +256,6 @@ def test_schedule_and_data_can_restart(runs: list[dict[str, Ended]]) -> None:
     assert excluding.error is None
     assert excluding.state["step"] == 4 and excluding.state["updates"] == 1
     assert excluding.lrs == straight.lrs[:1] and excluding.sample_ids == straight.sample_ids[:1]
-    assert all(float(count) == 4 for name, count in excluding.optimizer.items() if name.endswith(".step"))
+    assert all(
+        float(count) == 4 for name, count in excluding.optimizer.items() if name.endswith(".step")
+    )

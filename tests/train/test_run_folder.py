@@ -31,7 +31,9 @@ def mesh(**sizes: int) -> Mesh:
 
 def test_resolved_configuration_names_its_origin_and_round_trips(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[training]\nsteps = 7\n[model.overrides]\ndim = 128\n[job]\nsave_config_file = "copy.toml"\n')
+    file.write_text(
+        '[training]\nsteps = 7\n[model.overrides]\ndim = 128\n[job]\nsave_config_file = "copy.toml"\n'
+    )
     loaded = configs.load(file, ["--optimizer.lr", "3e-5", "--job.description", "tab\there"])
     folder = tmp_path / "new/outputs"
     run_folder.write_resolved_config(loaded, folder, 4)
@@ -50,7 +52,9 @@ def test_resolved_configuration_names_its_origin_and_round_trips(tmp_path: Path)
 
 def test_second_start_replaces_the_file(tmp_path: Path) -> None:
     for steps in (3, 5):
-        run_folder.write_resolved_config(Loaded(Config(training=Training(steps=steps))), tmp_path, 1)
+        run_folder.write_resolved_config(
+            Loaded(Config(training=Training(steps=steps))), tmp_path, 1
+        )
     assert configs.load(tmp_path / run_folder.RESOLVED_CONFIG).config.training.steps == 5
 
 
@@ -64,18 +68,28 @@ def test_unwritable_folder_is_a_one_line_error(tmp_path: Path) -> None:
 
 
 def test_header_shows_the_arithmetic_of_the_batch() -> None:
-    config = Config(training=Training(local_batch_size=2, global_batch_size=32, seq_len=64, steps=10))
+    config = Config(
+        training=Training(local_batch_size=2, global_batch_size=32, seq_len=64, steps=10)
+    )
     grid = mesh(dp_replicate=2, dp_shard=4, tp=2)
     config = dataclasses.replace(
         config,
-        parallelism=dataclasses.replace(config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2),
+        parallelism=dataclasses.replace(
+            config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2
+        ),
     )
     lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
     assert lines[1].endswith(", 1.50M parameters")
     assert lines[2] == "mesh: 16 ranks, dp_replicate 2 x dp_shard 4 x tp 2"
-    assert lines[3] == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
+    assert (
+        lines[3]
+        == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
+    )
     assert lines[4] == "data: python_stdlib, packed by concat; 10 steps = 2.00 epochs of 160 rows"
-    assert lines[5] == "precision: parameters float32, compute bfloat16, gradient reduction float32; seed 42"
+    assert (
+        lines[5]
+        == "precision: parameters float32, compute bfloat16, gradient reduction float32; seed 42"
+    )
     assert lines[6] == "folder: ./outputs; no checkpoints (checkpoint.enable=false)"
     assert len(lines) == 7
 
@@ -94,6 +108,8 @@ def test_versions_are_one_line() -> None:
     )
 
 
-def test_package_without_a_checkout_or_git_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_package_without_a_checkout_or_git_has_no_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no git
     assert run_folder.versions().startswith(f"shardtrain {__version__}, torch")

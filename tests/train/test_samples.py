@@ -80,14 +80,18 @@ def test_samples_do_not_affect_training_and_continue_after_a_resume(tmp_path: Pa
     assert_bitwise(with_samples.weights, without.weights)
     assert not (tmp_path / "without/samples.jsonl").exists()
     ended("with", 2, 4)  # continues after step 3
-    lines = [json.loads(line) for line in (tmp_path / "with/samples.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "with/samples.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["prompt"] == PROMPT and isinstance(line["text"], str) for line in lines)
     assert "sample after step 4: " in (tmp_path / "with/logs/rank-0.log").read_text()
 
 
 def test_unsupported_sampling_is_logged_and_blocks_no_rank() -> None:
-    loaded = Loaded(config({"pipeline_parallel_degree": 2}), origins={"metrics.sample_freq": "run.toml:3"})
+    loaded = Loaded(
+        config({"pipeline_parallel_degree": 2}), origins={"metrics.sample_freq": "run.toml:3"}
+    )
     assert any("metrics.sample_freq: without effect" in note for note in configs.notes(loaded))
     assert run_ranks(2, is_idle, loaded.config) == [True, True]
 
@@ -112,7 +116,9 @@ def modes(rank: int, run_config: Config) -> bool:
     samples = Samples(run_config, run.runner, run.mesh, None, 0)
     before = torch.random.get_rng_state()
     samples.run(2)
-    return all(part.training for part in run.runner.parts) and torch.equal(before, torch.random.get_rng_state())
+    return all(part.training for part in run.runner.parts) and torch.equal(
+        before, torch.random.get_rng_state()
+    )
 
 
 @pytest.mark.parametrize(("freq", "shown"), [(None, True), (0, False), (100, True)])
@@ -122,5 +128,7 @@ def test_frequency_of_0_disables_the_sample_after_the_last_step_too(
     prompts: list[list[str]] = []
     monkeypatch.setattr(generate_command, "main", prompts.append)
     arguments = [] if freq is None else [f"--metrics.sample_freq={freq}"]
-    cli._show_sample(configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *arguments]))
+    cli._show_sample(
+        configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *arguments])
+    )
     assert bool(prompts) == shown

@@ -25,6 +25,8 @@ def test_sums_over_ranks_are_exact() -> None:
         checksum=2**64 - 1,
         flags=[1.0 + 2**20, 1.0, 0.0, 0.0],
     )
-    second = StepSums(num_targets=2**40, num_tokens=2**41, num_rows=2, checksum=5, flags=[0.0, 1.0, 0.0, 1.0])
+    second = StepSums(
+        num_targets=2**40, num_tokens=2**41, num_rows=2, checksum=5, flags=[0.0, 1.0, 0.0, 1.0]
+    )
     total = StepSums.unpack(first.pack() + second.pack())
     assert total == StepSums(2**40 + 3, 2**41 + 5, 3, 4, [1.0 + 2**20, 2.0, 0.0, 1.0])

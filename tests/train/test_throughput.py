@@ -40,7 +40,9 @@ def trained(folder: Path, ranks: int, data: dict[str, Any], seq_len: int = 64) -
     [({"format": "text"}, LENGTH - 1), ({"format": "prompt_completion"}, len(COMPLETION) + 1)],
     ids=["text", "prompt_completion"],
 )
-def test_equal_texts_have_equal_token_counts(tmp_path: Path, ranks: int, data: dict[str, Any], targets: int) -> None:
+def test_equal_texts_have_equal_token_counts(
+    tmp_path: Path, ranks: int, data: dict[str, Any], targets: int
+) -> None:
     record = trained(tmp_path, ranks, data)
     seconds = record["step_seconds"]
     computed = record["tokens_per_second"] * seconds
@@ -76,7 +78,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("seq_len", [64, 512])
 @pytest.mark.parametrize("task", LENGTHS)
-def test_task_on_rows_counts_tokens_and_flops_of_its_rows(tmp_path: Path, task: str, seq_len: int) -> None:
+def test_task_on_rows_counts_tokens_and_flops_of_its_rows(
+    tmp_path: Path, task: str, seq_len: int
+) -> None:
     """FLOPs are 6 N per token plus 12 L H head_dim l for a sequence of l tokens, regardless of ``seq_len``."""
     rows = []
     for label, text in enumerate((SHORT, LONG)):
@@ -105,7 +109,9 @@ def test_task_on_rows_counts_tokens_and_flops_of_its_rows(tmp_path: Path, task: 
     run_ranks(1, train_whole, config)
     record = dict(record_of((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()[0]))
     lengths = LENGTHS[task]
-    assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(sum(lengths), rel=1e-6)
+    assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(
+        sum(lengths), rel=1e-6
+    )
     module, shape = models.configured(config.model)
     model = tasks.open_task(config).adapt(models.build(module, shape), module.LAYOUT)
     N = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embed."))

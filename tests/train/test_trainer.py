@@ -80,7 +80,9 @@ def one_step(rank: int, config: Config, num_kept: Mapping[int, int] | int = 64) 
     stream, run.dataloader = run.dataloader, Masked()  # type: ignore[assignment]
     run.runner.update = watched  # type: ignore[method-assign]
     outcome = trainer.step(run)
-    loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(1, outcome.global_tokens)
+    loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", *LOSS_AXES)).item() / max(
+        1, outcome.global_tokens
+    )
     return Step(
         loss,
         outcome.local_tokens,
@@ -92,8 +94,14 @@ def one_step(rank: int, config: Config, num_kept: Mapping[int, int] | int = 64) 
     )
 
 
-def mesh_steps(rank: int, meshes: tuple[str, ...], masks: dict[str, Any]) -> dict[tuple[str, str], Step]:
-    steps = {(mesh, name): one_step(rank, config(mesh), mask) for mesh in meshes for name, mask in masks.items()}
+def mesh_steps(
+    rank: int, meshes: tuple[str, ...], masks: dict[str, Any]
+) -> dict[tuple[str, str], Step]:
+    steps = {
+        (mesh, name): one_step(rank, config(mesh), mask)
+        for mesh in meshes
+        for name, mask in masks.items()
+    }
     for mesh in meshes:
         steps[mesh, "clipped"] = one_step(rank, config(mesh, max_norm=0.01))
     return steps
@@ -114,7 +122,9 @@ def make_steps() -> list[dict[tuple[str, str], Step]]:
         "all": 0,
     }
     one_process = run_ranks(1, mesh_steps, ("one", "accumulation"), masks)[0]
-    return [{**one_process, **two} for two in run_ranks(2, mesh_steps, ("fsdp", "ddp", "tp"), masks)]
+    return [
+        {**one_process, **two} for two in run_ranks(2, mesh_steps, ("fsdp", "ddp", "tp"), masks)
+    ]
 
 
 @pytest.mark.parametrize("mesh", ["accumulation", "fsdp", "ddp", "tp"])
@@ -152,11 +162,20 @@ def test_step_without_targets_is_zero_and_not_nan(steps: Any, mesh: str) -> None
 def test_update_gets_clipped_gradients_and_the_log_the_norm_before(steps: Any, mesh: str) -> None:
     for rank in steps:
         clipped, free = rank[mesh, "clipped"], rank[mesh, "none"]
-        assert clipped.grad_norm == pytest.approx(free.grad_norm, abs=SAME_NORM) and clipped.grad_norm > 0.1
-        total = sum(float(gradient.double().square().sum()) for gradient in clipped.gradients.values()) ** 0.5
+        assert (
+            clipped.grad_norm == pytest.approx(free.grad_norm, abs=SAME_NORM)
+            and clipped.grad_norm > 0.1
+        )
+        total = (
+            sum(float(gradient.double().square().sum()) for gradient in clipped.gradients.values())
+            ** 0.5
+        )
         # the clipping factor has 1e-6 in its divisor, as in PyTorch
         assert total == pytest.approx(0.01, rel=1e-4)
-        unclipped = sum(float(gradient.double().square().sum()) for gradient in free.gradients.values()) ** 0.5
+        unclipped = (
+            sum(float(gradient.double().square().sum()) for gradient in free.gradients.values())
+            ** 0.5
+        )
         assert unclipped == pytest.approx(free.grad_norm, rel=1e-6)
 
 

@@ -35,7 +35,9 @@ def steps(rank, config, on_device, spoil, num_steps=3):
     """
     at, value = spoil
     with pytest.MonkeyPatch.context() as patch:
-        decides_on_device = property(lambda run: on_device and optim.decides_on_device(run.optimizer))
+        decides_on_device = property(
+            lambda run: on_device and optim.decides_on_device(run.optimizer)
+        )
         patch.setattr(Run, "decides_on_device", decides_on_device)
         run = make_run(rank, config)
         work, error, updates = run.runner.forward_backward, None, []
@@ -68,7 +70,9 @@ def steps(rank, config, on_device, spoil, num_steps=3):
 
 
 def run_on_device_and_host(ranks, config, spoil):
-    device, host = (run_ranks(ranks, steps, config, on_device, spoil) for on_device in (True, False))
+    device, host = (
+        run_ranks(ranks, steps, config, on_device, spoil) for on_device in (True, False)
+    )
     for (device_weights, device_state, device_error), (host_weights, host_state, host_error) in zip(
         device, host, strict=True
     ):
@@ -98,8 +102,12 @@ def run_on_device_and_host(ranks, config, spoil):
 def test_nonfinite_step_changes_nothing_and_others_are_bitwise_equal_to_the_host(ranks, sections):
     config = tiny_config(**sections)
     if sections.get("model") is BIASED_EXPERTS:
-        overrides = {name: size for name, size in config.model.overrides.items() if name != "ffn_dim"}
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, overrides=overrides))
+        overrides = {
+            name: size for name, size in config.model.overrides.items() if name != "ffn_dim"
+        }
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, overrides=overrides)
+        )
     (_, state, error), *_ = run_on_device_and_host(ranks, config, spoil=(2, float("nan")))
     assert error is None
     assert (state["step"], state["updates"]) == (3, 2)
@@ -119,5 +127,7 @@ def test_run_without_skipping_stops_with_the_weights_before_the_step():
 )
 def test_ranks_with_different_norms_stop_before_the_update():
     replicas = {"data_parallel_replicate_degree": 2}
-    (_, state, error), *_ = run_on_device_and_host(2, tiny_config(parallelism=replicas), spoil=(2, 2.0))
+    (_, state, error), *_ = run_on_device_and_host(
+        2, tiny_config(parallelism=replicas), spoil=(2, 2.0)
+    )
     assert "gradient norm is" in error and state["step"] == 1

@@ -57,7 +57,9 @@ def validation(rows: int = 7, last: int = LENGTH, **keys: Any) -> dict[str, Any]
     return {**common, **keys}
 
 
-def config(parallelism: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **keys: Any) -> Config:
+def config(
+    parallelism: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **keys: Any
+) -> Config:
     sizes = {"seq_len": LENGTH, "local_batch_size": 4, "global_batch_size": -1, **(training or {})}
     return tiny_config(training=sizes, parallelism=parallelism or {}, validation=validation(**keys))
 
@@ -114,7 +116,9 @@ def plain_loss(rank: int, run_config: Config) -> float:
 @pytest.mark.parametrize("last", [LENGTH, 3], ids=["full last row", "short last row"])
 def test_loss_is_the_mean_over_all_tokens_of_the_set(last: int) -> None:
     evaluation = expected(7, last)
-    assert evaluation.loss == pytest.approx(run_ranks(1, plain_loss, config(last=last))[0], abs=SAME)
+    assert evaluation.loss == pytest.approx(
+        run_ranks(1, plain_loss, config(last=last))[0], abs=SAME
+    )
     assert (evaluation.rows, evaluation.tokens) == (7, 6 * LENGTH + last)
     assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
 
@@ -124,10 +128,14 @@ def test_each_row_is_read_once_in_the_same_order_on_any_number_of_ranks(ranks: i
     # neither set is divisible by batches of 5 rows per rank; some ranks get none of the 7 rows
     results = run_ranks(ranks, evaluated, [config(rows=rows) for rows in SIZES])
     for number, rows in enumerate(SIZES):
-        evaluations = sorted((result[number] for result in results), key=lambda evaluation: evaluation[1])
+        evaluations = sorted(
+            (result[number] for result in results), key=lambda evaluation: evaluation[1]
+        )
         by_rank = [ids for _, _, ids in evaluations]
         assert len({len(ids) for ids in by_rank}) == 1, "ranks have different numbers of batches"
-        in_order = [sample for step in zip(*by_rank, strict=True) for batch in step for sample in batch]
+        in_order = [
+            sample for step in zip(*by_rank, strict=True) for batch in step for sample in batch
+        ]
         assert in_order == [*range(rows), *[-1] * (len(in_order) - rows)]
         for result in results:
             evaluation = result[number][0]
@@ -151,7 +159,9 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 FIRST = ("tp 2", "cp 2", "pp 2, interleaved")
 
 
-@pytest.mark.parametrize("mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST]))
+@pytest.mark.parametrize(
+    "mesh", cases(FIRST, nightly=[mesh for mesh in MESHES if mesh not in FIRST])
+)
 def test_meshes_change_no_loss(mesh: str) -> None:
     ranks, parallelism = MESHES[mesh]
     configs = [config(parallelism, rows=rows, last=3) for rows in (61, 7)]
@@ -164,7 +174,8 @@ def test_meshes_change_no_loss(mesh: str) -> None:
 def test_pipeline_processes_the_rows_of_a_training_step() -> None:
     training = {"local_batch_size": 4, "global_batch_size": 16}
     run_config = config({"pipeline_parallel_degree": 2}, training)
-    assert evaluate.section(run_config, 4).local_batch_size == 8  # 2 data-parallel ranks, 2 passes of 4 rows each
+    # 2 data-parallel ranks, 2 passes of 4 rows each
+    assert evaluate.section(run_config, 4).local_batch_size == 8
     assert evaluate.section(config(None, training), 4) == config().validation
     for result in run_ranks(2, evaluated, [run_config]):
         assert result[0][0].loss == pytest.approx(expected(7).loss, abs=SAME)
@@ -207,21 +218,28 @@ def traces(rank: int, run_config: Config) -> tuple[bool, bool, bool, bool]:
     """Check that evaluation does not change weights, gradients, random state and the training stream."""
     run = make_run(rank, run_config)
     trainer.step(run)
-    weights = {name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()}
+    weights = {
+        name: local_tensor(p.detach()).clone() for name, p in run.runner.parameters().items()
+    }
     random_state, consumed = torch.get_rng_state(), run.dataloader.samples_consumed
     stream = evaluate.open_dataloader(run_config, run.mesh)
     for _ in range(2):
         evaluate.evaluate(run.runner, stream, run.mesh)
     after = run.runner.parameters()
     return (
-        all(torch.equal(local_tensor(after[name].detach()), weight) for name, weight in weights.items()),
+        all(
+            torch.equal(local_tensor(after[name].detach()), weight)
+            for name, weight in weights.items()
+        ),
         all(p.grad is None for p in after.values()),
         torch.equal(torch.get_rng_state(), random_state),
         run.dataloader.samples_consumed == consumed,
     )
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
+@pytest.mark.parametrize(
+    "parallelism", [{}, {"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}]
+)
 def test_evaluation_does_not_change_weights_gradients_random_state_and_data(
     parallelism: dict[str, Any],
 ) -> None:
@@ -237,7 +255,9 @@ def whole_run(ranks: int, folder: Path, run_config: Config) -> Ended:
 
 def with_steps(run_config: Config, steps: int, **keys: Any) -> Config:
     """Return the config with a number of steps, two sequences per rank, and changed validation options."""
-    training = dataclasses.replace(run_config.training, steps=steps, local_batch_size=2, on_data_end="repeat")
+    training = dataclasses.replace(
+        run_config.training, steps=steps, local_batch_size=2, on_data_end="repeat"
+    )
     return dataclasses.replace(
         run_config, training=training, validation=dataclasses.replace(run_config.validation, **keys)
     )
@@ -259,7 +279,9 @@ MOE = {
 
 def mixture_of_experts() -> Config:
     run_config = config({"expert_parallel_degree": 2})
-    return dataclasses.replace(run_config, model=dataclasses.replace(run_config.model, name="mixtral", overrides=MOE))
+    return dataclasses.replace(
+        run_config, model=dataclasses.replace(run_config.model, name="mixtral", overrides=MOE)
+    )
 
 
 @pytest.mark.parametrize("kind", cases(["fsdp", "experts"], nightly=["pipeline", "bfloat16"]))
@@ -286,8 +308,14 @@ def counts(rank: int, run_config: Config) -> bool:
     before = [block.count_E.clone() for block in blocks]
     biases = {name: buffer.clone() for name, buffer in run.runner.buffers().items()}
     evaluate.evaluate(run.runner, evaluate.open_dataloader(run_config, run.mesh), run.mesh)
-    same = all(torch.equal(block.count_E, count) for block, count in zip(blocks, before, strict=True))
-    return bool(blocks and biases) and same and all(torch.equal(run.runner.buffers()[n], b) for n, b in biases.items())
+    same = all(
+        torch.equal(block.count_E, count) for block, count in zip(blocks, before, strict=True)
+    )
+    return (
+        bool(blocks and biases)
+        and same
+        and all(torch.equal(run.runner.buffers()[n], b) for n, b in biases.items())
+    )
 
 
 def test_evaluation_does_not_count_towards_the_balance_of_experts() -> None:
@@ -313,17 +341,26 @@ def test_validation_runs_every_freq_steps_and_after_the_last_and_logs_to_all_sin
     events = EventAccumulator(str(folder))
     events.Reload()
     points = events.Scalars("validation_metrics/loss")
-    assert [(point.step, point.value) for point in points] == [(x["step"], pytest.approx(x["loss"])) for x in lines]
+    assert [(point.step, point.value) for point in points] == [
+        (x["step"], pytest.approx(x["loss"])) for x in lines
+    ]
     assert [point.step for point in events.Scalars("validation_metrics/perplexity")] == [2, 4, 5]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert log.count("validation step:") == 3 and "7 sequences of 16 tokens, every 2 steps and after the last" in log
+    assert (
+        log.count("validation step:") == 3
+        and "7 sequences of 16 tokens, every 2 steps and after the last" in log
+    )
 
 
 @pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), (3, [3])])
-def test_run_whose_data_ends_early_is_validated_at_its_end(tmp_path: Path, freq: int, steps: list[int]) -> None:
+def test_run_whose_data_ends_early_is_validated_at_its_end(
+    tmp_path: Path, freq: int, steps: list[int]
+) -> None:
     run_config = with_steps(config(), 9, freq=freq)  # 6 rows: three steps of two rows
     training = {"dataset_path": held_out(6), "on_data_end": "stop", "local_batch_size": 2}
-    run_config = dataclasses.replace(run_config, training=dataclasses.replace(run_config.training, **training))
+    run_config = dataclasses.replace(
+        run_config, training=dataclasses.replace(run_config.training, **training)
+    )
     assert whole_run(1, tmp_path, run_config).state["step"] == 3
     lines = (tmp_path / "validation.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == steps
@@ -331,12 +368,18 @@ def test_run_whose_data_ends_early_is_validated_at_its_end(tmp_path: Path, freq:
 
 def test_disabled_validation_opens_no_set(tmp_path: Path) -> None:
     run_config = with_steps(config(), 1)
-    run_config = dataclasses.replace(run_config, validation=Validation(enable=False, dataset_path="no/where"))
+    run_config = dataclasses.replace(
+        run_config, validation=Validation(enable=False, dataset_path="no/where")
+    )
     assert whole_run(1, tmp_path, run_config).state["step"] == 1
 
 
-@pytest.mark.parametrize(("loss", "perplexity"), [(0.0, 1.0), (800.0, math.inf), (math.inf, math.inf)])
-def test_perplexity_is_the_exponential_of_the_loss_and_may_overflow_to_infinity(loss: float, perplexity: float) -> None:
+@pytest.mark.parametrize(
+    ("loss", "perplexity"), [(0.0, 1.0), (800.0, math.inf), (math.inf, math.inf)]
+)
+def test_perplexity_is_the_exponential_of_the_loss_and_may_overflow_to_infinity(
+    loss: float, perplexity: float
+) -> None:
     assert Evaluation(loss, 1, 1).perplexity == perplexity
     assert math.isnan(Evaluation(math.nan, 1, 1).perplexity)
 

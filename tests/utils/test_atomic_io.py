@@ -32,7 +32,11 @@ def append(path: Path) -> None:
 
 
 def fresh(path: Path) -> None:
-    os.close(atomic_io.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, fresh=True, create_folder=True))
+    os.close(
+        atomic_io.open_file(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL, fresh=True, create_folder=True
+        )
+    )
 
 
 def replace(path: Path) -> None:
@@ -118,13 +122,17 @@ def test_appending_to_a_hard_linked_file_does_not_change_its_other_name(run: Pat
 
 @pytest.mark.parametrize("folder", ["logs", "logs/deeper", "tb/20260131-1200"])
 @pytest.mark.parametrize("write", [append, fresh, replace, library])
-def test_linked_folder_is_refused_with_its_target(run: Path, folder: str, write: Callable[[Path], None]) -> None:
+def test_linked_folder_is_refused_with_its_target(
+    run: Path, folder: str, write: Callable[[Path], None]
+) -> None:
     precious, link_path = run.parent / "precious", run / folder
     if link_path.exists():
         link_path.rmdir()
     link_path.parent.mkdir(parents=True, exist_ok=True)
     link_path.symlink_to(precious)
-    with pytest.raises(OSError, match=f"{link_path} is a link to {precious}, which a run does not follow"):
+    with pytest.raises(
+        OSError, match=f"{link_path} is a link to {precious}, which a run does not follow"
+    ):
         write(link_path / "new file")
     assert [path.name for path in precious.iterdir()] == ["file"]
 
@@ -156,11 +164,15 @@ def test_mode_respects_the_umask(run: Path) -> None:
         replace(run / "replaced")
     finally:
         os.umask(before)
-    assert {stat.S_IMODE((run / name).stat().st_mode) for name in ("appended", "replaced")} == {0o640}
+    assert {stat.S_IMODE((run / name).stat().st_mode) for name in ("appended", "replaced")} == {
+        0o640
+    }
 
 
 @pytest.mark.parametrize("write", [append, fresh, replace, library])
-@pytest.mark.parametrize("path", ["link/../run", "link/.././run", "elsewhere/inner/../run", "link/x/../../run"])
+@pytest.mark.parametrize(
+    "path", ["link/../run", "link/.././run", "elsewhere/inner/../run", "link/x/../../run"]
+)
 def test_dots_after_a_link_lead_to_the_folder_that_the_system_uses(
     path: str, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

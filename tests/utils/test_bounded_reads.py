@@ -52,8 +52,12 @@ def test_failing_storage_is_not_reported_as_a_missing_folder(
 def test_unreadable_file_is_named_unless_its_storage_fails(
     kind: type[ConfigError] | type[DataError],
 ) -> None:
-    denied = bounded_reads.unreadable("data.path", "rows", OSError(errno.EACCES, "Permission denied"), "allow it", kind)
+    denied = bounded_reads.unreadable(
+        "data.path", "rows", OSError(errno.EACCES, "Permission denied"), "allow it", kind
+    )
     assert isinstance(denied, kind)
     assert "cannot be read (Permission denied); allow it" in str(denied)
     assert "rows" in str(denied)
-    assert isinstance(bounded_reads.unreadable("data.path", "rows", OSError(errno.EIO, "I/O error")), StorageError)
+    assert isinstance(
+        bounded_reads.unreadable("data.path", "rows", OSError(errno.EIO, "I/O error")), StorageError
+    )

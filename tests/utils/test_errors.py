@@ -62,8 +62,13 @@ def test_rule_with_several_sentences_comes_after_the_fix(problem: Problem, text:
 
 
 def test_message_without_an_option_has_the_same_order() -> None:
-    text = fix_first("step 3: the loss is not finite", "lower optimizer.lr", "the weights are kept", "rank 1")
-    assert text == "step 3: the loss is not finite: lower optimizer.lr; reason: the weights are kept; rank 1"
+    text = fix_first(
+        "step 3: the loss is not finite", "lower optimizer.lr", "the weights are kept", "rank 1"
+    )
+    assert (
+        text
+        == "step 3: the loss is not finite: lower optimizer.lr; reason: the weights are kept; rank 1"
+    )
 
 
 def _text(node: ast.expr) -> str:
@@ -71,7 +76,9 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+        )
     return ""
 
 
@@ -87,7 +94,11 @@ def _messages() -> Iterator[tuple[str, str, str]]:
         name_of_file = path.relative_to(PACKAGE)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             place = f"{name_of_file}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "rule":
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and node.targets[0].id == "rule"
+            ):
                 yield "rule", place, _text(node.value)
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))

@@ -31,7 +31,9 @@ def test_long_operation_is_reported_and_short_one_is_silent(
 
 
 @pytest.mark.parametrize("value", ["0", "soon", "nan", "1e300", ""])
-def test_environment_variable_can_disable_the_heartbeat(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_can_disable_the_heartbeat(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", value)
     with heartbeat("export"):
         threads = [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
@@ -106,7 +108,9 @@ def test_consecutive_short_waits_count_as_one_silence(
 def test_consecutive_short_operations_count_as_one_silence() -> None:
     lines: list[str] = []
     deadline = time.monotonic() + patience.seconds(20)
-    while not lines and time.monotonic() < deadline:  # no single operation is long enough for a line
+    while (
+        not lines and time.monotonic() < deadline
+    ):  # no single operation is long enough for a line
         with heartbeat("importing", seconds=0.5, say=lines.append):
             time.sleep(0.05)
     assert lines and lines[0].startswith("importing: ")
@@ -143,7 +147,9 @@ def use_manual_clock(
 
     monkeypatch.setattr(heartbeat_module, "repeat", repeat)
     monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(heartbeat_module, "_silence", heartbeat_module._Silence(clock.now, clock.now))
+    monkeypatch.setattr(
+        heartbeat_module, "_silence", heartbeat_module._Silence(clock.now, clock.now)
+    )
     return clock, actions
 
 

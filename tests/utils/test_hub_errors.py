@@ -7,7 +7,9 @@ from shardtrain.utils.hub_errors import describe_error
 
 def test_tokens_and_signatures_are_removed(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "a-token-of-the-user")
-    error = OSError("sent a-token-of-the-user\nto https://cdn.example/x?X-Amz-Signature=0123&Expires=9 and failed")
+    error = OSError(
+        "sent a-token-of-the-user\nto https://cdn.example/x?X-Amz-Signature=0123&Expires=9 and failed"
+    )
     assert describe_error(error) == "OSError: sent *** to https://cdn.example/x and failed"
 
 

@@ -77,7 +77,9 @@ def test_default_folder_has_pytorchs_name(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(library_environment.compiler_cache()) == places.default_cache_dir()
 
 
-def test_folder_of_the_users_variable_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_the_users_variable_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(library_environment.COMPILER_CACHE, str(tmp_path))
     assert library_environment.compiler_cache() == tmp_path
 
@@ -100,7 +102,9 @@ def test_unusable_folder_of_the_users_variable_is_refused(name: str, tmp_path: P
     path = tmp_path / "parent/cache" if "below" in name or "folder" in name else tmp_path / "cache"
     UNUSABLE[name](path)
     with pytest.raises(ConfigError) as caught:
-        environment.set_process_defaults({library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True)
+        environment.set_process_defaults(
+            {library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True
+        )
     start, fix = "TORCHINDUCTOR_CACHE_DIR", "name another folder, or unset it"
     assert str(caught.value).startswith(f'{start}="{path}" is not a folder that can be written: ')
     assert str(caught.value).endswith(fix) and "\n" not in str(caught.value)
@@ -108,7 +112,9 @@ def test_unusable_folder_of_the_users_variable_is_refused(name: str, tmp_path: P
 
 def test_missing_folder_of_the_users_variable_is_created(tmp_path: Path) -> None:
     path = tmp_path / "new/cache"
-    environment.set_process_defaults({library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True)
+    environment.set_process_defaults(
+        {library_environment.COMPILER_CACHE: str(path)}, 1, 1, alone=True
+    )
     assert path.is_dir()
 
 

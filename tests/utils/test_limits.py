@@ -29,7 +29,9 @@ ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: 
 def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) -> None:
     """Pretend that this process is not root and has only these limits."""
     known = {getattr(resource, f"RLIMIT_{name}"): value for name, value in values.items()}
-    monkeypatch.setattr(resource, "getrlimit", lambda number: (known.get(number, resource.RLIM_INFINITY), 0))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda number: (known.get(number, resource.RLIM_INFINITY), 0)
+    )
     monkeypatch.setattr(limits, "is_host_root", lambda: False)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: (cgroup, cgroup // 2))
 
@@ -65,7 +67,9 @@ def test_limit_that_is_too_small_is_named_with_the_required_value(
         nightly=[("RLIMIT_AS", 2**30, "ulimit -v="), ("RLIMIT_NOFILE", 60, "ulimit -n=")],
     ),
 )
-def test_run_with_a_small_limit_exits_with_7_and_one_line(name: str, value: int, message: str, tmp_path: Path) -> None:
+def test_run_with_a_small_limit_exits_with_7_and_one_line(
+    name: str, value: int, message: str, tmp_path: Path
+) -> None:
     number = getattr(resource, name)
     command = [
         sys.executable,
@@ -98,7 +102,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: f"{type(error).__name__} {error}"[:40])
+@pytest.mark.parametrize(
+    "error", REFUSALS, ids=lambda error: f"{type(error).__name__} {error}"[:40]
+)
 def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,12 +115,18 @@ def test_every_out_of_memory_error_has_the_same_code_and_names_the_limit(
     monkeypatch.setattr(limits, "read", lambda: [roomy, limit, few])
     message = failure.describe(error, 0)
     assert message.exit_code == 7 and message.message.startswith("memory ran out")
-    end = "under ulimit -u=50: raise it with ulimit -u" if is_thread else "ulimit -d; 390.00 MiB of it are used"
+    end = (
+        "under ulimit -u=50: raise it with ulimit -u"
+        if is_thread
+        else "ulimit -d; 390.00 MiB of it are used"
+    )
     assert message.message.endswith(end), message.message
     # without a limit it is the machine's memory
     monkeypatch.setattr(limits, "read", list)
     monkeypatch.setattr(limits, "host_memory", lambda: {"total": 2**30, "available": 2**20})
-    assert failure.describe(error, 0).message.endswith("this machine; 1.00 MiB of 1.00 GiB are free now")
+    assert failure.describe(error, 0).message.endswith(
+        "this machine; 1.00 MiB of 1.00 GiB are free now"
+    )
     with pytest.raises(OutOfMemoryError), limits.memory_errors():
         raise error
 
@@ -142,21 +154,28 @@ def test_memory_of_a_machine_respects_its_limits(monkeypatch: pytest.MonkeyPatch
     assert machine._host(2) == ("this machine", 2**35 + 2**30)
     set_limits(monkeypatch, cgroup=2**33)
     assert machine._host(2) == ("this container", 2**33 + 2**30)
-    set_limits(monkeypatch, DATA=1000 * MIB)  # three quarters of 560 MiB are not available to a model
+    # three quarters of 560 MiB are not available to a model
+    set_limits(monkeypatch, DATA=1000 * MIB)
     assert machine._host(2) == ("ulimit -d of 2 ranks", 2 * 580 * MIB)
 
 
-def test_cgroup_of_a_job_applies_without_a_namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_of_a_job_applies_without_a_namespace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = tmp_path / "system.slice" / "job_7" / "step_0"
     job.mkdir(parents=True)
-    monkeypatch.setattr(limits, "_lines", lambda _: ["1:name=systemd:/", "0::/system.slice/job_7/step_0"])
+    monkeypatch.setattr(
+        limits, "_lines", lambda _: ["1:name=systemd:/", "0::/system.slice/job_7/step_0"]
+    )
     assert limits.cgroup_memory(tmp_path) == (0, 0)
     for folder, limit in ((job, "max"), (job.parent, "1000"), (tmp_path / "system.slice", "5000")):
         (folder / "memory.max").write_text(limit + "\n")
         (folder / "memory.current").write_text("600\n")
     assert limits.cgroup_memory(tmp_path) == (1000, 600)
     # Version 1 has a hierarchy for memory.
-    monkeypatch.setattr(limits, "_lines", lambda _: ["5:cpu:/slurm/job_8", "4:memory:/slurm/job_7", "0::/"])
+    monkeypatch.setattr(
+        limits, "_lines", lambda _: ["5:cpu:/slurm/job_8", "4:memory:/slurm/job_7", "0::/"]
+    )
     job = tmp_path / "memory" / "slurm" / "job_7"
     job.mkdir(parents=True)
     (job / "memory.limit_in_bytes").write_text("900\n")
@@ -168,8 +187,14 @@ def test_cgroup_of_a_job_applies_without_a_namespace(tmp_path: Path, monkeypatch
 def cgroup() -> Iterator[Path]:
     """A memory cgroup below that of this process, or below the root of version 2."""
     root = Path("/sys/fs/cgroup")
-    own = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line]
-    folder = (root / "memory" / own[0].lstrip("/") if own else root) / f"shardtrain-{secrets.token_hex(8)}"
+    own = [
+        line.split(":", 2)[2]
+        for line in Path("/proc/self/cgroup").read_text().splitlines()
+        if ":memory:" in line
+    ]
+    folder = (
+        root / "memory" / own[0].lstrip("/") if own else root
+    ) / f"shardtrain-{secrets.token_hex(8)}"
     try:
         folder.mkdir()
     except OSError as error:

@@ -41,7 +41,9 @@ def test_a_name_with_one_address_of_this_machine_is_listened_on(case, monkeypatc
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "0:0:0:0:0:0:0:1"])
 def test_an_ip_address_is_listened_on(host):
     with listening.open_listener(host, 0) as listener:
-        assert ipaddress.ip_address(listener.getsockname()[0]) == ipaddress.ip_address(host.strip("[]"))
+        assert ipaddress.ip_address(listener.getsockname()[0]) == ipaddress.ip_address(
+            host.strip("[]")
+        )
 
 
 def test_the_variable_replaces_the_address_of_the_rendezvous(monkeypatch):

@@ -100,11 +100,16 @@ def test_terminal_lines_are_wrapped_and_file_lines_are_not(tmp_path, monkeypatch
     log.logger.info("six terms that are too long, and /a/path/that/is/never/cut/in/two")
     log.logger.warning("careful")
     shown = sys.stderr.getvalue().replace("\x1b[33m", "").replace("\x1b[0m", "")
-    assert shown == "six terms that are too long,\n    and\n    /a/path/that/is/never/cut/in/two\nwarning: careful\n"
+    assert (
+        shown
+        == "six terms that are too long,\n    and\n    /a/path/that/is/never/cut/in/two\nwarning: careful\n"
+    )
     assert re.fullmatch(r"\S+ \S+ INFO six.*two\n\S+ \S+ WARNING careful\n", path.read_text())
 
 
-@pytest.mark.parametrize("reason", ["SLURM_JOB_ID", "NO_COLOR", "dumb terminal", "option", "no terminal"])
+@pytest.mark.parametrize(
+    "reason", ["SLURM_JOB_ID", "NO_COLOR", "dumb terminal", "option", "no terminal"]
+)
 def test_no_ansi_codes_without_colors(tmp_path, monkeypatch, reason):
     monkeypatch.setattr(sys, "stderr", io.StringIO() if reason == "no terminal" else Terminal())
     if reason == "dumb terminal":
@@ -130,7 +135,9 @@ SECRETS = {
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_secrets_are_masked_in_messages_arguments_colours_and_tracebacks(tmp_path, monkeypatch, name):
+def test_secrets_are_masked_in_messages_arguments_colours_and_tracebacks(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.setenv(name, SECRETS[name])
     monkeypatch.setattr(sys, "stderr", Terminal())
     path = setup(tmp_path)
@@ -158,7 +165,9 @@ def test_short_values_and_ordinary_variables_are_not_masked(monkeypatch):
     assert log.redact("step 1 ordinary-value") == "step 1 ordinary-value"
 
 
-@pytest.mark.parametrize(("text", "ranks"), [("", {0}), ("0", {0}), ("0,1", {0, 1}), (" 3, 1 ,", {1, 3})])
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("", {0}), ("0", {0}), ("0,1", {0, 1}), (" 3, 1 ,", {1, 3})]
+)
 def test_log_rank_lists_the_ranks_on_the_console(monkeypatch, text, ranks):
     monkeypatch.setenv("LOG_RANK", text)
     assert log.console_ranks() == ranks
@@ -197,7 +206,9 @@ def test_full_disk_costs_lines_of_the_log_and_is_reported_once(
     errors = capfd.readouterr().err
     assert errors.count(f"cannot write the log file {path}: No space left on device") == 1
     assert "Traceback" not in errors
-    assert [line.rpartition(" INFO ")[2] for line in path.read_text().splitlines()] == ["in a new file"]
+    assert [line.rpartition(" INFO ")[2] for line in path.read_text().splitlines()] == [
+        "in a new file"
+    ]
 
 
 def test_with_thousands_of_ranks_only_rank_0_of_a_node_logs_until_a_warning(tmp_path, monkeypatch):
@@ -226,7 +237,9 @@ def test_with_thousands_of_ranks_only_rank_0_of_a_node_logs_until_a_warning(tmp_
         ("1/stderr.log", None, True),  # not started by torchrun
     ],
 )
-def test_lines_have_one_prefix_under_torchrun_tee(redirected_to, local_rank, is_prefixed, tmp_path, monkeypatch, capfd):
+def test_lines_have_one_prefix_under_torchrun_tee(
+    redirected_to, local_rank, is_prefixed, tmp_path, monkeypatch, capfd
+):
     if local_rank is None:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     else:

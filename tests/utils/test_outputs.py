@@ -23,5 +23,7 @@ def test_output_named_dash_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error[2]: ") and ("- is not an output" in line or "NEW.toml" in line), line
+    assert line.startswith("error[2]: ") and ("- is not an output" in line or "NEW.toml" in line), (
+        line
+    )
     assert not list(tmp_path.iterdir())

@@ -41,7 +41,9 @@ def test_too_many_hosts_for_the_limit_of_open_files_are_refused_before_connectin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_connections, "allow_open_files", lambda: 1024.0)
-    monkeypatch.setattr(ssh_connections.SshConnections, "_start", lambda self: pytest.fail("a host was reached"))
+    monkeypatch.setattr(
+        ssh_connections.SshConnections, "_start", lambda self: pytest.fail("a host was reached")
+    )
     plans: list[Any] = [None] * 1024
     with pytest.raises(
         ConfigError,

@@ -16,7 +16,8 @@ def test_a_process_is_identified_until_it_has_ended() -> None:
     assert this_process == process_identity.read_stat(os.getpid())
     assert this_process is not None and not this_process.has_ended
     with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie until it is waited for
+        # it stays a zombie until it is waited for
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         zombie = process_identity.read_stat(child.pid)
         assert zombie is not None
         assert zombie.has_ended

@@ -33,7 +33,9 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_secret_is_masked_in_each_form(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_masked_in_each_form(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, SECRETS[name])
     shown = redact(f"before {FORMS[form](SECRETS[name])} after")
     assert "canary" not in shown

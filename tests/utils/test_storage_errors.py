@@ -59,7 +59,10 @@ def fix_of(name: str) -> str:
 
 def test_each_errno_has_its_own_fix() -> None:
     assert {getattr(errno, name) for name in NAMED} <= CAUSES.keys()
-    texts = [(cause.meaning, cause.fix) for number, cause in CAUSES.items() if number != errno.ENODEV]  # same as ENXIO
+    # same as ENXIO
+    texts = [
+        (cause.meaning, cause.fix) for number, cause in CAUSES.items() if number != errno.ENODEV
+    ]
     assert len(set(texts)) == len(texts)
 
 
@@ -98,9 +101,13 @@ def test_error_names_the_file_the_cause_and_the_fix(
     cause = CAUSES[number]
     message = str(caught.value)
     if name == "ENOMEM":
-        assert message.startswith(f"cannot write {path}: memory ran out (Cannot allocate memory)"), message
+        assert message.startswith(
+            f"cannot write {path}: memory ran out (Cannot allocate memory)"
+        ), message
     else:
-        assert message.startswith(f"cannot write {path}: {os.strerror(number)} (errno {number})"), message
+        assert message.startswith(f"cannot write {path}: {os.strerror(number)} (errno {number})"), (
+            message
+        )
         assert message.endswith(f"{cause.meaning}; {cause.fix}, or use another"), message
     assert type(caught.value) is (OutOfMemoryError if name == "ENOMEM" else StorageError)
 
@@ -125,11 +132,15 @@ def test_exhausted_inodes_are_distinguished_from_a_full_disk(
     monkeypatch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)
     # the file and its folder do not exist yet, so the nearest existing folder determines the filesystem
     path = tmp_path / "new" / "file"
-    assert message in storage_errors.explain(OSError(errno.ENOSPC, "No space left on device", str(path)), path)
+    assert message in storage_errors.explain(
+        OSError(errno.ENOSPC, "No space left on device", str(path)), path
+    )
 
 
 @pytest.mark.parametrize("call", ["mkdir", "rename"])
-def test_inodes_are_those_of_the_drafts_filesystem(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inodes_are_those_of_the_drafts_filesystem(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call relative to the descriptor of a folder reports only the last name, which exists in another folder."""
 
     def fails(name: str, *_: object, **__: object) -> None:
@@ -168,7 +179,9 @@ def test_reading_distinguishes_failing_storage_from_a_wrong_path(name: str, tmp_
 @pytest.mark.parametrize("name", NAMED)
 def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path: Path) -> None:
     number = getattr(errno, name)
-    inside = local.of_storage(OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path)
+    inside = local.of_storage(
+        OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path
+    )
     assert isinstance(inside, ShardtrainError) and fix_of(name) in str(inside)
     # a socket is not a file of the run
     unnamed = local.of_storage(OSError(number, os.strerror(number)), tmp_path)

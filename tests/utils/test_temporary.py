@@ -72,7 +72,10 @@ def test_folder_is_kept_while_a_fork_of_its_process_lives(place: Path) -> None:
             assert (abandoned / "meeting/store").exists()
     finally:
         os.kill(child, signal.SIGKILL)
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+    while (
+        Path(f"/proc/{child}").exists()
+        and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]
+    ):
         pass
     with temporary.temporary_folder():
         assert not abandoned.exists()
@@ -163,7 +166,9 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("name", ["shardtrain-abcdefgh", "shardtrain-\n; rm -rf x", b"shardtrain-\xff\x1b[2J"])
+@pytest.mark.parametrize(
+    "name", ["shardtrain-abcdefgh", "shardtrain-\n; rm -rf x", b"shardtrain-\xff\x1b[2J"]
+)
 def test_foreign_entries_are_not_touched(
     name: str | bytes, entry: Callable[[Path], None], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +176,12 @@ def test_foreign_entries_are_not_touched(
     entry(place / os.fsdecode(name))
     before = sorted(path.as_posix() for path in place.rglob("*"))
     with temporary.temporary_folder() as folder:
-        assert sorted(path.as_posix() for path in place.rglob("*") if folder not in (path, path.parent)) == before
+        assert (
+            sorted(
+                path.as_posix() for path in place.rglob("*") if folder not in (path, path.parent)
+            )
+            == before
+        )
 
 
 def test_link_inside_an_abandoned_folder_is_not_followed(place: Path) -> None:

@@ -42,7 +42,9 @@ def test_durations_of_people_and_slurm_are_parsed(text, seconds):
     assert units.parse_seconds(text) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["", "soon", "1h30", "1x", "-5s", "12:99:00", float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "text", ["", "soon", "1h30", "1x", "-5s", "12:99:00", float("nan"), float("inf")]
+)
 def test_invalid_duration_is_refused(text):
     with pytest.raises(ValueError, match="duration"):
         units.parse_seconds(text)

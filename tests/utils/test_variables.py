@@ -29,13 +29,23 @@ INVALID = [
     "\x1b[2J",
 ]
 SOURCES = {path: path.read_text() for path in Path(shardtrain.__file__).parent.rglob("*.py")}
-LAUNCHERS = sorted({name for text in SOURCES.values() for name in re.findall(r'variables\.number\(\S+, "(\w+)"', text)})
+LAUNCHERS = sorted(
+    {
+        name
+        for text in SOURCES.values()
+        for name in re.findall(r'variables\.number\(\S+, "(\w+)"', text)
+    }
+)
 """Variables that the package reads as a number with ``variables.number``."""
 
 
 def test_no_module_converts_a_variable_to_a_number_itself() -> None:
     """Except the account of a run's time, which stops with a warning if its own variables are invalid."""
-    found = [path.name for path, text in SOURCES.items() if re.search(r"(int|float)\((os\.)?environ", text)]
+    found = [
+        path.name
+        for path, text in SOURCES.items()
+        if re.search(r"(int|float)\((os\.)?environ", text)
+    ]
     assert found == ["ledger.py"]
 
 
@@ -50,7 +60,9 @@ def test_invalid_number_of_a_launcher_is_refused_in_one_line(text: str) -> None:
         "SLURM_JOB_ID",
     } <= {*LAUNCHERS}
     for name in LAUNCHERS:
-        with pytest.raises(ConfigError, match=f"^environment: {name}=.* must be an integer of at least") as caught:
+        with pytest.raises(
+            ConfigError, match=f"^environment: {name}=.* must be an integer of at least"
+        ) as caught:
             variables.number({name: text}, name, "0")
         assert str(caught.value).isprintable()
 

@@ -25,12 +25,17 @@ def from_fmengine(words: Sequence[str]) -> int:
         "checkpoint. Code in the files is never run.",
     )
     parser.add_argument(
-        "folder", type=Path, metavar="FMENGINE", help="folder that contains latest, or a global_stepN folder"
+        "folder",
+        type=Path,
+        metavar="FMENGINE",
+        help="folder that contains latest, or a global_stepN folder",
     )
     parser.add_argument("output", type=output_path, metavar="DIR", help="new checkpoint folder")
     base = "Hugging Face folder of the model (default: config.json and tokenizer next to latest)"
     parser.add_argument("--base-model", type=Path, help=base)
-    parser.add_argument("--step", default="latest", help="global_stepN (default: the step in the file named latest)")
+    parser.add_argument(
+        "--step", default="latest", help="global_stepN (default: the step in the file named latest)"
+    )
     adapter = "write only the adapters, as a folder for PEFT and lora.initial_load_path"
     parser.add_argument("--adapter", action="store_true", help=adapter)
     alpha = "with --adapter: lora_alpha of the training JSON, which the weight files do not contain"
@@ -39,13 +44,22 @@ def from_fmengine(words: Sequence[str]) -> int:
     output = options.output
     require_new(output)
     if options.adapter or options.lora_alpha is not None:
-        return _adapters(options.folder, output, options.step, options.lora_alpha, options.adapter, options.base_model)
+        return _adapters(
+            options.folder,
+            output,
+            options.step,
+            options.lora_alpha,
+            options.adapter,
+            options.base_model,
+        )
     from shardtrain.compat.fmengine import folders
     from shardtrain.hf import importing
 
     with folders.staged(options.folder, options.base_model, options.step, output) as folder:
         model = importing.to_checkpoint(folder, output)
-    print(f"{output} contains the weights of {options.folder}; to train from them, use\n\n{model.toml()}\n")
+    print(
+        f"{output} contains the weights of {options.folder}; to train from them, use\n\n{model.toml()}\n"
+    )
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{output}"')
     return 0
 
@@ -61,9 +75,15 @@ def to_fmengine(words: Sequence[str]) -> int:
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("output", type=output_path, metavar="FMENGINE", help="new folder")
     parser.add_argument("--step", type=choice.step_name, help=choice.HELP)
-    parser.add_argument("--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer files to copy (default: the run's)")
-    parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
+    parser.add_argument(
+        "--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="folder of the tokenizer files to copy (default: the run's)"
+    )
+    parser.add_argument(
+        "--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)"
+    )
     options = parser.read(words)
     output = options.output
     require_new(output)
@@ -85,7 +105,9 @@ def to_fmengine(words: Sequence[str]) -> int:
             folder = Path(stack.enter_context(temporary)) / "hf"
             arguments = [f"--{name}={value}" for name, value in given.items()]
             with contextlib.redirect_stdout(io.StringIO()):
-                export_main([str(options.checkpoint), f"--to={folder}", "--check=weights", *arguments])
+                export_main(
+                    [str(options.checkpoint), f"--to={folder}", "--check=weights", *arguments]
+                )
         else:
             choice.reject_step(options.step, folder)
             for name, value in given.items():
@@ -112,16 +134,33 @@ def to_hf_format(words: Sequence[str]) -> int:
     The input may also be a shardtrain run.
     """
     parser = StrictArgumentParser(
-        "to_hf_format.py", "Convert an FMEngine folder or a shardtrain run to a Hugging Face folder."
+        "to_hf_format.py",
+        "Convert an FMEngine folder or a shardtrain run to a Hugging Face folder.",
     )
     parser.add_argument(
-        "--in-model-path", type=Path, required=True, metavar="DIR", help="folder with latest and global_stepN"
+        "--in-model-path",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder with latest and global_stepN",
     )
-    parser.add_argument("--out-model-path", type=Path, required=True, metavar="HF_DIR", help="new folder")
-    parser.add_argument("--base-model", default="", help="Hugging Face folder of the model: config.json and tokenizer")
+    parser.add_argument(
+        "--out-model-path", type=Path, required=True, metavar="HF_DIR", help="new folder"
+    )
+    parser.add_argument(
+        "--base-model",
+        default="",
+        help="Hugging Face folder of the model: config.json and tokenizer",
+    )
     parser.add_argument("--step", default="latest", help="all, latest or global_stepN")
-    parser.add_argument("--is-lora-tuned", nargs="?", const="true", default="false", help="write only the adapters")
-    parser.add_argument("--lora_alpha", type=float, help="lora_alpha of the training JSON, for adapters from FMEngine")
+    parser.add_argument(
+        "--is-lora-tuned", nargs="?", const="true", default="false", help="write only the adapters"
+    )
+    parser.add_argument(
+        "--lora_alpha",
+        type=float,
+        help="lora_alpha of the training JSON, for adapters from FMEngine",
+    )
     options = parser.read([_dashed(word) for word in words])
     switch = str(options.is_lora_tuned).lower()
     if switch not in ("true", "false", "yes", "no", "1", "0"):
@@ -164,7 +203,9 @@ def to_hf_format(words: Sequence[str]) -> int:
             output /= name
         if checkpoints:
             if name not in checkpoints:
-                raise CheckpointError(f"{source} has no step {name!r}; it has {', '.join(names[-8:])}")
+                raise CheckpointError(
+                    f"{source} has no step {name!r}; it has {', '.join(names[-8:])}"
+                )
             # Like FMEngine's script, export adapters if the checkpoint contains them.
             has_adapters = FACT in manifest.read(checkpoints[name]).facts
             status = _export(checkpoints[name], output, base, only_adapters or has_adapters)
@@ -181,11 +222,18 @@ def to_hf_format(words: Sequence[str]) -> int:
 
 def from_hf(words: Sequence[str]) -> int:
     """Run ``scripts/conversions/llama/from_hf.py`` with its own flags and return its exit status."""
-    parser = StrictArgumentParser("from_hf.py", "Convert a Hugging Face folder to a folder for FMEngine's --init_ckpt.")
-    parser.add_argument(
-        "--model_name_or_path", required=True, metavar="HF_DIR", help="folder with config.json and safetensors"
+    parser = StrictArgumentParser(
+        "from_hf.py", "Convert a Hugging Face folder to a folder for FMEngine's --init_ckpt."
     )
-    parser.add_argument("--output_dir", type=output_name, required=True, metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--model_name_or_path",
+        required=True,
+        metavar="HF_DIR",
+        help="folder with config.json and safetensors",
+    )
+    parser.add_argument(
+        "--output_dir", type=output_name, required=True, metavar="DIR", help="new folder"
+    )
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
     options = parser.read(words)
     folder = options.model_name_or_path
@@ -202,7 +250,14 @@ def from_hf(words: Sequence[str]) -> int:
     return to_fmengine([folder, options.output_dir, f"--mp_world_size={options.mp_world_size}"])
 
 
-def _adapters(folder: Path, output: Path, step: str, alpha: float | None, is_requested: bool, base: Path | None) -> int:
+def _adapters(
+    folder: Path,
+    output: Path,
+    step: str,
+    alpha: float | None,
+    is_requested: bool,
+    base: Path | None,
+) -> int:
     """Write the adapters of a step for PEFT. ``is_requested`` is false if only --lora_alpha was given."""
     from shardtrain.compat.fmengine import folders
 
@@ -254,7 +309,11 @@ def _steps_of_run(folder: Path) -> dict[str, Path]:
     try:
         for path in folder.iterdir():
             number = path.name.removeprefix("step-")
-            if number != path.name and is_whole_number(number) and (path / manifest.MANIFEST).is_file():
+            if (
+                number != path.name
+                and is_whole_number(number)
+                and (path / manifest.MANIFEST).is_file()
+            ):
                 checkpoints.append((int(number), path))
     except OSError:
         return {}

@@ -21,7 +21,14 @@ from shardtrain.hf import mapping, source
 from shardtrain.hf.hub_model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError, require_new
+from shardtrain.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    Problem,
+    ShardtrainError,
+    StorageError,
+    require_new,
+)
 
 _STEP = "global_step001"
 _MAX_SHARDS = 256
@@ -53,7 +60,9 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
     model = recognise(folder)
     with open_weights(folder, model.block) as weights:
         if model.hub is None:
-            raise ConfigError(f"{folder}: {model.config.class_name} is not supported with one file per layer")
+            raise ConfigError(
+                f"{folder}: {model.config.class_name} is not supported with one file per layer"
+            )
         translation = translation_of(models.find(model.name), model.config, str(folder))
         mapping.check(translation, weights, model.passed_over)
 
@@ -75,7 +84,9 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
                 Problem(
                     "--mp_world_size",
                     num_shards,
-                    rule=(f"must divide the {num_heads} query heads and the {num_kv_heads} key-value heads"),
+                    rule=(
+                        f"must divide the {num_heads} query heads and the {num_kv_heads} key-value heads"
+                    ),
                     fix="use a common divisor",
                     where="command line",
                 )
@@ -85,17 +96,26 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
             step = temporary / _STEP
             step.mkdir()
             for number, names in layers.items():
-                tensors = {name_in_file: _read(weights, sources[name]) for name_in_file, name in names.items()}
+                tensors = {
+                    name_in_file: _read(weights, sources[name])
+                    for name_in_file, name in names.items()
+                }
                 for shard in range(num_shards):
                     parts = {}
                     for name_in_file, tensor in tensors.items():
                         dim = family.split_dim(names[name_in_file])
                         parts[name_in_file] = _part(tensor, dim, shard, num_shards)
-                    torch.save(parts, step / f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
+                    torch.save(
+                        parts, step / f"layer_{number:02d}-model_{shard:02d}-model_states.pt"
+                    )
 
             # FMEngine also expects the training state of each model-parallel rank. Write it without weights.
             for shard in range(num_shards):
-                state: dict[str, Any] = {"dp_world_size": 1, "mp_world_size": num_shards, "module": None}
+                state: dict[str, Any] = {
+                    "dp_world_size": 1,
+                    "mp_world_size": num_shards,
+                    "module": None,
+                }
                 state |= {"optimizer": None, "global_steps": 1, "skipped_steps": 1, "iteration": 1}
                 torch.save(state, step / f"mp_rank_{shard:02d}_model_states.pt")
             (temporary / LATEST).write_text(_STEP)
@@ -104,8 +124,12 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
             # Verify the files before the folder gets its final name.
             with LayerWeights(temporary) as written:
                 for name, source_name in sources.items():
-                    if not torch.equal(_bits(_read(written, name)), _bits(_read(weights, source_name))):
-                        raise StorageError(f"{output}: {name} differs from the written tensor; check the disk")
+                    if not torch.equal(
+                        _bits(_read(written, name)), _bits(_read(weights, source_name))
+                    ):
+                        raise StorageError(
+                            f"{output}: {name} differs from the written tensor; check the disk"
+                        )
     return len(sources), num_layers
 
 
@@ -175,7 +199,9 @@ def staged(folder: Path, base: Path | None, step: str, output: Path) -> Iterator
         vocab_size = fields.get("vocab_size")
         if isinstance(vocab_size, int) and rows > vocab_size:
             (temporary / CONFIG).write_text(json.dumps({**fields, "vocab_size": rows}, indent=2))
-            print(f"vocab_size={rows} instead of {vocab_size}: FMEngine added {rows - vocab_size} rows")
+            print(
+                f"vocab_size={rows} instead of {vocab_size}: FMEngine added {rows - vocab_size} rows"
+            )
         yield temporary
 
 
@@ -191,7 +217,9 @@ def steps(folder: Path) -> list[str]:
     return names
 
 
-def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: str = "") -> tuple[int, int]:
+def write_adapters(
+    folder: Path, output: Path, step: str, alpha: float, base: str = ""
+) -> tuple[int, int]:
     """Write the adapters of a step as a PEFT folder. Return their rank and their number.
 
     Args:
@@ -218,7 +246,11 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
         values = opened.value if isinstance(opened.value, dict) else {}
         for name, stored in values.items():
             kind = name.rpartition(".")[2] if isinstance(name, str) else ""
-            if not isinstance(stored, Stored) or kind not in ("lora_A", "lora_B") or len(stored.shape) != 2:
+            if (
+                not isinstance(stored, Stored)
+                or kind not in ("lora_A", "lora_B")
+                or len(stored.shape) != 2
+            ):
                 continue
             if shard:
                 raise CheckpointError(
@@ -227,11 +259,15 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
                     "--model_parallel_size 1"
                 )
             ranks.add(stored.shape[0 if kind == "lora_A" else 1])
-            tensors[f"base_model.model.model.layers.{number - 1}.{name}.weight"] = opened.tensor(stored)
+            tensors[f"base_model.model.model.layers.{number - 1}.{name}.weight"] = opened.tensor(
+                stored
+            )
     modules = sorted({name.split(".")[-3] for name in tensors})
     pairs = {name.rpartition(".lora_")[0] for name in tensors}
     if not tensors:
-        raise CheckpointError(f"{step_folder} contains no adapters; use the folder of a run with LoRA")
+        raise CheckpointError(
+            f"{step_folder} contains no adapters; use the folder of a run with LoRA"
+        )
     if len(ranks) != 1 or len(tensors) != 2 * len(pairs):
         raise CheckpointError(
             f"{step_folder}: all adapters must have the same rank, and both lora_A and lora_B (ranks: {sorted(ranks)})"

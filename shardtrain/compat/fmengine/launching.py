@@ -21,12 +21,31 @@ HOSTFILE = "/job/hostfile"
 """Default hostfile of DeepSpeed."""
 _PROGRAM = re.compile(r"(^|.*/)cli/train\.py|train\.py")
 _OPTIONS = (
-    *("--hostfile", "--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port", "--master_addr"),
+    *(
+        "--hostfile",
+        "--include",
+        "--exclude",
+        "--num_nodes",
+        "--num_gpus",
+        "--master_port",
+        "--master_addr",
+    ),
     *("--launcher", "--launcher_args", "--ssh_port"),
 )
-_ALIASES = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
+_ALIASES = {
+    "-H": "--hostfile",
+    "-i": "--include",
+    "-e": "--exclude",
+    "--num_accelerators": "--num_gpus",
+}
 """Other names of options."""
-_IGNORED = {"--force_multi", "--no_local_rank", "--enable_each_rank_log", "--save_pid", "--no_ssh_check"}
+_IGNORED = {
+    "--force_multi",
+    "--no_local_rank",
+    "--enable_each_rank_log",
+    "--save_pid",
+    "--no_ssh_check",
+}
 """Options of DeepSpeed's launcher that do not affect training."""
 _FORWARDED = ("NCCL_", "UCX_", "PYTHONPATH")
 """Prefixes of environment variables that DeepSpeed forwards to other hosts."""
@@ -60,7 +79,9 @@ def deepspeed(words: list[str]) -> int:
         ConfigError: an option does not exist, or the program is not ``cli/train.py``.
     """
     if not words or words[0] in ("--help", "-h"):
-        print("usage: deepspeed [--num_gpus N] [--num_nodes N] [--hostfile FILE] [--include ...] [--exclude ...]")
+        print(
+            "usage: deepspeed [--num_gpus N] [--num_nodes N] [--hostfile FILE] [--include ...] [--exclude ...]"
+        )
         print("                 [--master_addr HOST] [--master_port PORT] cli/train.py FLAGS...")
         return 0
     options, flags = _split(list(words))
@@ -93,9 +114,17 @@ def deepspeed(words: list[str]) -> int:
 
 def torchrun(words: list[str]) -> int:
     """Replace this process with ``torchrun``, and FMEngine's ``cli/train.py`` with ``train`` of this package."""
-    program = next((index for index, word in enumerate(words) if word.endswith("cli/train.py")), None)
+    program = next(
+        (index for index, word in enumerate(words) if word.endswith("cli/train.py")), None
+    )
     if program is not None and _has_flag(words[program:]):
-        words = [*words[:program], "-m", "shardtrain.compat.fmengine", "train", *words[program + 1 :]]
+        words = [
+            *words[:program],
+            "-m",
+            "shardtrain.compat.fmengine",
+            "train",
+            *words[program + 1 :],
+        ]
 
     # PyTorch's launcher then receives the signals of this process. Flush first, because execv discards
     # buffered output.
@@ -126,7 +155,10 @@ def commands(words: list[str]) -> int:
         path = folder / name
         with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
-            if path.exists() and "shardtrain.compat.fmengine" not in path.read_text(errors="replace")[:1000]:
+            if (
+                path.exists()
+                and "shardtrain.compat.fmengine" not in path.read_text(errors="replace")[:1000]
+            ):
                 raise ConfigError(
                     Problem(
                         str(path),
@@ -143,8 +175,12 @@ def commands(words: list[str]) -> int:
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the launcher's options by name without dashes, and the program's flags."""
-    program = next((index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
-    parsed = take(words[:program], dict.fromkeys((*_OPTIONS, *_ALIASES), VerbOption()), sorted(_IGNORED))
+    program = next(
+        (index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words)
+    )
+    parsed = take(
+        words[:program], dict.fromkeys((*_OPTIONS, *_ALIASES), VerbOption()), sorted(_IGNORED)
+    )
     unknown = ["--help"] if parsed.help else parsed.rest
     for word in unknown:
         if word.startswith("-"):

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.compat.migrate.migration_report import JOINED, Cannot, FileMigration, Idle, Rule, To, translate_offload
+from shardtrain.compat.migrate.migration_report import (
+    JOINED,
+    Cannot,
+    FileMigration,
+    Idle,
+    Rule,
+    To,
+    translate_offload,
+)
 
 SYSTEM = "accelerate"
 OPEN = ""
 LEAVES: frozenset[str] = frozenset()
-_LAUNCH = Idle("set it on the command line: train --nnodes N --node_rank K --rdzv_endpoint HOST:PORT")
-_SHARDS = Idle("only affects how FSDP wraps modules and transfers shards; here each layer is a unit")
+_LAUNCH = Idle(
+    "set it on the command line: train --nnodes N --node_rank K --rdzv_endpoint HOST:PORT"
+)
+_SHARDS = Idle(
+    "only affects how FSDP wraps modules and transfers shards; here each layer is a unit"
+)
 _TPU = Cannot("TPUs are not supported")
 
 _FSDP: Mapping[str, Rule] = {
@@ -40,14 +52,18 @@ _FSDP: Mapping[str, Rule] = {
 }
 _DEEPSPEED: Mapping[str, Rule] = {
     "zero_stage": JOINED,
-    "gradient_accumulation_steps": Idle("the launched program sets it itself; use training.global_batch_size"),
+    "gradient_accumulation_steps": Idle(
+        "the launched program sets it itself; use training.global_batch_size"
+    ),
     "gradient_clipping": To("training.max_norm", float),
     "offload_optimizer_device": JOINED,
     "offload_param_device": JOINED,
     "offload_optimizer_nvme_path": Idle("offloading always uses host memory"),
     "offload_param_nvme_path": Idle("offloading always uses host memory"),
     "zero3_init_flag": Idle("each rank creates only its shards of the parameters"),
-    "zero3_save_16bit_model": Idle("checkpoint.last_save_in_hf writes an unsharded Hugging Face folder"),
+    "zero3_save_16bit_model": Idle(
+        "checkpoint.last_save_in_hf writes an unsharded Hugging Face folder"
+    ),
     "deepspeed_multinode_launcher": _LAUNCH,
     "deepspeed_hostfile": To("launch.ssh.hostfile", str),
     "deepspeed_inclusion_filter": To("launch.ssh.include", str),
@@ -60,12 +76,15 @@ _DEEPSPEED: Mapping[str, Rule] = {
     "zero_optimization.*": _SHARDS,
     "bf16.enabled": JOINED,
     "fp16.enabled": JOINED,
-    "activation_checkpointing.*": Idle("accelerate does not pass it to the launched program, which sets it itself"),
+    "activation_checkpointing.*": Idle(
+        "accelerate does not pass it to the launched program, which sets it itself"
+    ),
 }
 
 KEYS: Mapping[str, Rule] = {
     "compute_environment": Cannot(
-        "SageMaker is not supported; see `shardtrain launch` for supported platforms", off=("LOCAL_MACHINE", None)
+        "SageMaker is not supported; see `shardtrain launch` for supported platforms",
+        off=("LOCAL_MACHINE", None),
     ),
     "distributed_type": JOINED,
     "num_processes": JOINED,
@@ -77,7 +96,9 @@ KEYS: Mapping[str, Rule] = {
     "same_network": _LAUNCH,
     "main_training_function": Idle("`shardtrain train` is the program"),
     "mixed_precision": JOINED,
-    "gradient_accumulation_steps": Idle("the launched program sets it itself; use training.global_batch_size"),
+    "gradient_accumulation_steps": Idle(
+        "the launched program sets it itself; use training.global_batch_size"
+    ),
     "downcast_bf16": _TPU,
     "tpu_env": _TPU,
     "tpu_name": _TPU,
@@ -98,7 +119,11 @@ KEYS: Mapping[str, Rule] = {
     "deepspeed_config": Idle("it is empty"),
     "megatron_lm_config": Idle("it is empty"),
     "megatron_lm_config.*": Cannot("set the degrees in [parallelism]"),
-    **{f"fsdp_config.{start}{name}": rule for name, rule in _FSDP.items() for start in ("", "fsdp_")},
+    **{
+        f"fsdp_config.{start}{name}": rule
+        for name, rule in _FSDP.items()
+        for start in ("", "fsdp_")
+    },
     **{f"deepspeed_config.{name}": rule for name, rule in _DEEPSPEED.items()},
 }
 
@@ -133,7 +158,9 @@ def finish(migration: FileMigration) -> None:
     _precision(migration)
     if kind == "FSDP":
         _strategy(migration)
-        migration.record("distributed_type", "honoured", "parameters are always sharded over the ranks")
+        migration.record(
+            "distributed_type", "honoured", "parameters are always sharded over the ranks"
+        )
     elif kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_HPU"):
         if count and count > 1:
             migration.set(
@@ -146,9 +173,13 @@ def finish(migration: FileMigration) -> None:
     elif kind == "DEEPSPEED":
         _zero(migration, count)
     elif kind not in ("NO", "no", "False"):
-        migration.record("distributed_type", "unsupported", "only CUDA devices and CPUs are supported")
+        migration.record(
+            "distributed_type", "unsupported", "only CUDA devices and CPUs are supported"
+        )
     migration.record(
-        "distributed_type", "honoured", "one process" if kind == "NO" else "num_processes is the number of ranks"
+        "distributed_type",
+        "honoured",
+        "one process" if kind == "NO" else "num_processes is the number of ranks",
     )
     backend = migration.get("dynamo_backend", str, "NO")
     if backend.upper() not in ("NO", "FALSE"):
@@ -165,7 +196,9 @@ def _precision(migration: FileMigration) -> None:
         migration.set("mixed_precision", "training.mixed_precision_param", dtypes[str(value)])
     elif value == "fp8":
         migration.record(
-            "mixed_precision", "unsupported", 'for float8, set model.converters = ["quantize.linear.float8"]'
+            "mixed_precision",
+            "unsupported",
+            'for float8, set model.converters = ["quantize.linear.float8"]',
         )
     elif value is not None:
         migration.record("mixed_precision", "unsupported", "it must be no, fp16, bf16 or fp8")
@@ -180,7 +213,13 @@ def _precision(migration: FileMigration) -> None:
 def _strategy(migration: FileMigration) -> None:
     """Translate FSDP options: sharding strategy, resharding after the forward pass, offload and recomputation."""
     key = _fsdp(migration, "sharding_strategy")
-    names = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+    names = {
+        "1": "FULL_SHARD",
+        "2": "SHARD_GRAD_OP",
+        "3": "NO_SHARD",
+        "4": "HYBRID_SHARD",
+        "5": "HYBRID_SHARD_ZERO2",
+    }
     given = str(migration.get(key, str, "FULL_SHARD"))
     strategy = names.get(given, given)
     machines = migration.get("num_machines", int, 1)
@@ -195,23 +234,36 @@ def _strategy(migration: FileMigration) -> None:
         migration.set(key, "parallelism.fsdp_reshard_after_forward", reshard[strategy], strategy)
         if strategy.startswith("HYBRID") and machines > 1:
             migration.default(
-                "parallelism.data_parallel_replicate_degree", machines, "each node has a full copy of the model"
+                "parallelism.data_parallel_replicate_degree",
+                machines,
+                "each node has a full copy of the model",
             )
     elif strategy == "NO_SHARD" and count > 1:
         migration.set(
-            key, "parallelism.data_parallel_replicate_degree", count, "each process has a full copy of the model"
+            key,
+            "parallelism.data_parallel_replicate_degree",
+            count,
+            "each process has a full copy of the model",
         )
         migration.default("parallelism.data_parallel_shard_degree", 1)
     else:
-        text = "supported are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD and HYBRID_SHARD_ZERO2"
+        text = (
+            "supported are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD and HYBRID_SHARD_ZERO2"
+        )
         migration.record(key, "honoured" if strategy == "NO_SHARD" else "unsupported", text)
 
     # FSDP 2 has its own key, which takes precedence over the strategy.
     again = _fsdp(migration, "reshard_after_forward")
     value = migration.values.get(again)
     if isinstance(value, bool):
-        migration.set(again, "parallelism.fsdp_reshard_after_forward", "always" if value else "never")
-    migration.record(again, "honoured", f"parallelism.fsdp_reshard_after_forward = {reshard.get(strategy, 'default')}")
+        migration.set(
+            again, "parallelism.fsdp_reshard_after_forward", "always" if value else "never"
+        )
+    migration.record(
+        again,
+        "honoured",
+        f"parallelism.fsdp_reshard_after_forward = {reshard.get(strategy, 'default')}",
+    )
     for name, option, on in (
         ("offload_params", "training.enable_cpu_offload", True),
         ("activation_checkpointing", "activation_checkpoint.mode", "full"),
@@ -233,7 +285,10 @@ def _zero(migration: FileMigration, count: int | None) -> None:
         migration.set(key, "parallelism.fsdp_reshard_after_forward", "never")
     elif stage in (0, 1) and has_replicas:
         migration.set(
-            key, "parallelism.data_parallel_replicate_degree", count, "each process has a full copy of the model"
+            key,
+            "parallelism.data_parallel_replicate_degree",
+            count,
+            "each process has a full copy of the model",
         )
         migration.default("parallelism.data_parallel_shard_degree", 1)
         if stage == 1:
@@ -243,8 +298,13 @@ def _zero(migration: FileMigration, count: int | None) -> None:
     else:
         migration.record(key, "unsupported", "it must be 0, 1, 2 or 3")
     for name in ("offload_optimizer", "offload_param"):
-        for place in (f"deepspeed_config\0{name}_device", f"deepspeed_config\0zero_optimization\0{name}\0device"):
+        for place in (
+            f"deepspeed_config\0{name}_device",
+            f"deepspeed_config\0zero_optimization\0{name}\0device",
+        ):
             translate_offload(migration, place)
     migration.record(
-        "distributed_type", "honoured", "ZeRO shards parameters, gradients and optimizer state: [parallelism]"
+        "distributed_type",
+        "honoured",
+        "ZeRO shards parameters, gradients and optimizer state: [parallelism]",
     )

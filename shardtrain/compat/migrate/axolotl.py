@@ -44,7 +44,9 @@ _PREPARED = Idle("`shardtrain data prepare` stores tokenized data")
 _FOLDER = Idle("determined by the folder model.hf_assets_path")
 _RELORA = Cannot("ReLoRA is not supported")
 _SHARDS = Idle("only affects how rows are read, not their content")
-_SAVES = Idle("checkpoint.interval is a number of steps; checkpoint.keep_best keeps the best checkpoint")
+_SAVES = Idle(
+    "checkpoint.interval is a number of steps; checkpoint.keep_best keeps the best checkpoint"
+)
 
 
 def looks(values: Mapping[str, Any]) -> bool:
@@ -70,7 +72,9 @@ KEYS: Mapping[str, Rule] = {
     "is_mistral_derived_model": _FOLDER,
     "is_qwen_derived_model": _FOLDER,
     "trust_remote_code": Cannot("code from a repository is never run; write a model file"),
-    "resize_token_embeddings_to_32x": Cannot("`shardtrain import --vocab_size N` adds rows to the embedding"),
+    "resize_token_embeddings_to_32x": Cannot(
+        "`shardtrain import --vocab_size N` adds rows to the embedding"
+    ),
     "special_tokens": Cannot("tokens come from the folder's tokenizer; add them there"),
     "tokens": Cannot(
         "tokens come from the folder's tokenizer; `shardtrain import --vocab_size N` adds rows for new tokens"
@@ -117,7 +121,9 @@ KEYS: Mapping[str, Rule] = {
     "chat_template_jinja": Idle("see chat_template"),
     "default_system_message": Cannot("the chat template contains the system message"),
     "sequence_len": To("training.seq_len", int),
-    "pad_to_sequence_len": Idle("padding has no loss; data.packing determines which rows share a sequence"),
+    "pad_to_sequence_len": Idle(
+        "padding has no loss; data.packing determines which rows share a sequence"
+    ),
     "sample_packing": JOINED,
     "eval_sample_packing": Idle("validation rows are packed like training rows"),
     "sample_packing_eff_est": Idle("no estimate is needed"),
@@ -153,7 +159,9 @@ KEYS: Mapping[str, Rule] = {
     "lr_scheduler": JOINED,
     "lr_scheduler_kwargs": Cannot("use the options of [lr_scheduler]"),
     "cosine_min_lr_ratio": JOINED,
-    "cosine_constant_lr_ratio": Cannot("lr_scheduler.decay_ratio of warmup_stable_decay is similar"),
+    "cosine_constant_lr_ratio": Cannot(
+        "lr_scheduler.decay_ratio of warmup_stable_decay is similar"
+    ),
     "lr_div_factor": Cannot("one-cycle schedules are not supported"),
     "lr_quadratic_warmup": Cannot("the warmup is always linear"),
     "log_sweep_min_lr": Cannot("searching for a learning rate is not supported"),
@@ -168,12 +176,18 @@ KEYS: Mapping[str, Rule] = {
     "max_grad_norm": JOINED,
     "neftune_noise_alpha": Cannot("noise on embeddings is not supported"),
     "train_on_inputs": JOINED,
-    "group_by_length": Cannot("rows are shuffled over the full data set; data.packing avoids padding instead"),
+    "group_by_length": Cannot(
+        "rows are shuffled over the full data set; data.packing avoids padding instead"
+    ),
     "gradient_checkpointing": JOINED,
     "gradient_checkpointing_kwargs": Idle("recomputation never re-enters autograd"),
     "early_stopping_patience": JOINED,
-    "resume_from_checkpoint": Idle("a run resumes automatically from the newest checkpoint in its folder"),
-    "auto_resume_from_checkpoints": Idle("a run resumes automatically from the newest checkpoint in its folder"),
+    "resume_from_checkpoint": Idle(
+        "a run resumes automatically from the newest checkpoint in its folder"
+    ),
+    "auto_resume_from_checkpoints": Idle(
+        "a run resumes automatically from the newest checkpoint in its folder"
+    ),
     "local_rank": Idle("the launcher sets the local rank"),
     "output_dir": To("job.dump_folder", str),
     "logging_steps": To("metrics.log_freq", int, lambda steps: max(1, steps)),
@@ -195,7 +209,10 @@ KEYS: Mapping[str, Rule] = {
     "debug": Idle("`shardtrain data show` prints samples"),
     "use_tensorboard": To("metrics.enable_tensorboard", bool),
     "wandb_project": JOINED,
-    **{f"wandb_{name}": _WANDB for name in ("entity", "watch", "name", "log_model", "run_id", "mode", "run")},
+    **{
+        f"wandb_{name}": _WANDB
+        for name in ("entity", "watch", "name", "log_model", "run_id", "mode", "run")
+    },
     "mlflow_experiment_name": Idle("metrics.jsonl is always written"),
     "mlflow_tracking_uri": Idle("metrics.jsonl is always written"),
     "torch_compile": To("compile.enable", bool),
@@ -251,8 +268,12 @@ def finish(migration: FileMigration) -> None:
     if name:
         folder, how = model_folder(name)
         migration.set("base_model", "model.hf_assets_path", folder, how)
-        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
-        migration.default("checkpoint.initial_load_in_hf", True, "training starts from the folder's weights")
+        migration.default(
+            "model.flavor", "from_folder", "the folder's config.json determines the model"
+        )
+        migration.default(
+            "checkpoint.initial_load_in_hf", True, "training starts from the folder's weights"
+        )
 
     # The batch, and the length of the run.
     rows = get("micro_batch_size", int, 1)
@@ -267,7 +288,9 @@ def finish(migration: FileMigration) -> None:
         migration.set("num_epochs", "training.epochs", int(epochs))
     else:
         migration.record(
-            "num_epochs", "unsupported", "training.epochs must be an integer; use training.steps for another length"
+            "num_epochs",
+            "unsupported",
+            "training.epochs must be an integer; use training.steps for another length",
         )
     migration.record("max_steps", "ignored", "it is not positive, so it sets no limit")
     migration.record("num_epochs", "ignored", "max_steps takes precedence")
@@ -282,7 +305,12 @@ def finish(migration: FileMigration) -> None:
     migration.default("optimizer.beta2", 0.999)
     migration.default("optimizer.weight_decay", 0.0)
     if get("bfloat16", bool, False):
-        migration.set("bfloat16", "training.dtype", "bfloat16", "parameters and their updates also use this dtype")
+        migration.set(
+            "bfloat16",
+            "training.dtype",
+            "bfloat16",
+            "parameters and their updates also use this dtype",
+        )
     precision(migration)
     migration.set("max_grad_norm", "training.max_norm", get("max_grad_norm", float, 1.0))
     on = get("gradient_checkpointing", bool, False)
@@ -292,7 +320,12 @@ def finish(migration: FileMigration) -> None:
     _data(migration)
     _validation(migration)
     if get("wandb_project", str):
-        migration.set("wandb_project", "metrics.enable_wandb", True, "also set WANDB_PROJECT in the environment")
+        migration.set(
+            "wandb_project",
+            "metrics.enable_wandb",
+            True,
+            "also set WANDB_PROJECT in the environment",
+        )
 
     # Record the keys that contain a table or name another file. They only have an effect if they are not
     # empty.
@@ -310,7 +343,9 @@ def finish(migration: FileMigration) -> None:
         migration.record(key, "ignored", "it is empty")
     has_peft_options = _has_value(migration.values.get("peft"))
     migration.record(
-        "peft", "unsupported" if has_peft_options else "ignored", "use lora.init for the initialization of adapters"
+        "peft",
+        "unsupported" if has_peft_options else "ignored",
+        "use lora.init for the initialization of adapters",
     )
 
 
@@ -361,16 +396,28 @@ def _adapter(migration: FileMigration) -> None:
     elif kind is not None:
         migration.record("adapter", "unsupported", "it must be lora or qlora")
     else:
-        options = ("r", "alpha", "dropout", "model_dir", "modules_to_save", "target_linear", "target_modules")
+        options = (
+            "r",
+            "alpha",
+            "dropout",
+            "model_dir",
+            "modules_to_save",
+            "target_linear",
+            "target_modules",
+        )
         for name in (*(f"lora_{option}" for option in options), "peft_use_dora", "peft_use_rslora"):
             if migration.has(name):
-                migration.settings = [s for s in migration.settings if not s.option.startswith("lora.")]
+                migration.settings = [
+                    s for s in migration.settings if not s.option.startswith("lora.")
+                ]
                 migration.entries = [e for e in migration.entries if e.key != name]
                 migration.record(name, "ignored", "only used with an adapter")
         for name in ("load_in_4bit", "load_in_8bit"):
             if migration.get(name, bool, False):
                 migration.record(
-                    name, "unsupported", "a quantized model can only be trained with adapters: set adapter to lora"
+                    name,
+                    "unsupported",
+                    "a quantized model can only be trained with adapters: set adapter to lora",
                 )
     names = ["adapter", "lora_target_linear", "lora_target_modules", "lora_modules_to_save"]
     for name in (*names, "load_in_4bit", "load_in_8bit"):
@@ -382,7 +429,11 @@ def _data(migration: FileMigration) -> None:
 
     Only a single dataset of a type in ``_FORMATS`` can be translated.
     """
-    sets = [entry for entry in migration.get("datasets", list, []) if isinstance(entry, dict) and entry.get("path")]
+    sets = [
+        entry
+        for entry in migration.get("datasets", list, [])
+        if isinstance(entry, dict) and entry.get("path")
+    ]
     first = sets[0] if sets else {}
     kind = first.get("type")
     if len(sets) == 1 and isinstance(kind, str) and kind.split(".")[0].split(":")[0] in _FORMATS:
@@ -394,9 +445,15 @@ def _data(migration: FileMigration) -> None:
             path = str(files[0] if isinstance(files, list) else files)
             local = True
         migration.set("datasets", "training.dataset_path", path, f"type {kind}")
-        migration.default("training.dataset", source if source == "alpaca" or local else "huggingface")
+        migration.default(
+            "training.dataset", source if source == "alpaca" or local else "huggingface"
+        )
         migration.default("data.format", form)
-        for name, option in (("split", "data.split"), ("train_on_split", "data.split"), ("name", "data.subset")):
+        for name, option in (
+            ("split", "data.split"),
+            ("train_on_split", "data.split"),
+            ("name", "data.subset"),
+        ):
             if isinstance(first.get(name), str):
                 migration.default(option, first[name], f"the dataset's {name}")
         if form == "chat" and isinstance(first.get("field_messages"), str):
@@ -405,9 +462,21 @@ def _data(migration: FileMigration) -> None:
             migration.default("data.text_field", first["field"])
 
         # Any other field would change the rows. Other roles would change the tokens with loss.
-        known = {"path", "type", "split", "train_on_split", "name", "field_messages", "field", "data_files", "ds_type"}
+        known = {
+            "path",
+            "type",
+            "split",
+            "train_on_split",
+            "name",
+            "field_messages",
+            "field",
+            "data_files",
+            "ds_type",
+        }
         known |= {"roles_to_train", "shards", "conversation"}
-        fields = sorted(key for key, value in first.items() if key not in known and value not in (None, "", []))
+        fields = sorted(
+            key for key, value in first.items() if key not in known and value not in (None, "", [])
+        )
         roles = first.get("roles_to_train")
         if roles not in (None, ["assistant"], ["gpt"], ["model"], ["assistant", "gpt"]):
             fields.append("roles_to_train")
@@ -427,7 +496,9 @@ def _data(migration: FileMigration) -> None:
     migration.record("datasets", "ignored", "it is empty")
 
     inputs = migration.get("train_on_inputs", bool, False)
-    migration.record("train_on_inputs", "unsupported" if inputs else "honoured", "only answers count in the loss")
+    migration.record(
+        "train_on_inputs", "unsupported" if inputs else "honoured", "only answers count in the loss"
+    )
     template = migration.get("chat_template", str)
     if template in (None, "tokenizer_default"):
         migration.record("chat_template", "honoured", "the tokenizer's own template is used")
@@ -446,17 +517,29 @@ def _data(migration: FileMigration) -> None:
         why = "rows longer than sequence_len"
         migration.set("excess_length_strategy", "data.long_documents", strategies[strategy], why)
     else:
-        migration.record("excess_length_strategy", "unsupported", "it must be drop or truncate: data.long_documents")
+        migration.record(
+            "excess_length_strategy",
+            "unsupported",
+            "it must be drop or truncate: data.long_documents",
+        )
 
     # Preference tasks form batches of rows without packing.
-    tasks = {"dpo": "preference", "ipo": "preference", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
+    tasks = {
+        "dpo": "preference",
+        "ipo": "preference",
+        "kto": "kto",
+        "orpo": "orpo",
+        "simpo": "simpo",
+    }
     rl = migration.get("rl", str)
     if rl is not None and tasks.get(rl):
         migration.set("rl", "task.name", tasks[rl])
         if rl == "ipo":
             migration.default("task.loss_type", "ipo", "rl is ipo")
         migration.settings = [
-            s for s in migration.settings if s.option not in ("data.format", "data.packing", "data.long_documents")
+            s
+            for s in migration.settings
+            if s.option not in ("data.format", "data.packing", "data.long_documents")
         ]
     if rl:
         migration.record("rl", "unsupported", "it must be dpo, ipo, kto, orpo or simpo: task.name")
@@ -470,10 +553,14 @@ def _validation(migration: FileMigration) -> None:
         migration.record("val_set_size", "unsupported", text)
     migration.record("val_set_size", "ignored", "no rows are held out")
     sets = [
-        entry for entry in migration.get("test_datasets", list, []) if isinstance(entry, dict) and entry.get("path")
+        entry
+        for entry in migration.get("test_datasets", list, [])
+        if isinstance(entry, dict) and entry.get("path")
     ]
     if len(sets) == 1 and any(s.option == "training.dataset_path" for s in migration.settings):
-        training = next((s.value for s in migration.settings if s.option == "training.dataset"), "jsonl")
+        training = next(
+            (s.value for s in migration.settings if s.option == "training.dataset"), "jsonl"
+        )
         migration.set("test_datasets", "validation.dataset_path", str(sets[0]["path"]))
         migration.default("validation.dataset", training)
         migration.default("validation.enable", True)
@@ -495,5 +582,11 @@ def _validation(migration: FileMigration) -> None:
     patience = migration.get("early_stopping_patience", int, 0)
     if validates and patience > 0:
         migration.set("early_stopping_patience", "validation.patience", patience)
-    for name in ("evals_per_epoch", "eval_steps", "eval_strategy", "evaluation_strategy", "early_stopping_patience"):
+    for name in (
+        "evals_per_epoch",
+        "eval_steps",
+        "eval_strategy",
+        "evaluation_strategy",
+        "early_stopping_patience",
+    ):
         migration.record(name, "ignored", "validation is off, or another key sets its interval")

@@ -28,7 +28,12 @@ _FMENGINE_DEAD = Idle("FMEngine ignores it too: only `scheduler` sets the schedu
 
 def looks(values: Mapping[str, Any]) -> bool:
     """True if the top-level keys are those of a DeepSpeed file."""
-    marks = {"train_micro_batch_size_per_gpu", "zero_optimization", "train_batch_size", "steps_per_print"}
+    marks = {
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "train_batch_size",
+        "steps_per_print",
+    }
     return bool(marks & values.keys()) and "distributed_type" not in values
 
 
@@ -53,9 +58,13 @@ KEYS: Mapping[str, Rule] = {
     "fp16.loss_scale": JOINED,
     "fp16.loss_scale_window": JOINED,
     "fp16.initial_scale_power": JOINED,
-    "fp16.hysteresis": Idle("the loss scale halves at the first overflow, and the step is skipped as in DeepSpeed"),
+    "fp16.hysteresis": Idle(
+        "the loss scale halves at the first overflow, and the step is skipped as in DeepSpeed"
+    ),
     "fp16.consecutive_hysteresis": Idle("the loss scale halves at the first overflow"),
-    "fp16.min_loss_scale": Idle("the run stops after training.nonfinite_max_skips steps without an update"),
+    "fp16.min_loss_scale": Idle(
+        "the run stops after training.nonfinite_max_skips steps without an update"
+    ),
     "amp.enabled": Cannot("apex is not supported; use bf16 or fp16"),
     "amp.*": Idle("only read with amp.enabled"),
     "data_types.grad_accum_dtype": JOINED,
@@ -65,7 +74,9 @@ KEYS: Mapping[str, Rule] = {
     "optimizer.params.eps": To("optimizer.eps", float),
     "optimizer.params.weight_decay": To("optimizer.weight_decay", float),
     "optimizer.params.adam_w_mode": JOINED,
-    "optimizer.params.bias_correction": Cannot("the moments' bias is always corrected", off=(True, None, "auto")),
+    "optimizer.params.bias_correction": Cannot(
+        "the moments' bias is always corrected", off=(True, None, "auto")
+    ),
     "optimizer.params.torch_adam": Idle("only selects a kernel for the same update"),
     "scheduler.type": JOINED,
     "scheduler.params.warmup_min_lr": JOINED,
@@ -124,9 +135,16 @@ KEYS: Mapping[str, Rule] = {
     ),
     "activation_checkpointing.cpu_checkpointing": JOINED,
     **{
-        f"activation_checkpointing.{name}": Idle("only affects how layers are recomputed, not numbers")
+        f"activation_checkpointing.{name}": Idle(
+            "only affects how layers are recomputed, not numbers"
+        )
         for name in (
-            ["contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"]
+            [
+                "contiguous_memory_optimization",
+                "number_checkpoints",
+                "synchronize_checkpoint_boundary",
+                "profile",
+            ]
         )
     },
     "activation_checkpointing": JOINED,
@@ -195,23 +213,34 @@ def _batches(migration: FileMigration) -> None:
     micro = migration.get("train_micro_batch_size_per_gpu", int)
     total = migration.get("train_batch_size", int)
     accumulated = migration.get("gradient_accumulation_steps", int)
-    for key in ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"):
+    for key in (
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+    ):
         if migration.values.get(key) == "auto":
             migration.record(key, "ignored", _AUTO)
     world = migration.num_processes
     if micro is None and total is not None and (accumulated or world):
         micro = max(1, total // ((accumulated or 1) * (world or 1)))
         migration.default(
-            "training.local_batch_size", micro, "train_batch_size divided by accumulation steps and processes"
+            "training.local_batch_size",
+            micro,
+            "train_batch_size divided by accumulation steps and processes",
         )
     elif micro is not None:
         migration.set("train_micro_batch_size_per_gpu", "training.local_batch_size", micro)
     if total is not None:
         migration.set(
-            "train_batch_size", "training.global_batch_size", total, "accumulated over several micro-batches if needed"
+            "train_batch_size",
+            "training.global_batch_size",
+            total,
+            "accumulated over several micro-batches if needed",
         )
         # DeepSpeed also checks the product if the file has all three options.
-        per_process = (migration.get("train_micro_batch_size_per_gpu", int) or 0) * (accumulated or 0)
+        per_process = (migration.get("train_micro_batch_size_per_gpu", int) or 0) * (
+            accumulated or 0
+        )
         disagrees = False
         if per_process and world:
             disagrees = total != per_process * world
@@ -229,7 +258,9 @@ def _batches(migration: FileMigration) -> None:
                     where=migration.where("train_batch_size"),
                 )
             )
-        migration.record("gradient_accumulation_steps", "honoured", "the two batch sizes determine it")
+        migration.record(
+            "gradient_accumulation_steps", "honoured", "the two batch sizes determine it"
+        )
         return
     if accumulated is not None and accumulated > 1 and micro is not None:
         step = micro * accumulated * (world or 1)
@@ -246,9 +277,14 @@ def _batches(migration: FileMigration) -> None:
 
 def _precision(migration: FileMigration) -> None:
     """Set the compute dtype, the loss scale of fp16, and the dtype of gradient reductions."""
-    bf16 = migration.get(_k("bf16.enabled"), bool, migration.get(_k("bfloat16.enabled"), bool, False))
+    bf16 = migration.get(
+        _k("bf16.enabled"), bool, migration.get(_k("bfloat16.enabled"), bool, False)
+    )
     fp16 = migration.get(_k("fp16.enabled"), bool, False)
-    switches = [migration.values.get(_k(name)) for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")]
+    switches = [
+        migration.values.get(_k(name))
+        for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
+    ]
     is_auto = "auto" in switches and not (bf16 or fp16)
     precision = "float32"
     if bf16:
@@ -279,9 +315,16 @@ def _precision(migration: FileMigration) -> None:
             )
         power = migration.get(_k("fp16.initial_scale_power"), int, 16)
         if not 0 <= power <= 32:
-            migration.record(_k("fp16.initial_scale_power"), "unsupported", "it must be between 0 and 32")
+            migration.record(
+                _k("fp16.initial_scale_power"), "unsupported", "it must be between 0 and 32"
+            )
         else:
-            migration.set(_k("fp16.initial_scale_power"), "training.initial_loss_scale", float(2**power), f"2^{power}")
+            migration.set(
+                _k("fp16.initial_scale_power"),
+                "training.initial_loss_scale",
+                float(2**power),
+                f"2^{power}",
+            )
         window = migration.get(_k("fp16.loss_scale_window"), int, 1000)
         migration.set(_k("fp16.loss_scale_window"), "training.loss_scale_growth_interval", window)
         migration.record(scale, "honoured", "the loss scale is dynamic")
@@ -299,7 +342,9 @@ def _precision(migration: FileMigration) -> None:
             why = f"gradients are summed in float32, which is more precise than {kind}"
         migration.set(key, "training.mixed_precision_reduce", dtypes[kind], why)
     elif kind is not None:
-        migration.record(key, "unsupported", "training.mixed_precision_reduce must be float32 or bfloat16")
+        migration.record(
+            key, "unsupported", "training.mixed_precision_reduce must be float32 or bfloat16"
+        )
 
 
 def _optimizer(migration: FileMigration) -> None:
@@ -313,19 +358,39 @@ def _optimizer(migration: FileMigration) -> None:
     decoupled = migration.get(_k("optimizer.params.adam_w_mode"), bool, True)
     names = {"adam": "AdamW" if decoupled else "Adam", "adamw": "AdamW"}
     if kind.lower() in names:
-        why = "DeepSpeed's Adam uses AdamW's weight decay" if kind.lower() == "adam" and decoupled else ""
+        why = (
+            "DeepSpeed's Adam uses AdamW's weight decay"
+            if kind.lower() == "adam" and decoupled
+            else ""
+        )
         migration.set(_k("optimizer.type"), "optimizer.name", names[kind.lower()], why)
-        migration.record(_k("optimizer.params.adam_w_mode"), "honoured", f"optimizer.name = {names[kind.lower()]}")
+        migration.record(
+            _k("optimizer.params.adam_w_mode"),
+            "honoured",
+            f"optimizer.name = {names[kind.lower()]}",
+        )
     else:
-        migration.record(_k("optimizer.type"), "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon")
+        migration.record(
+            _k("optimizer.type"),
+            "unsupported",
+            "optimizer.name supports AdamW, Adam, AdamW8bit and Muon",
+        )
     if migration.has(_k("optimizer.params.lr")):
-        migration.set(_k("optimizer.params.lr"), "optimizer.lr", migration.get(_k("optimizer.params.lr"), float))
+        migration.set(
+            _k("optimizer.params.lr"),
+            "optimizer.lr",
+            migration.get(_k("optimizer.params.lr"), float),
+        )
     elif _k("optimizer.params.lr") not in migration.values:
         migration.default("optimizer.lr", 1e-3)
     betas = migration.get(_k("optimizer.params.betas"), list)
-    if betas is not None and (len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas)):
+    if betas is not None and (
+        len(betas) != 2 or not all(isinstance(beta, int | float) for beta in betas)
+    ):
         migration.record(
-            _k("optimizer.params.betas"), "unsupported", "it must be two numbers: optimizer.beta1 and optimizer.beta2"
+            _k("optimizer.params.betas"),
+            "unsupported",
+            "it must be two numbers: optimizer.beta1 and optimizer.beta2",
         )
     elif betas is not None:
         migration.default("optimizer.beta1", float(betas[0]), "the first value of betas")
@@ -366,11 +431,15 @@ def _schedule(migration: FileMigration) -> None:
         # Any other parameter makes DeepSpeed stop with an error.
         for key in migration.values:
             if key.startswith(_k("scheduler.params.")):
-                migration.record(key, "unsupported", f"DeepSpeed's {kind} has no such parameter and rejects it")
+                migration.record(
+                    key, "unsupported", f"DeepSpeed's {kind} has no such parameter and rejects it"
+                )
     elif kind is not None:
         for key in migration.values:
             if key.startswith("scheduler\0"):
-                text = f"DeepSpeed's {kind} has no counterpart; choose a schedule in lr_scheduler.name"
+                text = (
+                    f"DeepSpeed's {kind} has no counterpart; choose a schedule in lr_scheduler.name"
+                )
                 migration.record(key, "unsupported", text)
     elif migration.has(_k("optimizer.type")):
         default_to_constant_rate(migration, "without a scheduler the learning rate is constant")
@@ -381,7 +450,9 @@ def _warmup(migration: FileMigration) -> None:
     steps = _k(f"{_WARMUP}num_steps")
     shape = _k(f"{_WARMUP}type")
     if migration.values.get(steps) == "auto":
-        migration.record(steps, "unsupported", '"auto" is not supported here; write the number of steps')
+        migration.record(
+            steps, "unsupported", '"auto" is not supported here; write the number of steps'
+        )
     else:
         migration.set(steps, "lr_scheduler.warmup_steps", migration.get(steps, int, 1000))
     kind = migration.get(shape, str, "log")
@@ -398,21 +469,33 @@ def _rates(migration: FileMigration) -> None:
     own = _k("optimizer.params.lr")
     least = migration.get(first, float, 0.0)
     if migration.values.get(peak) == "auto":
-        migration.record(peak, "ignored", '"auto": the Trainer that reads this file sets its learning rate')
-        if not least:
-            migration.set(first, "lr_scheduler.min_lr_factor", 0.0, "the first rate as a fraction of the peak")
         migration.record(
-            first, "unsupported", "it becomes a fraction of the peak, which warmup_max_lr does not contain"
+            peak, "ignored", '"auto": the Trainer that reads this file sets its learning rate'
+        )
+        if not least:
+            migration.set(
+                first, "lr_scheduler.min_lr_factor", 0.0, "the first rate as a fraction of the peak"
+            )
+        migration.record(
+            first,
+            "unsupported",
+            "it becomes a fraction of the peak, which warmup_max_lr does not contain",
         )
         return
     most = migration.get(peak, float, 1e-3)
     is_overridden = migration.has(own) and migration.get(own, float) != most
     migration.entries = [e for e in migration.entries if e.key != "optimizer.params.lr"]
     migration.set(peak, "optimizer.lr", most, "the peak")
-    text = f"the schedule overrides it with {most}" if is_overridden else "the schedule sets the same value"
+    text = (
+        f"the schedule overrides it with {most}"
+        if is_overridden
+        else "the schedule sets the same value"
+    )
     migration.record(own, "ignored", text)
     share = least / most if most else 0.0
-    migration.set(first, "lr_scheduler.min_lr_factor", share, "the first rate as a fraction of the peak")
+    migration.set(
+        first, "lr_scheduler.min_lr_factor", share, "the first rate as a fraction of the peak"
+    )
     if not 0 <= share <= 1:
         migration.problems.append(
             Problem(
@@ -430,7 +513,9 @@ def _shares(migration: FileMigration) -> None:
     first = _k(f"{_WARMUP}min_ratio")
     last = _k("scheduler.params.cos_min_ratio")
     share = migration.get(last, float, 0.0001)
-    migration.set(last, "lr_scheduler.min_lr_factor", share, "the last rate as a fraction of the peak")
+    migration.set(
+        last, "lr_scheduler.min_lr_factor", share, "the last rate as a fraction of the peak"
+    )
     if not migration.get(first, float, 0.0):
         migration.record(first, "honoured", "the warmup starts at 0")
     migration.record(first, "unsupported", "the warmup of a cosine always starts at 0")
@@ -482,7 +567,9 @@ def _zero(migration: FileMigration) -> None:
     elif stage in (0, 1) and world and world > 1:
         why = f"each of {world} processes has a full copy of the model"
         migration.default("parallelism.data_parallel_replicate_degree", world, why)
-        migration.default("parallelism.data_parallel_shard_degree", 1, "each process has a full copy of the model")
+        migration.default(
+            "parallelism.data_parallel_shard_degree", 1, "each process has a full copy of the model"
+        )
         if stage == 1:
             migration.set(key, "parallelism.shard_optimizer_states", True)
         else:
@@ -503,7 +590,11 @@ def _recompute(migration: FileMigration) -> None:
     """Enable full activation recomputation if the file has a table of options for it."""
     if not any(key.startswith("activation_checkpointing") for key in migration.values):
         return
-    migration.default("activation_checkpoint.mode", "full", "the activation_checkpointing table enables recomputation")
+    migration.default(
+        "activation_checkpoint.mode",
+        "full",
+        "the activation_checkpointing table enables recomputation",
+    )
     key = _k("activation_checkpointing.cpu_checkpointing")
     if migration.get(key, bool, False):
         migration.set(key, "activation_checkpoint.cpu_offload", True)

@@ -49,7 +49,9 @@ def read_text(path: Path) -> str:
     try:
         content = bounded_reads.start(path, MAX_BYTES + 1)
     except OSError as error:
-        raise bounded_reads.unreadable("the file", path, error, "use a configuration file") from None
+        raise bounded_reads.unreadable(
+            "the file", path, error, "use a configuration file"
+        ) from None
     if len(content) > MAX_BYTES:
         raise ConfigError(
             Problem(
@@ -75,7 +77,9 @@ def read_text(path: Path) -> str:
 def facts_of_folder(folder: str | None) -> dict[str, Any]:
     """Return the fields of config.json in a model folder. {} if the file is missing or invalid."""
     try:
-        facts = checked_json.parse(bounded_reads.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
+        facts = checked_json.parse(
+            bounded_reads.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES)
+        )
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
@@ -124,7 +128,9 @@ class _Json:
         self._skip()
         self.count += 1
         if depth > MAX_DEPTH or self.count > MAX_VALUES:
-            raise self._error(f"must have at most {MAX_VALUES} values, nested at most {MAX_DEPTH} deep")
+            raise self._error(
+                f"must have at most {MAX_VALUES} values, nested at most {MAX_DEPTH} deep"
+            )
         start = self.text[self.at : self.at + 1]
         if start == "{":
             return self._table(key, depth)
@@ -216,14 +222,21 @@ class _Yaml:
             for event in yaml.parse(self.text, Loader=yaml.SafeLoader):
                 self.count += 1
                 line = event.start_mark.line + 1 if event.start_mark else 1
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                    event, yaml.CollectionEndEvent
+                )
                 if depth > MAX_DEPTH + 1:
                     raise _wrong(self.path, line, _TOO_DEEP, "write plain tables")
                 if isinstance(event, yaml.AliasEvent):
                     rule = f"must not use aliases (*{event.anchor})"
                     raise _wrong(self.path, line, rule, "write the value instead")
                 if self.count > 4 * MAX_VALUES:
-                    raise _wrong(self.path, 1, "has more values than any configuration needs", "use another file")
+                    raise _wrong(
+                        self.path,
+                        1,
+                        "has more values than any configuration needs",
+                        "use another file",
+                    )
             loader = yaml.SafeLoader(self.text)
             try:
                 node = loader.get_single_node()
@@ -233,7 +246,9 @@ class _Yaml:
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             rule = f"is not valid YAML: {getattr(error, 'problem', None) or 'it cannot be read'}"
-            raise _wrong(self.path, mark.line + 1 if mark else 1, rule, "correct this line") from None
+            raise _wrong(
+                self.path, mark.line + 1 if mark else 1, rule, "correct this line"
+            ) from None
         except (RecursionError, ValueError):
             rule = f"{_TOO_DEEP}, and must not contain an invalid value"
             raise _wrong(self.path, 1, rule, "use another file") from None
@@ -257,11 +272,16 @@ class _Yaml:
                 table[name] = self._value(loader, value_node, (*key, name), depth + 1)
             return table
         if isinstance(node, yaml.SequenceNode):
-            return [self._value(loader, item, (*key, str(n)), depth + 1) for n, item in enumerate(node.value)]
+            return [
+                self._value(loader, item, (*key, str(n)), depth + 1)
+                for n, item in enumerate(node.value)
+            ]
 
         # Converting a very long number would take long.
         if len(node.value) > 5_000 and node.tag.endswith((":int", ":float")):
-            raise _wrong(self.path, node_line, "must not contain a number of over 5000 digits", "correct it")
+            raise _wrong(
+                self.path, node_line, "must not contain a number of over 5000 digits", "correct it"
+            )
         value = loader.construct_object(node)
         if isinstance(value, float) and not math.isfinite(value):
             raise _wrong(self.path, node_line, "must contain finite numbers", "correct it")

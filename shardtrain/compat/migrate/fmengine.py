@@ -84,7 +84,9 @@ class FlagLine:
 
     def num_copies(self, num_processes: int | None) -> int | None:
         """Return the number of data-parallel ranks: all ranks divided by pipeline and tensor degree."""
-        each = (self._number("pipe_parallel_size") or 1) * (self._number("model_parallel_size") or 1)
+        each = (self._number("pipe_parallel_size") or 1) * (
+            self._number("model_parallel_size") or 1
+        )
         return num_processes // each if num_processes and num_processes % each == 0 else None
 
     def _number(self, key: str) -> int | None:
@@ -149,7 +151,9 @@ class FlagLine:
 
     def read(self, num_processes: int | None, parts: Sequence[FileMigration]) -> FileMigration:
         """Translate each flag."""
-        migration = FileMigration(ForeignDocument(self.path, self.flags, self.lines), SYSTEM, num_processes)
+        migration = FileMigration(
+            ForeignDocument(self.path, self.flags, self.lines), SYSTEM, num_processes
+        )
         migration.values = dict(self.flags)
         apply(migration, KEYS, "")
         if not migration.problems:
@@ -199,7 +203,9 @@ def command_line(path: Path, text: str) -> FlagLine:
     )
 
 
-def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> FlagLine:
+def parse(
+    words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()
+) -> FlagLine:
     """Parse ``--flag value`` arguments. A flag without a value is true.
 
     Args:
@@ -214,10 +220,14 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
     # In "launcher ... program.py flags", flags before the program belong to the launcher, and
     # arguments before the launcher to the shell.
     line = FlagLine(path or Path(where))
-    end = next((number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words))
+    end = next(
+        (number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words)
+    )
     programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
     start = programs[-1] + 1 if programs else 0
-    launchers = [n for n, word in enumerate(words[:start]) if re.search(r"(^|/)(deepspeed|torchrun)$", word)]
+    launchers = [
+        n for n, word in enumerate(words[:start]) if re.search(r"(^|/)(deepspeed|torchrun)$", word)
+    ]
     launcher = launchers[0] if launchers else start
     for number, word in enumerate(words):
         if not word.startswith("--") or number < launcher:
@@ -309,12 +319,18 @@ def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
     # The model.
     folder = get("init_ckpt", str)
     if folder:
-        migration.set("init_ckpt", "model.hf_assets_path", folder, "a folder with config.json and tokenizer")
-        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
+        migration.set(
+            "init_ckpt", "model.hf_assets_path", folder, "a folder with config.json and tokenizer"
+        )
+        migration.default(
+            "model.flavor", "from_folder", "the folder's config.json determines the model"
+        )
         migration.default("checkpoint.enable", True)
         if get("pretrain", bool, False):
             migration.record(
-                "pretrain", "honoured", "weights are initialized from scratch with the sizes in config.json"
+                "pretrain",
+                "honoured",
+                "weights are initialized from scratch with the sizes in config.json",
             )
         else:
             why = "from files per layer and model-parallel rank, or from safetensors"
@@ -322,19 +338,31 @@ def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
         if facts_of_folder(folder).get("model_type") == "mistral":
             for part in parts:
                 if any(setting.option == "lora.target_modules" for setting in part.settings):
-                    part.set("", "lora.target_modules", ["q_proj", "v_proj"], "FMEngine's modules for Mistral")
+                    part.set(
+                        "",
+                        "lora.target_modules",
+                        ["q_proj", "v_proj"],
+                        "FMEngine's modules for Mistral",
+                    )
     migration.record("pretrain", "ignored", "weights are loaded from init_ckpt")
     if get("dry_run", bool, False):
-        migration.set("dry_run", "checkpoint.load_only", True, "no checkpoint is saved; every run logs memory")
+        migration.set(
+            "dry_run", "checkpoint.load_only", True, "no checkpoint is saved; every run logs memory"
+        )
     migration.record("dry_run", "ignored", "it is off")
     window = get("window_size", int, 0)
     if window > 0:
         migration.set(
-            "window_size", "model.overrides.sliding_window", window, "number of tokens that each token attends to"
+            "window_size",
+            "model.overrides.sliding_window",
+            window,
+            "number of tokens that each token attends to",
         )
     migration.record("window_size", "ignored", "0 or less means no limit")
     if not get("use_deepspeed", bool, True):
-        migration.record("use_deepspeed", "unsupported", "FMEngine requires it to be true; remove it")
+        migration.record(
+            "use_deepspeed", "unsupported", "FMEngine requires it to be true; remove it"
+        )
     migration.record("use_deepspeed", "ignored", "it must be true in FMEngine")
     migration.default("checkpoint.enable", True)
 
@@ -349,16 +377,25 @@ def _finish(migration: FileMigration, parts: Sequence[FileMigration]) -> None:
             migration.default("data.streaming", True)
         migration.default("data.separator", "\n", "FMEngine joins documents with a line break")
         migration.default("data.add_eos", False, "FMEngine adds no end-of-text token")
-        migration.default("training.on_data_end", "repeat", "FMEngine repeats the data indefinitely")
+        migration.default(
+            "training.on_data_end", "repeat", "FMEngine repeats the data indefinitely"
+        )
     migration.record("data_path", "ignored", "it is empty")
-    defaults = {"metrics.log_freq": 1, "training.seq_len": 128, "training.steps": 100, "checkpoint.interval": 100}
+    defaults = {
+        "metrics.log_freq": 1,
+        "training.seq_len": 128,
+        "training.steps": 100,
+        "checkpoint.interval": 100,
+    }
     for option, value in {**defaults, "debug.seed": 3407}.items():
         migration.default(option, value)
     migration.record("deepspeed_config", "honoured", "read together with these flags")
     _batches(migration, parts, stages, tensor)
 
 
-def _batches(migration: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int) -> None:
+def _batches(
+    migration: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int
+) -> None:
     """Set the batch of a pipeline.
 
     Each rank passes all rows of its step, in micro-batches of DeepSpeed's size.
@@ -368,7 +405,9 @@ def _batches(migration: FileMigration, parts: Sequence[FileMigration], stages: i
     total = settings.get("training.global_batch_size")
     if stages == 1 or micro is None:
         return
-    migration.default("parallelism.pipeline_parallel_microbatch_size", micro, "train_micro_batch_size_per_gpu")
+    migration.default(
+        "parallelism.pipeline_parallel_microbatch_size", micro, "train_micro_batch_size_per_gpu"
+    )
     copies = max(1, (migration.num_processes or stages * tensor) // (stages * tensor))
     if total is not None and total % (micro * copies) == 0:
         for part in parts:

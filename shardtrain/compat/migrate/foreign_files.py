@@ -21,7 +21,14 @@ from shardtrain.compat.migrate import (
     universal_trainer,
 )
 from shardtrain.compat.migrate.document import ForeignDocument, read, read_text
-from shardtrain.compat.migrate.migration_report import Entry, FileMigration, Rule, ThisMachine, apply, flatten
+from shardtrain.compat.migrate.migration_report import (
+    Entry,
+    FileMigration,
+    Rule,
+    ThisMachine,
+    apply,
+    flatten,
+)
 from shardtrain.config.settings import Setting
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -44,7 +51,14 @@ class SystemReader(Protocol):
         """Translate the keys that depend on each other, and set the system's defaults."""
 
 
-READERS: tuple[Any, ...] = (universal_trainer, accelerate, torchtune, axolotl, deepspeed, training_arguments)
+READERS: tuple[Any, ...] = (
+    universal_trainer,
+    accelerate,
+    torchtune,
+    axolotl,
+    deepspeed,
+    training_arguments,
+)
 """Readers in the order of recognition. Each is recognized by keys that later ones do not have."""
 
 
@@ -114,7 +128,9 @@ def migrate(
     # machine. A file of the universal trainer contains its own number of nodes.
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
-        named_processes = document.values.get("num_processes") if accelerate.looks(document.values) else None
+        named_processes = (
+            document.values.get("num_processes") if accelerate.looks(document.values) else None
+        )
         if num_processes is None and type(named_processes) is int and named_processes > 0:
             num_processes = named_processes
         if num_processes is None and machine.nproc and reader is not universal_trainer:
@@ -123,7 +139,9 @@ def migrate(
     # Translate each file, and join the settings.
     # The parallelism flags of a command line determine how many of the ranks are data-parallel.
     copies = lines[0].num_copies(num_processes) if lines else num_processes
-    parts: list[FileMigration] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
+    parts: list[FileMigration] = [
+        _read(reader, document, copies, bool(lines), machine) for reader, document in chosen
+    ]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = list({str(problem): problem for part in parts for problem in part.problems}.values())
     settings = _join(parts, problems)
@@ -137,7 +155,9 @@ def migrate(
     return Migration(tuple(files), names, tuple(settings), entries, notes, launch, verb)
 
 
-def load(path: Path, arguments: Sequence[str] = (), num_processes: int | None = None) -> config.Loaded:
+def load(
+    path: Path, arguments: Sequence[str] = (), num_processes: int | None = None
+) -> config.Loaded:
     """Return only the configuration of ``open_file``."""
     return open_file(path, arguments, num_processes)[0]
 
@@ -168,7 +188,9 @@ def open_file(
     return _followed(migration, arguments, path), migration.launch
 
 
-def load_flags(words: Sequence[str], num_processes: int | None = None, follow: bool = True) -> config.Loaded:
+def load_flags(
+    words: Sequence[str], num_processes: int | None = None, follow: bool = True
+) -> config.Loaded:
     """Return the configuration of FMEngine's flags mixed with overrides (flags with a dot, such as --optimizer.lr).
 
     Without ``follow``, do not read the model's folder, so the result can be written as a configuration file.
@@ -184,7 +206,9 @@ def load_flags(words: Sequence[str], num_processes: int | None = None, follow: b
     return _followed(migrate([], num_processes, flags), own, None, follow)
 
 
-def _followed(migration: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True) -> config.Loaded:
+def _followed(
+    migration: Migration, arguments: Sequence[str], path: Path | None, follow: bool = True
+) -> config.Loaded:
     """Load the configuration of a migration.
 
     Raises:
@@ -197,10 +221,20 @@ def _followed(migration: Migration, arguments: Sequence[str], path: Path | None,
     if problems:
         raise ConfigError(problems)
     loaded = config.load_settings(migration.settings, arguments, path, follow)
-    recognized = (f"{path.name} was recognized as a file of {' and '.join(migration.systems)}",) if path else ()
+    recognized = (
+        (f"{path.name} was recognized as a file of {' and '.join(migration.systems)}",)
+        if path
+        else ()
+    )
     entries = tuple(map(str, migration.entries))
     notices = (*recognized, *entries, *unnamed(loaded), *migration.notices, *loaded.notices)
-    return config.Loaded(loaded.config, loaded.origins, notices, loaded.path, (*recognized, *entries, *loaded.renames))
+    return config.Loaded(
+        loaded.config,
+        loaded.origins,
+        notices,
+        loaded.path,
+        (*recognized, *entries, *loaded.renames),
+    )
 
 
 def unnamed(loaded: config.Loaded) -> list[str]:
@@ -213,7 +247,9 @@ def unnamed(loaded: config.Loaded) -> list[str]:
     for topic, options in named.items():
         if not any(loaded.is_set(option) for option in options):
             option = options[0]
-            notes.append(f'the files set no {topic}; the default is {option} = "{loaded.value(option)}"')
+            notes.append(
+                f'the files set no {topic}; the default is {option} = "{loaded.value(option)}"'
+            )
     return notes
 
 
@@ -243,7 +279,11 @@ def _is_script(file: Path) -> bool:
 
 
 def _read(
-    reader: Any, document: ForeignDocument, num_processes: int | None, has_flags: bool, machine: ThisMachine
+    reader: Any,
+    document: ForeignDocument,
+    num_processes: int | None,
+    has_flags: bool,
+    machine: ThisMachine,
 ) -> FileMigration:
     """Translate all keys of a document. ``has_flags`` is true if FMEngine's flags are translated too."""
     migration = FileMigration(document, reader.SYSTEM, num_processes, machine)
@@ -274,7 +314,12 @@ def _join(parts: Sequence[FileMigration], problems: list[Problem]) -> list[Setti
             option = setting.option
             is_explicit = option in explicit
             earlier = settings.get(option)
-            if earlier and is_explicit and option in explicit_options and earlier.value != setting.value:
+            if (
+                earlier
+                and is_explicit
+                and option in explicit_options
+                and earlier.value != setting.value
+            ):
                 problems.append(
                     Problem(
                         option,
@@ -303,10 +348,25 @@ def _toml(file: Path) -> Migration:
         notice = next((n for n in loaded.notices if n.startswith(f"{setting.where}: ")), None)
         if has_same_name:
             entries.append(
-                Entry(setting.option, setting.value, setting.where, "honoured", setting.option, setting.option)
+                Entry(
+                    setting.option,
+                    setting.value,
+                    setting.where,
+                    "honoured",
+                    setting.option,
+                    setting.option,
+                )
             )
         else:
             text = notice.partition(": ")[2] if notice else f"{option}"
             verdict = "renamed" if option else "ignored"
-            entries.append(Entry(setting.option, setting.value, setting.where, verdict, text, option or ""))  # type: ignore[arg-type]
+            entry = Entry(
+                setting.option,
+                setting.value,
+                setting.where,
+                verdict,  # type: ignore[arg-type]
+                text,
+                option or "",
+            )
+            entries.append(entry)
     return Migration((file,), ("torchtitan",), tuple(settings), tuple(entries), loaded.notices)

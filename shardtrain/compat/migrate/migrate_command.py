@@ -132,9 +132,14 @@ def report(migration: Migration, loaded: config.Loaded) -> list[str]:
         f"{file} was recognized as a file of {system}"
         for file, system in zip(migration.files, migration.systems, strict=False)
     ]
-    lines += [f"also read: a file of {system}" for system in migration.systems[len(migration.files) :]]
+    lines += [
+        f"also read: a file of {system}" for system in migration.systems[len(migration.files) :]
+    ]
     order = ("honoured", "renamed", "default", "ignored", "unsupported")
-    by_verdict = {verdict: [entry for entry in migration.entries if entry.verdict == verdict] for verdict in order}
+    by_verdict = {
+        verdict: [entry for entry in migration.entries if entry.verdict == verdict]
+        for verdict in order
+    }
     lines += [str(entry) for entries in by_verdict.values() for entry in entries]
     # If a key has an older name, the text of its entry reports that. Do not print the same notice again.
     reported = {(entry.where, entry.text) for entry in migration.entries}

@@ -122,7 +122,11 @@ def of_kind(value: Any, kind: type) -> Any:
                 number = float(value)
             except ValueError:
                 raise Unfit("must be a number", "correct it") from None
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        if (
+            isinstance(number, bool)
+            or not isinstance(number, int | float)
+            or not math.isfinite(number)
+        ):
             raise Unfit("must be a number", "correct it")
         if kind is float:
             return float(number)
@@ -221,7 +225,9 @@ class FileMigration:
         condition.
         """
         if key in self.values and not self.is_recorded(key):
-            self.entries.append(Entry(_dotted(key), self.values[key], self.where(key), verdict, text))
+            self.entries.append(
+                Entry(_dotted(key), self.values[key], self.where(key), verdict, text)
+            )
 
     def is_recorded(self, key: str) -> bool:
         """True if the key has a result."""
@@ -260,11 +266,16 @@ def translate_offload(migration: FileMigration, key: str) -> None:
     device = migration.get(key, str)
     if device == "cpu":
         migration.set(
-            key, "training.enable_cpu_offload", True, "parameters, gradients and optimizer state are offloaded together"
+            key,
+            "training.enable_cpu_offload",
+            True,
+            "parameters, gradients and optimizer state are offloaded together",
         )
     elif device == "nvme":
         migration.record(
-            key, "unsupported", "offloading to disk is not supported; use host memory: training.enable_cpu_offload"
+            key,
+            "unsupported",
+            "offloading to disk is not supported; use host memory: training.enable_cpu_offload",
         )
     migration.record(key, "ignored", "nothing is offloaded")
 
@@ -281,7 +292,9 @@ def _dotted(key: str) -> str:
     return key.replace("\0", ".")
 
 
-def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(
+    values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield the flat key and the value of each entry of nested tables.
 
     Nested keys are joined by NUL, because a key may contain a dot. Tables in ``leaves`` are values and

@@ -43,16 +43,22 @@ KEYS: Mapping[str, Rule] = {
     "tokenizer.path": Idle("the tokenizer comes from model.hf_assets_path"),
     "tokenizer.merges_file": Idle("the tokenizer comes from model.hf_assets_path"),
     "tokenizer.max_seq_len": JOINED,
-    "tokenizer.prompt_template": Cannot("save it as a chat template file, and set data.chat_template to its path"),
+    "tokenizer.prompt_template": Cannot(
+        "save it as a chat template file, and set data.chat_template to its path"
+    ),
     "checkpointer._component_": Idle("weights come from a Hugging Face folder"),
     "checkpointer.checkpoint_dir": JOINED,
     "checkpointer.checkpoint_files": Idle("the folder's index lists its files"),
     "checkpointer.checkpoint_files.*": Idle("the folder's index lists its files"),
     "checkpointer.adapter_checkpoint": To("lora.initial_load_path", str),
-    "checkpointer.recipe_checkpoint": Idle("a run resumes automatically from the newest checkpoint in its folder"),
+    "checkpointer.recipe_checkpoint": Idle(
+        "a run resumes automatically from the newest checkpoint in its folder"
+    ),
     "checkpointer.output_dir": Idle("checkpoints are written below job.dump_folder"),
     "checkpointer.model_type": Idle("the folder's config.json determines the model"),
-    "resume_from_checkpoint": Idle("a run resumes automatically from the newest checkpoint in its folder"),
+    "resume_from_checkpoint": Idle(
+        "a run resumes automatically from the newest checkpoint in its folder"
+    ),
     "save_adapter_weights_only": Idle("checkpoints of adapter training contain only adapters"),
     "dataset._component_": JOINED,
     "dataset.source": JOINED,
@@ -66,7 +72,9 @@ KEYS: Mapping[str, Rule] = {
         "set the columns in data.prompt_field and data.completion_field, or in data.template"
     ),
     "dataset.conversation_column": To("data.messages_field", str),
-    "dataset.conversation_style": Cannot("rows must be {role, content} objects; data.template converts other formats"),
+    "dataset.conversation_style": Cannot(
+        "rows must be {role, content} objects; data.template converts other formats"
+    ),
     "dataset.new_system_prompt": Cannot("the chat template contains the system message"),
     "seed": JOINED,
     "shuffle": Cannot("rows are always shuffled", off=(None, True)),
@@ -80,9 +88,13 @@ KEYS: Mapping[str, Rule] = {
     "optimizer.weight_decay": To("optimizer.weight_decay", float),
     "optimizer.eps": To("optimizer.eps", float),
     "optimizer.betas": JOINED,
-    "optimizer.fused": To("optimizer.implementation", bool, lambda on: "fused" if on else "foreach"),
+    "optimizer.fused": To(
+        "optimizer.implementation", bool, lambda on: "fused" if on else "foreach"
+    ),
     "optimizer.foreach": Idle("only selects a kernel for the same update"),
-    "optimizer_in_bwd": Cannot("parameters are updated after gradients are clipped, not during the backward pass"),
+    "optimizer_in_bwd": Cannot(
+        "parameters are updated after gradients are clipped, not during the backward pass"
+    ),
     "lr_scheduler._component_": JOINED,
     "lr_scheduler.num_warmup_steps": JOINED,
     "lr_scheduler.num_cycles": Cannot("the cosine always has half a cycle", off=(None, 0.5)),
@@ -92,9 +104,13 @@ KEYS: Mapping[str, Rule] = {
     "compile": To("compile.enable", bool),
     "device": JOINED,
     "dtype": JOINED,
-    "enable_activation_checkpointing": To("activation_checkpoint.mode", bool, lambda on: "full" if on else "none"),
+    "enable_activation_checkpointing": To(
+        "activation_checkpoint.mode", bool, lambda on: "full" if on else "none"
+    ),
     "enable_activation_offloading": JOINED,
-    "activation_offloading_use_streams": Idle("only affects how activations are offloaded, not numbers"),
+    "activation_offloading_use_streams": Idle(
+        "only affects how activations are offloaded, not numbers"
+    ),
     "low_cpu_ram": Idle("each rank reads only its shards"),
     "fsdp_cpu_offload": To("training.enable_cpu_offload", bool),
     "tensor_parallel_dim": To("parallelism.tensor_parallel_degree", int),
@@ -163,24 +179,38 @@ def finish(migration: FileMigration) -> None:
         epochs = get("epochs", int, 1)
         migration.settings = [s for s in migration.settings if s.option != "training.epochs"]
         migration.entries = [e for e in migration.entries if e.key != "epochs"]
-        migration.set("max_steps_per_epoch", "training.steps", limit * epochs, f"{epochs} epochs of {limit} steps")
+        migration.set(
+            "max_steps_per_epoch",
+            "training.steps",
+            limit * epochs,
+            f"{epochs} epochs of {limit} steps",
+        )
         migration.default("training.on_data_end", "repeat")
         migration.record("epochs", "honoured", "part of training.steps")
     migration.record("max_steps_per_epoch", "ignored", "every epoch uses all the data")
     seed = get("seed", int)
     if seed is not None:
         migration.set("seed", "debug.seed", seed)
-    migration.record("seed", "ignored", "debug.seed has a fixed default, which makes runs repeatable")
+    migration.record(
+        "seed", "ignored", "debug.seed has a fixed default, which makes runs repeatable"
+    )
     _optimizer(migration)
     clip = get("clip_grad_norm", float)
     if clip:
         migration.set("clip_grad_norm", "training.max_norm", clip)
     else:
-        migration.set("clip_grad_norm", "training.max_norm", float("inf"), "gradients are not clipped")
+        migration.set(
+            "clip_grad_norm", "training.max_norm", float("inf"), "gradients are not clipped"
+        )
     kinds = {"bf16": "bfloat16", "fp32": "float32"}
     kind = get("dtype", str, "fp32")
     if kind in kinds:
-        migration.set("dtype", "training.dtype", kinds[kind], "parameters use the compute dtype, as in torchtune")
+        migration.set(
+            "dtype",
+            "training.dtype",
+            kinds[kind],
+            "parameters use the compute dtype, as in torchtune",
+        )
         migration.default("training.mixed_precision_param", kinds[kind])
     else:
         migration.record("dtype", "unsupported", "training.dtype must be float32 or bfloat16")
@@ -188,7 +218,9 @@ def finish(migration: FileMigration) -> None:
         if get("enable_activation_checkpointing", bool, False):
             migration.set("enable_activation_offloading", "activation_checkpoint.cpu_offload", True)
         migration.record(
-            "enable_activation_offloading", "ignored", "offloading requires enable_activation_checkpointing"
+            "enable_activation_offloading",
+            "ignored",
+            "offloading requires enable_activation_checkpointing",
         )
     migration.record("enable_activation_offloading", "ignored", "it is off")
     device = get("device", str, "cuda").partition(":")[0]
@@ -196,7 +228,10 @@ def finish(migration: FileMigration) -> None:
         migration.set("device", "training.device", "auto" if device == "cuda" else "cpu")
     migration.record("device", "unsupported", "the device must be cuda or cpu")
     logger = get("metric_logger\0_component_", str, "").rpartition(".")[2]
-    options = {"TensorBoardLogger": "metrics.enable_tensorboard", "WandBLogger": "metrics.enable_wandb"}
+    options = {
+        "TensorBoardLogger": "metrics.enable_tensorboard",
+        "WandBLogger": "metrics.enable_wandb",
+    }
     if logger in options:
         migration.set("metric_logger\0_component_", options[logger], True)
     migration.record("metric_logger\0_component_", "ignored", "metrics.jsonl is always written")
@@ -233,18 +268,29 @@ def _model(migration: FileMigration) -> None:
         is_path = folder.startswith((".", "/", "~"))
         path, how = model_folder(folder if is_path else f"./{folder}")
         migration.set("checkpointer\0checkpoint_dir", "model.hf_assets_path", str(Path(path)), how)
-        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
-        migration.default("checkpoint.initial_load_in_hf", True, "training starts from the folder's weights")
+        migration.default(
+            "model.flavor", "from_folder", "the folder's config.json determines the model"
+        )
+        migration.default(
+            "checkpoint.initial_load_in_hf", True, "training starts from the folder's weights"
+        )
     builder = component.rpartition(".")[2]
     if builder.startswith(("lora_", "qlora_")):
-        migration.set(key, "lora.enable", True, f"{builder}; the folder's config.json determines the model")
+        migration.set(
+            key, "lora.enable", True, f"{builder}; the folder's config.json determines the model"
+        )
     migration.record(key, "honoured", "the folder's config.json determines the model")
     modules = migration.get("model\0lora_attn_modules", list)
     if modules is not None:
         names = ["o_proj" if name == "output_proj" else str(name) for name in modules]
         if migration.get("model\0apply_lora_to_mlp", bool, False):
             names += ["gate_proj", "up_proj", "down_proj"]
-        migration.set("model\0lora_attn_modules", "lora.target_modules", names, "together with apply_lora_to_mlp")
+        migration.set(
+            "model\0lora_attn_modules",
+            "lora.target_modules",
+            names,
+            "together with apply_lora_to_mlp",
+        )
     migration.record("model\0apply_lora_to_mlp", "honoured", "part of lora.target_modules")
     if builder.startswith("qlora_") or migration.get("model\0quantize_base", bool, False):
         migration.set("model\0quantize_base", "lora.base_dtype", "nf4")
@@ -306,7 +352,9 @@ def _data(migration: FileMigration) -> None:
         migration.set("dataset\0split", "data.split", split)
     elif split:
         migration.record(
-            "dataset\0split", "unsupported", "slices of a split are not supported; write the slice to a file"
+            "dataset\0split",
+            "unsupported",
+            "slices of a split are not supported; write the slice to a file",
         )
     length = migration.get("tokenizer\0max_seq_len", int)
     if length:
@@ -332,7 +380,9 @@ def _optimizer(migration: FileMigration) -> None:
     elif "AdamW" in kind:
         migration.record(key, "unsupported", 'use optimizer.name = "AdamW" or "AdamW8bit"')
     else:
-        migration.record(key, "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon")
+        migration.record(
+            key, "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon"
+        )
     betas = migration.get("optimizer\0betas", list, [])
     if len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas):
         migration.default("optimizer.beta1", float(betas[0]), "the first value of betas")
@@ -353,7 +403,9 @@ def _optimizer(migration: FileMigration) -> None:
         migration.default("lr_scheduler.warmup_proportion", 0.0)
     elif name is not None:
         migration.record(
-            "lr_scheduler\0_component_", "unsupported", "it has no counterpart; choose a schedule in lr_scheduler.name"
+            "lr_scheduler\0_component_",
+            "unsupported",
+            "it has no counterpart; choose a schedule in lr_scheduler.name",
         )
     else:
         default_to_constant_rate(migration, "without a schedule the learning rate is constant")

@@ -13,7 +13,13 @@ from shardtrain.facts.file_kinds import dataset_of
 SYSTEM = "Hugging Face TrainingArguments"
 OPEN = "it is not in TrainingArguments, but defined by the program that reads this file"
 LEAVES = frozenset(
-    {"dataset_mixture", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "fsdp_config", "accelerator_config"}
+    {
+        "dataset_mixture",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+        "fsdp_config",
+        "accelerator_config",
+    }
 )
 _HUB = Cannot("uploads are a separate command: `shardtrain export RUN --to HF_DIR --push ORG/NAME`")
 _WATCH = Idle("only affects output, not numbers")
@@ -46,13 +52,18 @@ def model_folder(name: str) -> tuple[str, str]:
     if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         return str(path), "a local folder"
     local = f"./assets/hf/{name.rpartition('/')[2]}"
-    return local, f"download it with `shardtrain data download --repo_id {name} --all --local_dir ./assets/hf`"
+    return (
+        local,
+        f"download it with `shardtrain data download --repo_id {name} --all --local_dir ./assets/hf`",
+    )
 
 
 KEYS: Mapping[str, Rule] = {
     "output_dir": To("job.dump_folder", str),
     "run_name": To("job.description", str),
-    "overwrite_output_dir": Cannot("a run resumes in its folder; choose another folder", off=(None, False, True)),
+    "overwrite_output_dir": Cannot(
+        "a run resumes in its folder; choose another folder", off=(None, False, True)
+    ),
     "do_train": Idle("`shardtrain train` always trains"),
     "do_eval": Idle("eval_strategy determines when"),
     "do_predict": Idle("use `shardtrain test`"),
@@ -106,7 +117,9 @@ KEYS: Mapping[str, Rule] = {
     "load_best_model_at_end": JOINED,
     "metric_for_best_model": JOINED,
     "greater_is_better": JOINED,
-    "resume_from_checkpoint": Idle("a run resumes automatically from the newest checkpoint in its folder"),
+    "resume_from_checkpoint": Idle(
+        "a run resumes automatically from the newest checkpoint in its folder"
+    ),
     "logging_steps": JOINED,
     "logging_strategy": Idle("metrics.log_freq counts steps"),
     "logging_first_step": Idle("the first step is always logged"),
@@ -124,7 +137,9 @@ KEYS: Mapping[str, Rule] = {
     "dataset_num_proc": _LOADER,
     "preprocessing_num_workers": _LOADER,
     "remove_unused_columns": _LOADER,
-    "group_by_length": Cannot("rows are shuffled over the full data set; data.packing avoids padding instead"),
+    "group_by_length": Cannot(
+        "rows are shuffled over the full data set; data.packing avoids padding instead"
+    ),
     "ddp_find_unused_parameters": Idle("every parameter receives a gradient"),
     "ddp_timeout": To("comm.train_timeout_seconds", int),
     "ddp_backend": Idle("the backend is nccl on CUDA and gloo on CPUs"),
@@ -142,13 +157,17 @@ KEYS: Mapping[str, Rule] = {
     "prediction_loss_only": _WATCH,
     "include_num_input_tokens_seen": _WATCH,
     "full_determinism": To("debug.deterministic", bool),
-    "auto_find_batch_size": Cannot("`shardtrain train --comm.mode fake_backend` reports the memory of a batch size"),
+    "auto_find_batch_size": Cannot(
+        "`shardtrain train --comm.mode fake_backend` reports the memory of a batch size"
+    ),
     "use_liger_kernel": Idle("only selects kernels for the same computation"),
     "eval_accumulation_steps": _LOADER,
     # Arguments of the Trainer's example scripts and of TRL: models, data, adapters.
     "model_name_or_path": JOINED,
     "model_name": JOINED,
-    "model_revision": Idle("only selects the files to download: `shardtrain data download --revision`"),
+    "model_revision": Idle(
+        "only selects the files to download: `shardtrain data download --revision`"
+    ),
     "tokenizer_name": Idle("the tokenizer comes from model.hf_assets_path"),
     "tokenizer_name_or_path": Idle("the tokenizer comes from model.hf_assets_path"),
     "config_name": Idle("the sizes come from model.hf_assets_path"),
@@ -213,7 +232,9 @@ def finish(migration: FileMigration) -> None:
     optimizer(migration, migration.get("optim", str, "adamw_torch"), "optim")
     if migration.get("weight_decay", float, 0.0):
         migration.default(
-            "optimizer.no_weight_decay", ["*.bias", "*norm*"], "the Trainer decays neither biases nor norms"
+            "optimizer.no_weight_decay",
+            ["*.bias", "*norm*"],
+            "the Trainer decays neither biases nor norms",
         )
     _saving(migration)
     _validation(migration)
@@ -221,13 +242,17 @@ def finish(migration: FileMigration) -> None:
     clip = migration.get("max_grad_norm", float, 1.0)
     migration.set("max_grad_norm", "training.max_norm", clip or float("inf"))
     recomputes = migration.get("gradient_checkpointing", bool, False)
-    migration.set("gradient_checkpointing", "activation_checkpoint.mode", "full" if recomputes else "none")
+    migration.set(
+        "gradient_checkpointing", "activation_checkpoint.mode", "full" if recomputes else "none"
+    )
     steps = migration.get("logging_steps", float, 500.0)
     if steps >= 1:
         migration.set("logging_steps", "metrics.log_freq", int(steps))
     else:
         migration.record(
-            "logging_steps", "ignored", "it is a fraction of the run; metrics.log_freq is a number of steps"
+            "logging_steps",
+            "ignored",
+            "it is a fraction of the run; metrics.log_freq is a number of steps",
         )
     _reports(migration)
 
@@ -238,7 +263,9 @@ def finish(migration: FileMigration) -> None:
     if workers and prefetch is not None:
         migration.set("dataloader_prefetch_factor", "training.dataloader.prefetch_factor", prefetch)
     if workers and persistent:
-        migration.set("dataloader_persistent_workers", "training.dataloader.persistent_workers", True)
+        migration.set(
+            "dataloader_persistent_workers", "training.dataloader.persistent_workers", True
+        )
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         migration.record(name, "ignored", "it has no effect without workers")
     if migration.values.get("deepspeed"):
@@ -303,7 +330,12 @@ def schedule(migration: FileMigration, kind: str, key: str) -> None:
         migration.record(key, "unsupported", f"supported schedules are {', '.join(known)}")
         return
     shape, least, warmup = known[kind]
-    migration.set(key, "lr_scheduler.decay_type", shape, "" if kind == shape else f"with min_lr_factor = {least}")
+    migration.set(
+        key,
+        "lr_scheduler.decay_type",
+        shape,
+        "" if kind == shape else f"with min_lr_factor = {least}",
+    )
     migration.default("lr_scheduler.name", "transformers")
     if least:
         migration.default("lr_scheduler.min_lr_factor", least)
@@ -339,11 +371,18 @@ def precision(migration: FileMigration) -> None:
         migration.set(name, "training.mixed_precision_param", dtype, "the default is float32")
     for other in ("bf16", "fp16"):
         is_off = not migration.values.get(other)
-        migration.record(other, "ignored", "it is off" if is_off else f"the compute dtype is {dtype}")
+        migration.record(
+            other, "ignored", "it is off" if is_off else f"the compute dtype is {dtype}"
+        )
     for name in ("torch_dtype", "dtype"):
         kind = migration.get(name, str)
         if kind in ("bfloat16", "bf16") and migration.system == SYSTEM:
-            migration.set(name, "training.dtype", "bfloat16", "parameters and their updates also use this dtype")
+            migration.set(
+                name,
+                "training.dtype",
+                "bfloat16",
+                "parameters and their updates also use this dtype",
+            )
         elif kind in ("float16", "fp16", "half"):
             migration.record(name, "unsupported", "training.dtype must be float32 or bfloat16")
         migration.record(name, "ignored", "parameters are stored in float32")
@@ -351,7 +390,9 @@ def precision(migration: FileMigration) -> None:
 
 def optimizer(migration: FileMigration, kind: str, key: str) -> None:
     """Set the optimizer from the Trainer's names for AdamW, including variants with 8-bit states."""
-    if kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex")) and not kind.endswith(("8bit", "4bit", "fp8")):
+    if kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex")) and not kind.endswith(
+        ("8bit", "4bit", "fp8")
+    ):
         migration.set(key, "optimizer.name", "AdamW")
     elif "adamw" in kind and kind.endswith("8bit"):  # from bitsandbytes or torchao, paged or not
         migration.set(key, "optimizer.name", "AdamW8bit")
@@ -359,10 +400,14 @@ def optimizer(migration: FileMigration, kind: str, key: str) -> None:
         migration.set(key, "optimizer.name", "AdamW")
         migration.entries = [e for e in migration.entries if e.key != key]
         migration.record(
-            key, "unsupported", 'this precision of the state is not supported; optimizer.name is set to "AdamW"'
+            key,
+            "unsupported",
+            'this precision of the state is not supported; optimizer.name is set to "AdamW"',
         )
     else:
-        migration.record(key, "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon")
+        migration.record(
+            key, "unsupported", "optimizer.name supports AdamW, Adam, AdamW8bit and Muon"
+        )
 
 
 def _saving(migration: FileMigration) -> None:
@@ -377,11 +422,15 @@ def _saving(migration: FileMigration) -> None:
         migration.record("save_strategy", "honoured", "checkpoint.interval is a number of steps")
     elif strategy == "steps":
         migration.record(
-            "save_steps", "unsupported", "it is a fraction of the run; checkpoint.interval is a number of steps"
+            "save_steps",
+            "unsupported",
+            "it is a fraction of the run; checkpoint.interval is a number of steps",
         )
     elif strategy == "no":
         migration.record(
-            "save_strategy", "honoured", "the last step and every 500th step are saved: checkpoint.interval"
+            "save_strategy",
+            "honoured",
+            "the last step and every 500th step are saved: checkpoint.interval",
         )
     else:
         migration.record(
@@ -446,7 +495,9 @@ def _validation(migration: FileMigration) -> None:
         migration.record("metric_for_best_model", "honoured", f"checkpoint.keep_best = {name}")
     text = "it requires validation that reports the loss or the accuracy" if best else "it is off"
     migration.record("load_best_model_at_end", "ignored", text)
-    migration.record("metric_for_best_model", "ignored", "no best checkpoint is kept; see checkpoint.keep_best")
+    migration.record(
+        "metric_for_best_model", "ignored", "no best checkpoint is kept; see checkpoint.keep_best"
+    )
     text = "the task determines if a larger value is better; see checkpoint.best_mode"
     migration.record("greater_is_better", "ignored", text)
 
@@ -458,8 +509,12 @@ def _model_and_data(migration: FileMigration) -> None:
     if name:
         folder, how = model_folder(name)
         migration.set(key, "model.hf_assets_path", folder, how)
-        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
-        migration.default("checkpoint.initial_load_in_hf", True, "training starts from the folder's weights")
+        migration.default(
+            "model.flavor", "from_folder", "the folder's config.json determines the model"
+        )
+        migration.default(
+            "checkpoint.initial_load_in_hf", True, "training starts from the folder's weights"
+        )
     for other in ("model_name_or_path", "model_name"):
         migration.record(other, "ignored", "it is empty")
 
@@ -468,7 +523,9 @@ def _model_and_data(migration: FileMigration) -> None:
         migration.set("dataset_name", "training.dataset_path", data)
         migration.default("training.dataset", "huggingface")
     elif migration.has("train_file"):
-        migration.default("training.dataset", dataset_of(str(migration.values["train_file"])) or "text")
+        migration.default(
+            "training.dataset", dataset_of(str(migration.values["train_file"])) or "text"
+        )
     values = {setting.option: setting.value for setting in migration.settings}
     if "validation.enable" in values:
         file = values.get("validation.dataset_path")
@@ -500,7 +557,9 @@ def _model_and_data(migration: FileMigration) -> None:
         wraps = migration.get("packing_strategy", str, "wrapped") == "wrapped"
         packed_kind = "concat" if wraps else "best_fit"
         migration.set("packing", "data.packing", packed_kind if packs else "padded")
-        migration.record("packing_strategy", "renamed" if packs else "ignored", "part of data.packing")
+        migration.record(
+            "packing_strategy", "renamed" if packs else "ignored", "part of data.packing"
+        )
 
 
 def _preference_loss(migration: FileMigration) -> None:
@@ -510,9 +569,13 @@ def _preference_loss(migration: FileMigration) -> None:
     losses = get_args(get_type_hints(Task)["loss_type"])
     if len(names) == 1 and names[0] in losses:
         migration.set("loss_type", "task.loss_type", names[0])
-    migration.record("loss_type", "unsupported", f"it must be one of {', '.join(losses)}: task.loss_type")
+    migration.record(
+        "loss_type", "unsupported", f"it must be one of {', '.join(losses)}: task.loss_type"
+    )
     if migration.has("label_smoothing"):
-        migration.set("label_smoothing", "task.label_smoothing", migration.get("label_smoothing", float, 0.0))
+        migration.set(
+            "label_smoothing", "task.label_smoothing", migration.get("label_smoothing", float, 0.0)
+        )
     if migration.get("reference_free", bool, False):
         migration.set("reference_free", "task.reference_free", True)
     migration.record("reference_free", "ignored", "it is off")
@@ -529,7 +592,9 @@ def _reports(migration: FileMigration) -> None:
         names = [str(name) for name in given]
     elif given:
         names = [str(given)]
-    known = {name: f"metrics.enable_{name}" for name in ("tensorboard", "wandb", "mlflow", "trackio")}
+    known = {
+        name: f"metrics.enable_{name}" for name in ("tensorboard", "wandb", "mlflow", "trackio")
+    }
     chosen = [name for name in names if name in known]
     for number, name in enumerate(chosen):
         if number == 0:

@@ -42,7 +42,9 @@ KEYS: Mapping[str, Rule] = {
     f"{_T}pretrained_model_dir": JOINED,
     f"{_T}model_dir": To("job.dump_folder", str, _home),
     f"{_T}is_distributed": JOINED,
-    f"{_T}use_native_fp16": To("training.mixed_precision_param", bool, lambda on: "float16" if on else "float32"),
+    f"{_T}use_native_fp16": To(
+        "training.mixed_precision_param", bool, lambda on: "float16" if on else "float32"
+    ),
     f"{_T}use_fairscale_optimizer_sharding": JOINED,
     f"{_T}use_fairscale_model_sharding": JOINED,
     f"{_T}use_fairscale_autowrap": JOINED,
@@ -94,7 +96,9 @@ def prepare(migration: FileMigration) -> None:
                 )
             )
         elif value is not None:
-            migration.set(key, f"task.options.{name}", value, "hooks can read it as self.config.task.options")
+            migration.set(
+                key, f"task.options.{name}", value, "hooks can read it as self.config.task.options"
+            )
         else:
             migration.record(key, "ignored", "it is empty")
 
@@ -118,13 +122,21 @@ def finish(migration: FileMigration) -> None:
             )
         )
     migration.verb = mode
-    migration.record(_key(_T, "mode"), "honoured", f"shardtrain.compat.main runs `shardtrain {mode}` with this file")
+    migration.record(
+        _key(_T, "mode"),
+        "honoured",
+        f"shardtrain.compat.main runs `shardtrain {mode}` with this file",
+    )
     folder = get(_key(_T, "pretrained_model_dir"), str)
     has_own_model = any(setting.option == "model.name" for setting in migration.settings)
     if folder and not has_own_model:
         migration.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
-        migration.default("model.flavor", "from_folder", "the folder's config.json determines the model")
-        migration.default("checkpoint.initial_load_in_hf", True, "training starts from the folder's weights")
+        migration.default(
+            "model.flavor", "from_folder", "the folder's config.json determines the model"
+        )
+        migration.default(
+            "checkpoint.initial_load_in_hf", True, "training starts from the folder's weights"
+        )
         base = Path(_home(folder))
         if (base / "pytorch_model.bin").is_file() and not any(base.glob("model*.safetensors*")):
             migration.default(
@@ -135,17 +147,32 @@ def finish(migration: FileMigration) -> None:
         architecture = _CLASSIFIERS.get(str(_facts(folder).get("model_type")))
         if architecture:
             labels = get(_key(_T, "num_labels"), int, 2)
-            migration.default("model.name", "transformers", f"{architecture} comes from the transformers library")
+            migration.default(
+                "model.name", "transformers", f"{architecture} comes from the transformers library"
+            )
             if architecture not in (_facts(folder).get("architectures") or [architecture]):
-                migration.default("model.overrides.architecture", architecture, "the folder's encoder with a new head")
-            migration.default("model.overrides.num_labels", labels, "config.json may have another number")
+                migration.default(
+                    "model.overrides.architecture",
+                    architecture,
+                    "the folder's encoder with a new head",
+                )
+            migration.default(
+                "model.overrides.num_labels", labels, "config.json may have another number"
+            )
             migration.default("model.overrides.dropout", True, "with the rates of config.json")
     elif folder:
-        migration.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder), "for its tokenizer")
+        migration.set(
+            _key(_T, "pretrained_model_dir"),
+            "model.hf_assets_path",
+            _home(folder),
+            "for its tokenizer",
+        )
     migration.record(_key(_T, "pretrained_model_dir"), "ignored", "it is empty")
     if not has_own_model and not folder:
         migration.default(
-            "model.name", "encoder", "no folder is set, so a built-in encoder on bytes is trained from scratch"
+            "model.name",
+            "encoder",
+            "no folder is set, so a built-in encoder on bytes is trained from scratch",
         )
         migration.default("model.flavor", "small")
     migration.default("task.name", "classification")
@@ -154,12 +181,20 @@ def finish(migration: FileMigration) -> None:
     limit = get(_key(_T, "max_length"), int, 200)
     if cuts_rows:
         migration.set(_key(_T, "max_length"), "training.seq_len", limit)
-        migration.record(_key(_T, "use_max_length"), "honoured", f"rows are cut after {limit} tokens")
+        migration.record(
+            _key(_T, "use_max_length"), "honoured", f"rows are cut after {limit} tokens"
+        )
     else:
         most = _positions(folder)
-        migration.default("training.seq_len", most, "without use_max_length, rows may be as long as the model supports")
+        migration.default(
+            "training.seq_len",
+            most,
+            "without use_max_length, rows may be as long as the model supports",
+        )
         migration.record(
-            _key(_T, "use_max_length"), "honoured", f"rows may have {most} tokens; a batch is padded to its longest row"
+            _key(_T, "use_max_length"),
+            "honoured",
+            f"rows may have {most} tokens; a batch is padded to its longest row",
         )
         migration.record(_key(_T, "max_length"), "ignored", "only used with use_max_length")
     for option, value in (
@@ -185,11 +220,14 @@ def finish(migration: FileMigration) -> None:
         elif kind not in ("bart", "mbart"):
             patterns = []
     if patterns:
-        migration.default("optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`")
+        migration.default(
+            "optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`"
+        )
     _continue(migration)
     if get(_key(_D, "is_dev_file"), bool, True) and has_text_rows:
         migration.default(
-            "validation.seq_len", next(s.value for s in migration.settings if s.option == "training.seq_len")
+            "validation.seq_len",
+            next(s.value for s in migration.settings if s.option == "training.seq_len"),
         )
 
 
@@ -214,10 +252,14 @@ def _processes(migration: FileMigration) -> int:
     distributed = migration.get(_key(_T, "is_distributed"), bool, True)
     for name, value, least in (("nodes", nodes, 1), ("gpus", gpus, 1), ("current_node", node, 0)):
         if value < least:
-            migration.problems.append(_wrong(migration, name, value, f"must be at least {least}", "correct it"))
+            migration.problems.append(
+                _wrong(migration, name, value, f"must be at least {least}", "correct it")
+            )
     if not 0 < port < 65_536:
         migration.problems.append(
-            _wrong(migration, "master_port", port, "must be a port between 1 and 65535", "correct it")
+            _wrong(
+                migration, "master_port", port, "must be a port between 1 and 65535", "correct it"
+            )
         )
     if migration.problems:
         return 1
@@ -226,12 +268,16 @@ def _processes(migration: FileMigration) -> int:
     # The program uses one process with DataParallel here. Start a process per local device instead,
     # and divide the batch among them.
     if not distributed:
-        text = "the local devices share the batch as with DataParallel, with a separate process each"
+        text = (
+            "the local devices share the batch as with DataParallel, with a separate process each"
+        )
         migration.record(_key(_T, "is_distributed"), "honoured", text)
         for name in ("nodes", "gpus", "current_node", "master_addr", "master_port"):
             migration.record(_key(_N, name), "ignored", "only used with is_distributed")
         batch = migration.get(_key(_T, "batch_size"), int, 8)
-        batch = max(1, batch // max(1, migration.get(_key(_T, "gradient_accumulation_steps"), int, 1)))
+        batch = max(
+            1, batch // max(1, migration.get(_key(_T, "gradient_accumulation_steps"), int, 1))
+        )
         devices = migration.num_processes or machine.nproc or machine.devices or 1
         # The batch belongs to all devices, so use the largest number of devices that divides it.
         divisors = [count for count in range(1, devices + 1) if batch % count == 0]
@@ -255,7 +301,13 @@ def _processes(migration: FileMigration) -> int:
     if node >= nodes:
         rule = f"must be less than nodes={nodes}"
         migration.problems.append(
-            _wrong(migration, "current_node", node, rule, "count nodes from 0, and set nodes to their number")
+            _wrong(
+                migration,
+                "current_node",
+                node,
+                rule,
+                "count nodes from 0, and set nodes to their number",
+            )
         )
     if nodes > 1:
         if not address:
@@ -293,7 +345,9 @@ def _hooks(migration: FileMigration) -> bool:
         facts = read_task_file(path) if "Task" in names else None
     except ConfigError as error:
         wrong = [problem for problem in error.problems if isinstance(problem, Problem)]
-        migration.problems += [Problem(f"{_T}hooks_file", given, p.rule, p.fix, migration.where(key)) for p in wrong]
+        migration.problems += [
+            Problem(f"{_T}hooks_file", given, p.rule, p.fix, migration.where(key)) for p in wrong
+        ]
         return True
     except (OSError, SyntaxError, ValueError, RecursionError) as error:
         migration.problems.append(
@@ -319,7 +373,9 @@ def _hooks(migration: FileMigration) -> bool:
     if facts is not None:
         migration.set(key, "task.name", path, "its class Task")
         metric = next((name for name in facts.metrics if name != "loss"), "loss")
-        migration.default("checkpoint.keep_best", f"validation.{metric}", "the first metric in the file's METRICS")
+        migration.default(
+            "checkpoint.keep_best", f"validation.{metric}", "the first metric in the file's METRICS"
+        )
     if "Model" in names:
         migration.set(key, "model.name", path, "its class Model")
     return "Task" not in names or bool(migration.get(_key(_D, "data_dir"), str))
@@ -352,12 +408,19 @@ def _continue(migration: FileMigration) -> None:
         )
         migration.record(place, "ignored", "only used with continue_training")
     elif not path:
-        migration.record(key, "honoured", "the run resumes from the newest checkpoint in its model_dir")
+        migration.record(
+            key, "honoured", "the run resumes from the newest checkpoint in its model_dir"
+        )
         migration.record(place, "ignored", "it is empty")
     else:
-        migration.record(key, "honoured", "restores weights, optimizer, loss scale, step and learning rate")
+        migration.record(
+            key, "honoured", "restores weights, optimizer, loss scale, step and learning rate"
+        )
         migration.set(
-            place, "checkpoint.initial_load_path", _home(path), "unless model_dir contains a newer checkpoint"
+            place,
+            "checkpoint.initial_load_path",
+            _home(path),
+            "unless model_dir contains a newer checkpoint",
         )
         migration.default("checkpoint.initial_load_model_only", False)
         migration.settings = [s for s in migration.settings if s.option not in _OF_FOLDER]
@@ -375,7 +438,13 @@ def _batch(migration: FileMigration, world: int) -> int:
     for name, value in (("batch_size", batch), ("gradient_accumulation_steps", accumulated)):
         if value < 1:
             key = _key(_T, name)
-            problem = Problem(key.replace("\0", "."), value, "must be at least 1", "correct it", migration.where(key))
+            problem = Problem(
+                key.replace("\0", "."),
+                value,
+                "must be at least 1",
+                "correct it",
+                migration.where(key),
+            )
             migration.problems.append(problem)
             return 1
     why = "rows per process" if distributed else "batch_size is the sum over all devices"
@@ -384,9 +453,18 @@ def _batch(migration: FileMigration, world: int) -> int:
     if accumulated > 1 or not distributed:
         key = _key(_T, "gradient_accumulation_steps")
         total = rows * accumulated * world
-        migration.set(key, "training.global_batch_size", total, f"rows per optimizer step of {world} processes")
-    migration.record(_key(_T, "gradient_accumulation_steps"), "honoured", "no gradients are accumulated")
-    migration.default("training.last_batch", "keep", "the last step of an epoch has the remaining rows")
+        migration.set(
+            key,
+            "training.global_batch_size",
+            total,
+            f"rows per optimizer step of {world} processes",
+        )
+    migration.record(
+        _key(_T, "gradient_accumulation_steps"), "honoured", "no gradients are accumulated"
+    )
+    migration.default(
+        "training.last_batch", "keep", "the last step of an epoch has the remaining rows"
+    )
     migration.default("validation.local_batch_size", rows)
     return rows * accumulated
 
@@ -404,12 +482,18 @@ def _sharding(migration: FileMigration, world: int) -> None:
         if is_on["autowrap"]:
             text = "each block is sharded separately"
         migration.record(place["autowrap"], "honoured", text)
-        migration.record(place["optimizer_sharding"], "honoured", "the optimizer state is sharded with the model")
+        migration.record(
+            place["optimizer_sharding"], "honoured", "the optimizer state is sharded with the model"
+        )
     elif world > 1:
         migration.default(
-            "parallelism.data_parallel_replicate_degree", world, "each process has a full copy of the model"
+            "parallelism.data_parallel_replicate_degree",
+            world,
+            "each process has a full copy of the model",
         )
-        migration.default("parallelism.data_parallel_shard_degree", 1, "each process has a full copy of the model")
+        migration.default(
+            "parallelism.data_parallel_shard_degree", 1, "each process has a full copy of the model"
+        )
         if is_on["optimizer_sharding"]:
             migration.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
 
@@ -441,7 +525,9 @@ def _data(migration: FileMigration, step_rows: int) -> None:
     base = Path(_home(folder or ""))
     if not hooks_read_rows:
         train = str(_file(base, "train"))
-        migration.set(_key(_D, "data_dir"), "training.dataset_path", train, "sentence<TAB>label, no header")
+        migration.set(
+            _key(_D, "data_dir"), "training.dataset_path", train, "sentence<TAB>label, no header"
+        )
         migration.default("training.dataset", "tsv")
         migration.default("data.text_field", "0", "the first column")
         migration.default("task.label_field", "1", "the second column")
@@ -453,20 +539,32 @@ def _data(migration: FileMigration, step_rows: int) -> None:
         migration.set(key, "validation.enable", True)
         migration.default("validation.per_epoch", 1)
         migration.default(
-            "checkpoint.keep_best", "validation.accuracy", "the program requires the best step as an argument"
+            "checkpoint.keep_best",
+            "validation.accuracy",
+            "the program requires the best step as an argument",
         )
     else:
         migration.set(key, "validation.enable", False)
         migration.settings = [s for s in migration.settings if s.option != "checkpoint.keep_best"]
-        migration.entries = [entry for entry in migration.entries if entry.option != "checkpoint.keep_best"]
+        migration.entries = [
+            entry for entry in migration.entries if entry.option != "checkpoint.keep_best"
+        ]
 
     # Fractions of an epoch become steps if the rows of the file can be counted.
     rows = 0 if hooks_read_rows else _rows(_file(base, "train"))
     steps = -(-rows // max(1, step_rows))
-    for name, option in (("log_steps_ratio", "metrics.log_freq"), ("save_steps_ratio", "checkpoint.interval")):
+    for name, option in (
+        ("log_steps_ratio", "metrics.log_freq"),
+        ("save_steps_ratio", "checkpoint.interval"),
+    ):
         ratio = migration.get(_key(_T, name), int, 1)
         if steps and ratio > 0:
-            migration.set(_key(_T, name), option, max(1, steps // ratio), f"{ratio} times per epoch of {steps} steps")
+            migration.set(
+                _key(_T, name),
+                option,
+                max(1, steps // ratio),
+                f"{ratio} times per epoch of {steps} steps",
+            )
         else:
             text = f"the rows cannot be counted here; set {option} to a number of steps"
             migration.record(_key(_T, name), "ignored", text)
@@ -498,7 +596,9 @@ def _rows(file: Path) -> int:
 def _positions(folder: str | None) -> int:
     """Return the maximum sequence length of a folder's model, or 1024 as for BART if it is unknown."""
     most = _facts(folder).get("max_position_embeddings")
-    return most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
+    return (
+        most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
+    )
 
 
 def _facts(folder: str | None) -> dict[str, Any]:

@@ -81,7 +81,11 @@ def initial_hub_weights(loaded: Loaded) -> Iterator[Problem]:
             rule="loads only weights, and checkpoint.initial_load_model_only=false requires more",
             fix="set checkpoint.initial_load_model_only = true",
         )
-    if options.initial_load_in_hf and options.initial_load_path is None and is_built_in(model.hf_assets_path):
+    if (
+        options.initial_load_in_hf
+        and options.initial_load_path is None
+        and is_built_in(model.hf_assets_path)
+    ):
         yield problem(
             loaded,
             switch,
@@ -177,7 +181,11 @@ def checkpoint_notes(loaded: Loaded) -> list[str]:
         required["checkpoint.mean_time_to_failure_hours"] = 'interval_type = "automatic"'
     if not options.keep_best and not loaded.config.validation.patience:
         required["checkpoint.best_mode"] = "keep_best or validation.patience"
-    return [f"{name}: without effect unless {switch}" for name, switch in required.items() if loaded.is_set(name)]
+    return [
+        f"{name}: without effect unless {switch}"
+        for name, switch in required.items()
+        if loaded.is_set(name)
+    ]
 
 
 _EMBEDDINGS = {

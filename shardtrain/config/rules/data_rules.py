@@ -49,7 +49,9 @@ def source_names() -> list[str]:
     """Return the names of the datasets of this package, from the files in data/sources without
     importing them.
     """
-    return sorted(file.stem for file in SOURCES_FOLDER.glob("*.py") if not file.stem.startswith("_"))
+    return sorted(
+        file.stem for file in SOURCES_FOLDER.glob("*.py") if not file.stem.startswith("_")
+    )
 
 
 def datasets(loaded: Loaded) -> dict[str, DataSource]:
@@ -77,7 +79,10 @@ def formats(loaded: Loaded) -> set[str]:
 
 def is_changed(loaded: Loaded, option: str) -> bool:
     """True if a user set an option to a value other than its default."""
-    return loaded.is_set(option) and loaded.value(option) != options(type(loaded.config))[option].default
+    return (
+        loaded.is_set(option)
+        and loaded.value(option) != options(type(loaded.config))[option].default
+    )
 
 
 def check_dataset(loaded: Loaded) -> Iterator[Problem]:
@@ -133,7 +138,9 @@ def _dataset_fix(option: str, name: str, names: list[str]) -> str:
         return f'set {option}.dataset_path to it, and {option}.dataset to its reader, such as "text" or "jsonl"'
     # OWNER/NAME is a repository of the hub.
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-        return f'for the hub, use {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
+        return (
+            f'for the hub, use {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
+        )
     all_names = f"datasets are {', '.join(names)}"
     near = nearest(name, names)
     if near:
@@ -633,7 +640,9 @@ def _validation_notes(loaded: Loaded, sources: dict[str, DataSource]) -> list[st
             notes.append(
                 f"validation.dataset: also the data of {option}, so the loss is not on held-out data",
             )
-    if c.parallelism.pipeline_parallel_degree > 1 and is_changed(loaded, "validation.local_batch_size"):
+    if c.parallelism.pipeline_parallel_degree > 1 and is_changed(
+        loaded, "validation.local_batch_size"
+    ):
         notes.append(
             "validation.local_batch_size: without effect, a pipeline uses the batch size of training",
         )

@@ -33,7 +33,9 @@ def check_experts(loaded: Loaded) -> Iterator[Problem]:
     experts = sizes.get("num_experts")
     if config.model.name == folder_model.NAME:
         # config.json has other names for its experts; the check of the built network finds them
-        yield from _check_forced_balance(loaded, f"is not supported for model.name={folder_model.NAME}")
+        yield from _check_forced_balance(
+            loaded, f"is not supported for model.name={folder_model.NAME}"
+        )
         if p.data_parallel_shard_degree != -1:
             yield from _check_ranks(loaded, p.data_parallel_shard_degree)
         return

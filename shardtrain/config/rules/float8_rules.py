@@ -142,7 +142,9 @@ def needs_float8_matmuls(loaded: Loaded) -> bool:
 def needs_mx_matmuls(loaded: Loaded) -> bool:
     """True if the device must support MX matrix products."""
     config = loaded.config
-    return MX in config.model.converters and config.quantize.linear.mx.recipe_name != "mxfp8_emulated"
+    return (
+        MX in config.model.converters and config.quantize.linear.mx.recipe_name != "mxfp8_emulated"
+    )
 
 
 def float8_notes(loaded: Loaded) -> list[str]:
@@ -156,7 +158,9 @@ def float8_notes(loaded: Loaded) -> list[str]:
     }
     has_gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
     if LINEAR in config.model.converters and has_gather and degrees == {1}:
-        return [f"{LINEAR}.enable_fsdp_float8_all_gather: without effect, one rank has unsharded weights"]
+        return [
+            f"{LINEAR}.enable_fsdp_float8_all_gather: without effect, one rank has unsharded weights"
+        ]
     return []
 
 

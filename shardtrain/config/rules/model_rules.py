@@ -256,7 +256,9 @@ def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
         "{} attention heads": heads,
         "{} KV heads": _size(sizes, "num_kv_heads") or heads,
         "feed-forward dimension {}": ffn_dim,
-        "shared experts' feed-forward dimension {}": (_size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim")),
+        "shared experts' feed-forward dimension {}": (
+            _size(sizes, "num_shared_experts") * _size(sizes, "moe_ffn_dim")
+        ),
         "shared expert's feed-forward dimension {}": _size(sizes, "shared_ffn_dim"),
         "{} key heads of linear attention": _size(sizes, "linear_key_heads"),
         "vocabulary of {}": _size(sizes, "vocab_size"),

@@ -82,7 +82,9 @@ def early_step(loaded: Loaded) -> Iterator[Problem]:
             'set training.nonfinite_policy = "stop"',
         )
     if c.training.spike_policy == "skip":
-        yield conflict('training.spike_policy = "skip" requires', 'set training.spike_policy = "log"')
+        yield conflict(
+            'training.spike_policy = "skip" requires', 'set training.spike_policy = "log"'
+        )
     if c.training.mixed_precision_param == "float16":
         yield conflict("loss scaling requires", 'set training.mixed_precision_param = "bfloat16"')
     if c.parallelism.pipeline_parallel_degree > 1:
@@ -169,7 +171,9 @@ def float16_from_bfloat16(loaded: Loaded) -> Iterator[Problem]:
 
 def memory_budget_without_compiler(loaded: Loaded) -> Iterator[Problem]:
     """The compiler implements the mode ``memory_budget``."""
-    if loaded.config.activation_checkpoint.mode == "memory_budget" and not _compiles_model(loaded.config):
+    if loaded.config.activation_checkpoint.mode == "memory_budget" and not _compiles_model(
+        loaded.config
+    ):
         yield problem(
             loaded,
             "activation_checkpoint.mode",
@@ -252,7 +256,11 @@ def offload_without_recomputation(loaded: Loaded) -> Iterator[Problem]:
 def async_tensor_parallel_without_compiler(loaded: Loaded) -> Iterator[Problem]:
     """Async tensor parallelism requires the compiler, which implements it."""
     p = loaded.config.parallelism
-    if p.enable_async_tensor_parallel and p.tensor_parallel_degree > 1 and not _compiles_model(loaded.config):
+    if (
+        p.enable_async_tensor_parallel
+        and p.tensor_parallel_degree > 1
+        and not _compiles_model(loaded.config)
+    ):
         yield problem(
             loaded,
             "parallelism.enable_async_tensor_parallel",

@@ -17,7 +17,9 @@ from shardtrain.utils import own_file
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.own_file import FileKind
 
-SCHEDULE_OPTIONS = tuple(field.name for field in fields(LRScheduler) if field.name not in ("name", "total_steps"))
+SCHEDULE_OPTIONS = tuple(
+    field.name for field in fields(LRScheduler) if field.name not in ("name", "total_steps")
+)
 """Options of [lr_scheduler] that a schedule may read; ``total_steps`` is an argument of every schedule."""
 
 
@@ -31,7 +33,10 @@ def named_files(config: Config) -> list[tuple[str, str]]:
         ("lr_scheduler.name", config.lr_scheduler.name),
         ("training.dataset", config.training.dataset),
         ("validation.dataset", config.validation.dataset),
-        *((f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()),
+        *(
+            (f"data.sources.{name}.dataset", source.dataset)
+            for name, source in config.data.sources.items()
+        ),
         *(("metrics.sinks", path) for path in config.metrics.sinks),
         *(("metrics.token_metrics", path) for path in config.metrics.token_metrics),
     ]
@@ -63,7 +68,9 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
             fix='remove it, or set task.name = "language_model"',
         )
     yield from _check_named(loaded, "optimizer.name", tuple(OPTIMIZERS), own_file.OPTIMIZER)
-    yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), own_file.SCHEDULE)
+    yield from _check_named(
+        loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), own_file.SCHEDULE
+    )
     unknown = set(schedule_options(config.lr_scheduler.name) or ()) - set(SCHEDULE_OPTIONS)
     if unknown:
         yield problem(
@@ -92,7 +99,9 @@ def schedule_options(name: str) -> tuple[str, ...] | None:
     return None
 
 
-def _check_named(loaded: Loaded, option: str, known: tuple[str, ...], kind: FileKind) -> Iterator[Problem]:
+def _check_named(
+    loaded: Loaded, option: str, known: tuple[str, ...], kind: FileKind
+) -> Iterator[Problem]:
     value = loaded.value(option)
     if value.endswith(".py"):
         yield from _check(loaded, option, value, kind)

@@ -55,7 +55,9 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     if rows is not None:
         yield from check_microbatches(loaded, rows, count)
     if p.pipeline_parallel_schedule_csv and p.pipeline_parallel_microbatch_size > 0:
-        yield from check_schedule_file(loaded, count, rows and rows // p.pipeline_parallel_microbatch_size)
+        yield from check_schedule_file(
+            loaded, count, rows and rows // p.pipeline_parallel_microbatch_size
+        )
 
 
 def _check_combinations(loaded: Loaded, schedule: str) -> Iterator[Problem]:
@@ -63,7 +65,11 @@ def _check_combinations(loaded: Loaded, schedule: str) -> Iterator[Problem]:
     specified once.
     """
     config = loaded.config
-    if schedule in stages.SPLIT_BACKWARD and config.compile.enable and "model" in config.compile.components:
+    if (
+        schedule in stages.SPLIT_BACKWARD
+        and config.compile.enable
+        and "model" in config.compile.components
+    ):
         yield problem(
             loaded,
             _SCHEDULE,
@@ -138,12 +144,16 @@ def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
     if not empty:
         return
     p = loaded.config.parallelism
-    reserved = p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
+    reserved = (
+        p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
+    )
     rule = f"leaves stage {empty[0]} of {count} without a layer of the model's {layers}"
     fix = f"use a schedule or degree with at most {layers} stages"
     # There are enough layers if the embedding and the head do not count as layers.
     if reserved and count <= layers:
-        ends = "pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers"
+        ends = (
+            "pipeline_parallel_first_stage_less_layers and pipeline_parallel_last_stage_less_layers"
+        )
         fix = f"set {ends} to 0, or {fix}"
     option = _PER_STAGE if loaded.is_set(_PER_STAGE) else DEGREE
     yield problem(loaded, option, rule, fix)

@@ -28,7 +28,9 @@ _DUPLICATES = {"F": "F", "B": "BIW", "I": "IB", "W": "WB"}
 """Kind -> the kinds that may not exist for the same stage and micro-batch: B is I and W together."""
 
 
-def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int | None) -> Iterator[Problem]:
+def check_schedule_file(
+    loaded: Loaded, num_stages: int, num_microbatches: int | None
+) -> Iterator[Problem]:
     """Yield the first problem of the file: its actions, their completeness, or their order.
 
     ``num_microbatches`` is None if unknown. A file that does not exist is reported by another rule.
@@ -96,7 +98,9 @@ def _action_texts(row: list[str]) -> Iterator[str]:
             yield cell
 
 
-def _parse_action(loaded: Loaded, text: str, rank: int, num_stages: int, done: Done) -> Action | Problem:
+def _parse_action(
+    loaded: Loaded, text: str, rank: int, num_stages: int, done: Done
+) -> Action | Problem:
     """Return an action, or a problem if it is malformed, of another rank's stage, or a duplicate."""
     match = _ACTION.fullmatch(text.strip())
     if match is None:

@@ -130,7 +130,9 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
 
 def _check_language_model(loaded: Loaded) -> Iterator[Problem]:
     """A language model reads no option of [task]."""
-    for option in options():  # without those of job.custom_config_module, which any file of the user's may read
+    for option in (
+        options()
+    ):  # without those of job.custom_config_module, which any file of the user's may read
         if option.startswith("task.") and is_changed(loaded, option):
             yield problem(
                 loaded,
@@ -153,7 +155,9 @@ def _check_mesh(loaded: Loaded, supported_degrees: Collection[str]) -> Iterator[
             )
 
     # Tasks of rows with tensor parallelism. Distillation is a task of documents.
-    is_tensor_parallel = c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees
+    is_tensor_parallel = (
+        c.parallelism.tensor_parallel_degree > 1 and "tensor_parallel_degree" in supported_degrees
+    )
     if c.task.name == DISTILLATION or not is_tensor_parallel:
         return
     if not c.parallelism.disable_loss_parallel:
@@ -184,7 +188,9 @@ def _check_options_of_other_tasks(loaded: Loaded) -> Iterator[Problem]:
     all_options: set[str] = set().union(*_OPTIONS.values())
     for option in sorted(all_options - set(task_options)):
         if is_changed(loaded, f"task.{option}"):
-            readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
+            readers = " or ".join(
+                f'"{name}"' for name, names in _OPTIONS.items() if option in names
+            )
             yield problem(
                 loaded,
                 f"task.{option}",
@@ -305,7 +311,11 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
             rule="must contain at least two different names",
             fix="name each label once",
         )
-    if task.labels and is_changed(loaded, "task.num_labels") and task.num_labels != len(task.labels):
+    if (
+        task.labels
+        and is_changed(loaded, "task.num_labels")
+        and task.num_labels != len(task.labels)
+    ):
         yield problem(
             loaded,
             "task.num_labels",
@@ -315,7 +325,10 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
     if (len(task.labels) or task.num_labels) < 2:
         yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
     # A file either has a header with names, or its columns are numbered.
-    if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
+    if (
+        loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal()
+        and task.label_field
+    ):
         yield problem(
             loaded,
             "task.label_field",

@@ -144,9 +144,15 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
             rule=f"gets gradients wrong where tensor parallelism splits the blocks of model.name={NAME}",
             fix="set it to false, or tensor_parallel_degree to 1",
         )
-    if c.parallelism.expert_parallel_degree > 1 and c.compile.enable and "model" in c.compile.components:
+    if (
+        c.parallelism.expert_parallel_degree > 1
+        and c.compile.enable
+        and "model" in c.compile.components
+    ):
         rule = f"is not supported for model.name={NAME} with experts that are split over ranks"
-        yield problem(loaded, "compile.enable", rule, "set it to false, or expert_parallel_degree to 1")
+        yield problem(
+            loaded, "compile.enable", rule, "set it to false, or expert_parallel_degree to 1"
+        )
     patterns = c.optimizer.muon_adamw_patterns
     if c.optimizer.name == "Muon" and patterns == Config().optimizer.muon_adamw_patterns:
         yield problem(

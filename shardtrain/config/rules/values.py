@@ -20,7 +20,9 @@ def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
     to" the default.
     """
     if loaded.is_from_preset(option):
-        fix = fix.replace("remove it", f"set it to {json.dumps(options(type(loaded.config))[option].default)}")
+        fix = fix.replace(
+            "remove it", f"set it to {json.dumps(options(type(loaded.config))[option].default)}"
+        )
     return Problem(option, loaded.value(option), rule, fix, loaded.where(option))
 
 
@@ -169,11 +171,15 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
             continue
         value = loaded.value(option)
         if value is not None:
-            yield from _check_number(loaded, option, value >= 1, "must be at least 1", "use 1 or more")
+            yield from _check_number(
+                loaded, option, value >= 1, "must be at least 1", "use 1 or more"
+            )
     for option in AT_LEAST_0:
         value = loaded.value(option)
         if value is not None:
-            yield from _check_number(loaded, option, value >= 0, "must not be negative", "use 0 or more")
+            yield from _check_number(
+                loaded, option, value >= 0, "must not be negative", "use 0 or more"
+            )
     for option in MINUS_1_OR_AT_LEAST_1:
         value = loaded.value(option)
         is_valid = value == -1 or value >= 1
@@ -187,7 +193,9 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
     for option in ABOVE_0:
         value = loaded.value(option)
         if value is not None:
-            yield from _check_number(loaded, option, value > 0, "must be above 0", "use a positive number")
+            yield from _check_number(
+                loaded, option, value > 0, "must be above 0", "use a positive number"
+            )
     exit_code = loaded.config.checkpoint.stop_exit_code
     rule = "must be from 0 to 255"
     yield from _check_number(
@@ -200,16 +208,22 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
     for option, usual in FROM_0_BELOW_1.items():
         value = loaded.value(option)
         is_valid = 0 <= value < 1
-        yield from _check_number(loaded, option, is_valid, "must be at least 0 and below 1", f"use for example {usual}")
+        yield from _check_number(
+            loaded, option, is_valid, "must be at least 0 and below 1", f"use for example {usual}"
+        )
     for option in FROM_0_TO_1:
         value = loaded.value(option)
         if value is not None:
             rule = "must be between 0 and 1"
-            yield from _check_number(loaded, option, 0 <= value <= 1, rule, "write a fraction: 10 % is 0.1")
+            yield from _check_number(
+                loaded, option, 0 <= value <= 1, rule, "write a fraction: 10 % is 0.1"
+            )
     yield from _check_large_numbers(loaded)
 
 
-def _check_number(loaded: Loaded, option: str, is_in_range: bool, rule: str, fix: str) -> Iterator[Problem]:
+def _check_number(
+    loaded: Loaded, option: str, is_in_range: bool, rule: str, fix: str
+) -> Iterator[Problem]:
     """Yield a problem if a number is outside its range, or not finite and not one of MAY_BE_INFINITE."""
     is_finite = math.isfinite(loaded.value(option))
     if is_in_range and (is_finite or option in MAY_BE_INFINITE):

@@ -121,7 +121,9 @@ class Optimizer:
     """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses
     dots. A pattern that matches nothing is a notice (shardtrain).
     """
-    muon_adamw_patterns: list[str] = field(default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"])
+    muon_adamw_patterns: list[str] = field(
+        default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"]
+    )
     """Name patterns of parameters for which Muon uses AdamW (lr, beta1, beta2, eps). It also does
     so for all parameters that are neither matrices nor stacks of matrices (shardtrain).
     """
@@ -309,7 +311,9 @@ class ActivationCheckpoint:
     """
     selective_ac_option: str = "2"
     """A number k recomputes every k-th layer; "op" keeps the expensive operations of every layer."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
+        default_factory=lambda: ["moe.router.gate"]
+    )
     """Linear layers whose matmul is recomputed even with "op"."""
     early_stop: bool = False
     """Stop recomputing a layer as soon as all tensors that backward needs are available."""
@@ -507,4 +511,6 @@ class Config:
     def __post_init__(self) -> None:
         """Replace validation.seq_len = -1 by training.seq_len."""
         if self.validation.seq_len == -1:
-            object.__setattr__(self, "validation", replace(self.validation, seq_len=self.training.seq_len))
+            object.__setattr__(
+                self, "validation", replace(self.validation, seq_len=self.training.seq_len)
+            )

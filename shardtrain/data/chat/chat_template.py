@@ -39,7 +39,9 @@ class ChatTemplate:
     The work of rendering is limited: see ``jinja_sandbox.py``.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], file: str | None = None) -> None:
+    def __init__(
+        self, text: str, special_tokens: Mapping[str, str], file: str | None = None
+    ) -> None:
         """``file`` is the value of data.chat_template; None for a tokenizer's own template."""
         self.marks = False
         """True if the template marks what the assistant says with {% generation %}."""
@@ -115,12 +117,18 @@ class ChatTemplate:
             )
         return plain, spans
 
-    def _write(self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: bool) -> str:
+    def _write(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: bool
+    ) -> str:
         # generate in pieces, to stop a template before it fills the memory
         self._work.begin()
         pieces: list[str] = []
         size = 0
-        chat = [_with_parts(message) for message in messages] if self.content_as_parts else list(messages)
+        chat = (
+            [_with_parts(message) for message in messages]
+            if self.content_as_parts
+            else list(messages)
+        )
         defaults = {**self._special_tokens, "tools": None, "documents": None}
         context = {**defaults, **variables, "messages": chat, "add_generation_prompt": prompt}
         try:
@@ -128,7 +136,9 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_CHARACTERS:
-                    raise Unusable(f"the chat template writes more than {MAX_CHARACTERS} characters")
+                    raise Unusable(
+                        f"the chat template writes more than {MAX_CHARACTERS} characters"
+                    )
         except (Unusable, MemoryError):
             raise
         # a template can raise any Python exception
@@ -188,7 +198,9 @@ class ChatTemplate:
         if not self._logged_date:
             self._logged_date = True
             day = FIXED_DATE.date().isoformat()
-            logger.warning(f"the chat template uses the current date; it gets {day}, to keep tokens reproducible")
+            logger.warning(
+                f"the chat template uses the current date; it gets {day}, to keep tokens reproducible"
+            )
         return FIXED_DATE.strftime(form)
 
 
@@ -215,7 +227,9 @@ def _generation_tag(template: ChatTemplate) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             template.marks = True
-            return jinja2.nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+            return jinja2.nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(
+                line
+            )
 
         def _enclose(self, caller: Any) -> str:
             text = str(caller())
@@ -256,7 +270,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Convert to JSON as templates expect it: without escapes for non-ASCII characters or HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

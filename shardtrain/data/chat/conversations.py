@@ -126,7 +126,9 @@ def find_content_form(template: ChatTemplate) -> None:
     template.content_as_parts = reads_one_part and not reads_text
 
 
-def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables, text: str) -> None:
+def check_nothing_is_dropped(
+    template: ChatTemplate, chat: Sequence[Message], variables: Variables, text: str
+) -> None:
     """Reject a conversation if the template drops a content, a tool call or the last turn's reasoning in
     ``text``.
 
@@ -152,7 +154,9 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], va
     )
     last = len(chat) - 1
     # A template may drop the reasoning of all turns but the last.
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last}
+    wanted = {
+        name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last
+    }
     if shape not in template.dropped:
         template.dropped[shape] = _find_dropped(template, replaced, variables, wanted)
     if reason := template.dropped[shape]:
@@ -162,7 +166,9 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], va
     for leaf in wanted.values():
         is_earlier = chat[leaf.turn]["role"] == "assistant" and leaf.turn < last
         if leaf.kind != "argument" and not _is_written(leaf.value, squeezed, only_end=is_earlier):
-            raise Unusable(f"the chat template drops a part of {leaf.description}; use one that writes it")
+            raise Unusable(
+                f"the chat template drops a part of {leaf.description}; use one that writes it"
+            )
 
 
 def _find_dropped(
@@ -208,7 +214,9 @@ def _squeeze(text: str) -> str:
     return "".join(text.casefold().split())
 
 
-def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int) -> Written:
+def _marked(
+    template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int
+) -> Written:
     """Return the ranges that the template marks, without those in the prompt."""
     text, spans = template.render_marked(chat, variables)
     # Ignore marks within the prompt. The end of the prompt is the end of its own rendering, with the
@@ -218,10 +226,14 @@ def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, f
         starts = (template.render(given, variables, prompt=prompt) for prompt in (True, False))
         before = next((len(start) for start in starts if text.startswith(start)), None)
         if before is None:
-            raise Unusable("the chat template renders the prompt differently when the completion follows")
+            raise Unusable(
+                "the chat template renders the prompt differently when the completion follows"
+            )
         spans = [span for span in spans if span[0] >= before]
     if not any(stop > start for start, stop in spans):
-        raise Unusable("the chat template's {% generation %} marks enclose nothing in this conversation")
+        raise Unusable(
+            "the chat template's {% generation %} marks enclose nothing in this conversation"
+        )
     return Written(text, spans, exact=True)
 
 
@@ -266,7 +278,9 @@ class Conversations:
         self._logged_ending = False
         self._unused = UnusedNames("key of messages", UNUSED_KEYS)
 
-    def write(self, messages: Sequence[Message], variables: Variables, first_learned: int = 0) -> Written:
+    def write(
+        self, messages: Sequence[Message], variables: Variables, first_learned: int = 0
+    ) -> Written:
         """Render a conversation and find its learned turns; see the function ``write``."""
         self._unused.warn(messages)
         written = write(self._template_of(variables), messages, variables, first_learned)
@@ -279,7 +293,9 @@ class Conversations:
             Unusable: the template fails, or the conversation ends with the assistant's turn.
         """
         if messages[-1]["role"] == "assistant":
-            raise Unusable("the conversation ends with the assistant's turn, so there is nothing to generate")
+            raise Unusable(
+                "the conversation ends with the assistant's turn, so there is nothing to generate"
+            )
         template = self._template_of(variables)
         chat, text = _render(template, messages, variables, prompt=True)
         check_nothing_is_dropped(template, chat, variables, text)
@@ -322,7 +338,9 @@ class Conversations:
             documents.append(Document(tokens, self._learned(conversation, tokens, spans)))
         return documents
 
-    def _learned(self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans) -> npt.NDArray[np.bool_]:
+    def _learned(
+        self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans
+    ) -> npt.NDArray[np.bool_]:
         """Return a mask of the tokens with a character in a learned range."""
         learned = np.zeros(len(tokens), dtype=np.bool_)
         starts = spans[:, 0]

@@ -165,7 +165,11 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             if function == self.shardtrain_count:
                 return work.count()
             # make a list first, because an iterator could yield the same text any number of times
-            if isinstance(getattr(function, "__self__", None), str) and function.__name__ == "join" and args:
+            if (
+                isinstance(getattr(function, "__self__", None), str)
+                and function.__name__ == "join"
+                and args
+            ):
                 args = (list(args[0]), *args[1:])
             _plan_call(work, function, args, kwargs)
             return super().call(context, function, *args, **kwargs)
@@ -196,7 +200,9 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             counters: tuple[Any, ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
             for kind in counters:
                 for node in template.find_all(kind):
-                    counted = nodes.Call(nodes.EnvironmentAttribute("shardtrain_count"), [], [], None, None)
+                    counted = nodes.Call(
+                        nodes.EnvironmentAttribute("shardtrain_count"), [], [], None, None
+                    )
                     node.body.insert(0, nodes.Output([counted]).set_lineno(node.lineno))
             _replace_joins(template, nodes)
             return template.set_environment(self)
@@ -209,7 +215,9 @@ def sandbox(work: Work, *extensions: Any) -> Any:
     environment.finalize = lambda value: _written(work, value)
     environment.filters["replace"] = lambda text, *words: _replaced(work, _text(work, text), *words)
     environment.filters["join"] = _joined(environment.filters["join"], work)
-    environment.filters["format"] = lambda text, *args, **kwargs: _formatted(work, _text(work, text), args, kwargs)
+    environment.filters["format"] = lambda text, *args, **kwargs: _formatted(
+        work, _text(work, text), args, kwargs
+    )
     return environment
 
 
@@ -262,7 +270,9 @@ def deep_size(value: Any, depth: int = 0) -> int:
         return _ITEM_CHARACTERS
     if depth > _MAX_DEPTH:
         raise OverflowError(f"it nests deeper than {_MAX_DEPTH}")
-    items = value if isinstance(value, Sequence) else [part for item in value.items() for part in item]
+    items = (
+        value if isinstance(value, Sequence) else [part for item in value.items() for part in item]
+    )
     size = _ITEM_CHARACTERS
     for item in items:
         size += deep_size(item, depth + 1)
@@ -347,7 +357,9 @@ def _formatted(work: Work, text: str, args: tuple[Any, ...], kwargs: dict[str, A
     return text % (kwargs or args)
 
 
-def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths: bool = True) -> Callable[..., Any]:
+def bounded(
+    function: Callable[..., Any], work: Work, weight: int, checks_widths: bool = True
+) -> Callable[..., Any]:
     """Wrap a filter so its work is counted first. Attributes such as ``pass_environment`` are kept.
 
     The work of a filter depends on the full contents of its arguments: it may convert a list to text,
@@ -370,7 +382,9 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
         size = sum(map(deep_size, arguments)) if weight else 1
         if checks_widths:
             widths = [abs(value) for value in arguments if isinstance(value, int)]
-            lines = max((value.count("\n") for value in arguments if isinstance(value, str)), default=0)
+            lines = max(
+                (value.count("\n") for value in arguments if isinstance(value, str)), default=0
+            )
             indents = [len(value) for value in arguments[1:] if isinstance(value, str)]
             size += (1 + lines) * max([*widths, *indents], default=0)
         num_items = len(arguments[0]) if has_items else 0

@@ -44,7 +44,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which templates and tables have the reasoning."""
 
 
-def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) -> tuple[list[Message], Variables]:
+def conversation(
+    row: Mapping[str, Any], messages_field: str, tools_field: str
+) -> tuple[list[Message], Variables]:
     """Return the messages of a row, and the variables of the chat template.
 
     Raises:
@@ -77,7 +79,9 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
     variables = {name: value for name, value in plain.items() if value is not None}
     reserved = sorted(_RESERVED & variables.keys())
     if reserved:
-        raise Unusable(f"column {KWARGS!r} sets {reserved[0]!r}, an argument that the trainer sets itself; remove it")
+        raise Unusable(
+            f"column {KWARGS!r} sets {reserved[0]!r}, an argument that the trainer sets itself; remove it"
+        )
     tools = variables.pop("tools", None) or find(row, tools_field)
     return {"tools": tools_of(tools, tools_field), **variables}
 
@@ -142,7 +146,9 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     for function in called_functions(messages):
         with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
             arguments = json.loads(function["arguments"])
-            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+            function["arguments"] = (
+                arguments if isinstance(arguments, dict) else function["arguments"]
+            )
     return messages
 
 
@@ -203,7 +209,9 @@ def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
     for part in value:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
             part_type = part.get("type") if isinstance(part, Mapping) else kind(part)
-            raise Unusable(f"{where} has a part of type {str(part_type)[:40]!r}; only text can be trained")
+            raise Unusable(
+                f"{where} has a part of type {str(part_type)[:40]!r}; only text can be trained"
+            )
         if not isinstance(part.get("text"), str):
             raise Unusable(f"{where} has a part of type 'text' without a text")
     if len(value) > 1:
@@ -226,11 +234,15 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
         except (ValueError, RecursionError):
             call = None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise Unusable(f"{where} is a function_call whose value is not a JSON object with name and arguments")
+            raise Unusable(
+                f"{where} is a function_call whose value is not a JSON object with name and arguments"
+            )
         function = {"name": call["name"], "arguments": call.get("arguments", {})}
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     if speaker not in _SPEAKERS:
-        raise Unusable(f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call")
+        raise Unusable(
+            f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call"
+        )
     return {"role": _SPEAKERS[speaker], "content": check_text(text, where)}
 
 

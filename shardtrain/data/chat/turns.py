@@ -54,7 +54,9 @@ class _Place(NamedTuple):
     stop: int
 
 
-def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[list[Message], dict[str, Leaf]]:
+def replace_texts(
+    chat: Sequence[Message], arguments: bool = False
+) -> tuple[list[Message], dict[str, Leaf]]:
     """Replace the content, the reasoning and the tool-call names of each message by placeholders.
 
     A thinking block in a content and the answer after it get separate placeholders, and so do the parts of a
@@ -82,7 +84,9 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
             opening, thought, answer = thinking
             reasoning = add_placeholder(turn, "reasoning", thought.strip())
             thought = thought.replace(thought.strip(), reasoning, 1)
-            answer = answer.replace(answer.strip() or answer, add_placeholder(turn, "content", answer), 1)
+            answer = answer.replace(
+                answer.strip() or answer, add_placeholder(turn, "content", answer), 1
+            )
             message["content"] = f"{opening}<think>{thought}</think>{answer}"
         elif isinstance(parts, list):
             for part in parts:
@@ -91,7 +95,9 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
             message["content"] = add_placeholder(turn, "content", content)
         # Replace reasoning in a separate field, and tool calls.
         if message.get("reasoning_content"):
-            message |= dict.fromkeys(REASONING, add_placeholder(turn, "reasoning", message["reasoning_content"]))
+            message |= dict.fromkeys(
+                REASONING, add_placeholder(turn, "reasoning", message["reasoning_content"])
+            )
         for function in called_functions([message]):
             function["name"] = add_placeholder(turn, "call", function["name"])
             given = function.get("arguments") if arguments else None
@@ -122,7 +128,9 @@ def _split_thinking(content: str) -> tuple[str, str, str] | None:
 class Turns:
     """Finds the turns of one conversation in its text, without marks."""
 
-    def __init__(self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str) -> None:
+    def __init__(
+        self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str
+    ) -> None:
         self._template = template
         self._chat = chat
         self._variables = variables
@@ -150,7 +158,9 @@ class Turns:
         # not if a plain answer directly follows the prompt. Test that with a placeholder: a real answer may
         # begin like the name.
         plain = self._rendered([*before, _PLAIN])
-        follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_PLACEHOLDER)
+        follows_prompt = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(
+            _PLACEHOLDER
+        )
         if follows_prompt:
             return span
         has_generation_prompt = prompt != self._rendered(before)
@@ -160,7 +170,9 @@ class Turns:
         if self._places is None:
             self._replaced, leaves = replace_texts(self._chat)
             self._places = _align(self._rendered(self._replaced), leaves, self._chat, self._text)
-            first = next(i for i, message in enumerate(self._chat) if message["role"] == "assistant")
+            first = next(
+                i for i, message in enumerate(self._chat) if message["role"] == "assistant"
+            )
             before_answer = self._replaced[:first]
             with_prompt = self._rendered(before_answer, prompt=True)
             without_prompt = self._rendered(before_answer)
@@ -188,7 +200,9 @@ class Turns:
         prompt = self._tail(before, place.turn, prompt=True)
         if is_first and self._header and prompt is not None:
             shared = _common(gap, prompt)
-            if gap.startswith(self._header, shared):  # some templates write a prompt only before some answers
+            if gap.startswith(
+                self._header, shared
+            ):  # some templates write a prompt only before some answers
                 shared += len(self._header)
             if shared or not prompt:
                 return begin + shared
@@ -210,7 +224,11 @@ class Turns:
         shared = _common(gap, ending or "")
         if not shared and ending and gap:
             # The last turn may end differently from earlier ones, which may end like messages of other roles.
-            earlier = [other for other in self._places or [] if other.turn < place.turn and other.kind == "content"]
+            earlier = [
+                other
+                for other in self._places or []
+                if other.turn < place.turn and other.kind == "content"
+            ]
             last_of_role = {self._chat[other.turn]["role"]: other for other in earlier}
             for other in last_of_role.values():
                 shared = _common(gap, self._tail(other, other.turn + 1) or "")

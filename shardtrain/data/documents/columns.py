@@ -26,7 +26,9 @@ UNUSED_COLUMNS = {
         ("ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
         "TRL reads log-probabilities of the reference from it, which are computed here",
     ),
-    **dict.fromkeys(("completion_mask", "assistant_masks"), "TRL reads from it which tokens are learned"),
+    **dict.fromkeys(
+        ("completion_mask", "assistant_masks"), "TRL reads from it which tokens are learned"
+    ),
 }
 """Columns that other trainers read and that are not used here."""
 UNUSED_KEYS = {

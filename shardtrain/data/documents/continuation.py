@@ -17,7 +17,9 @@ _ANCHORS = ("\n", ".", "a", "0", "|", ">")
 """Texts to put before a completion: one of them does not share a token with it."""
 
 
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids, bool]]:
+def encode_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[Ids, Ids, bool]]:
     """Encode prompts with their completions.
 
     The prompt has the tokens that it has by itself, as in generation. If the tokens of the joined text
@@ -55,7 +57,9 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
         anchored_ids = tokenizer.encode(anchor + completion)
         if starts_with(anchored_ids, anchor_ids):
             candidates.append(anchored_ids[len(anchor_ids) :])
-    written = [tokenizer.decode(np.concatenate((prompt_ids, one)), keep_special=True) for one in candidates]
+    written = [
+        tokenizer.decode(np.concatenate((prompt_ids, one)), keep_special=True) for one in candidates
+    ]
     if wanted in written:
         return candidates[written.index(wanted)]
     # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a

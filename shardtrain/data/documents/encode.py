@@ -83,7 +83,11 @@ class TextEncoder:
 
     def _documents(self, texts: Sequence[str]) -> Iterator[Document | BadRow]:
         for ids in self.tokenizer.encode_batch(texts):
-            yield (self._ends.document(ids) if len(ids) else BadRow("the text has no tokens", harmless=True))
+            yield (
+                self._ends.document(ids)
+                if len(ids)
+                else BadRow("the text has no tokens", harmless=True)
+            )
 
 
 class PromptEncoder:
@@ -99,10 +103,16 @@ class PromptEncoder:
         self._data = data
         self._unused = UnusedNames("column", UNUSED_COLUMNS)
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
-        template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
+        template = (
+            _template_facts(tokenizer, data)
+            if data.chat_template or tokenizer.chat_template
+            else ""
+        )
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
         option_facts = _option_facts(self._ends.ends, data)
-        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *option_facts, "continued", "empty")
+        self.fingerprint = _fingerprint(
+            "prompt_completion", tokenizer, *fields, *option_facts, "continued", "empty"
+        )
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
@@ -123,7 +133,9 @@ class PromptEncoder:
             before = messages_of(prompt, data.prompt_field)
             after = messages_of(completion, data.completion_field)
             variables = template_variables(row, data.tools_field)
-            return self._conversations.write([*before, *after], variables, first_learned=len(before))
+            return self._conversations.write(
+                [*before, *after], variables, first_learned=len(before)
+            )
         return text(row, data.prompt_field), text(row, data.completion_field)
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
@@ -172,10 +184,15 @@ class ChatEncoder:
         self._unused.warn(rows)
         written = [attempt(self._write, row) for row in rows]
         documents = around_bad_rows(written, self._conversations.documents)
-        return [document if isinstance(document, BadRow) else _with_targets(document) for document in documents]
+        return [
+            document if isinstance(document, BadRow) else _with_targets(document)
+            for document in documents
+        ]
 
     def _write(self, row: Mapping[str, Any]) -> Written:
-        return self._conversations.write(*conversation(row, self._data.messages_field, self._data.tools_field))
+        return self._conversations.write(
+            *conversation(row, self._data.messages_field, self._data.tools_field)
+        )
 
 
 class _DocumentEnds:
@@ -273,7 +290,9 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
                 fix="move the line end into the marks, or remove the option",
             )
         )
-    conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
+    conversations = Conversations(
+        tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or ""
+    )
     # The end must be one special token, and the template must not write one itself.
     if data.turn_end is not None:
         ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
@@ -329,4 +348,6 @@ def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
 
 
 def _fingerprint(form: str, tokenizer: Tokenizer, *facts: str) -> str:
-    return hashlib.sha256(json.dumps([_VERSION, form, tokenizer.fingerprint, *facts]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([_VERSION, form, tokenizer.fingerprint, *facts]).encode()
+    ).hexdigest()

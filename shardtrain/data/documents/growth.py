@@ -74,4 +74,6 @@ class Growth:
             raise self._beyond(f"seconds={self._seconds} to read: it {grown}")
 
     def _beyond(self, limit: str) -> DataError:
-        return DataError(f"dataset {self._dataset} takes more than data.artefact_{limit}; raise it{self._way_out}")
+        return DataError(
+            f"dataset {self._dataset} takes more than data.artefact_{limit}; raise it{self._way_out}"
+        )

@@ -24,7 +24,9 @@ _SPEAKER = "\n\nAssistant:"
 """Precedes an answer in the texts of hh-rlhf."""
 
 
-def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str) -> tuple[Part, Part, Part]:
+def split(
+    row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str
+) -> tuple[Part, Part, Part]:
     """Return the prompt, the chosen and the rejected answer of a row: three texts, or three lists of
     messages.
 
@@ -55,7 +57,9 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
         cut = _end_of_prompt(chosen, rejected)
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if any(isinstance(side, str) for side in sides):
-        raise Unusable(f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike")
+        raise Unusable(
+            f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike"
+        )
 
     # two lists of messages
     return _messages(
@@ -84,24 +88,32 @@ def _messages(
             repeats.append(side[: len(before)] == before and len(side) > len(before))
         common = len(before) if all(repeats) else 0
         if any(repeats) and not all(repeats):
-            raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
+            raise Unusable(
+                f"one answer repeats the messages of column {prompt_field!r} and the other does not"
+            )
     elif isinstance(prompt, str):
         # The prompt is a text. If the columns contain only answers, it is the user's turn. If they contain
         # entire conversations, it must be one of the messages that both begin with.
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
-        elif not any(joined(message).get("content", "").strip() == prompt.strip() for message in before):
+        elif not any(
+            joined(message).get("content", "").strip() == prompt.strip() for message in before
+        ):
             raise Unusable(
                 f"the text of column {prompt_field!r} is not one of the messages that both answers begin with"
             )
     elif has_prompt:
-        raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
+        raise Unusable(
+            f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages"
+        )
     elif not common:
         rule = "chosen and rejected begin with different messages, which leaves no prompt"
         raise Unusable(f"{rule}; add a column {prompt_field!r}")
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[common]["role"] != "assistant":
-            raise Unusable(f"the {name} answer begins with a turn of {side[common]['role']!r}, not of the assistant")
+            raise Unusable(
+                f"the {name} answer begins with a turn of {side[common]['role']!r}, not of the assistant"
+            )
     return before, chosen[common:], rejected[common:]
 
 
@@ -121,5 +133,7 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
         cut -= 1
     cut = len(chosen[:cut].rstrip())
     if not cut:
-        raise Unusable("chosen and rejected begin with different words, so there is no prompt; add a prompt column")
+        raise Unusable(
+            "chosen and rejected begin with different words, so there is no prompt; add a prompt column"
+        )
     return cut

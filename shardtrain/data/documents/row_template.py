@@ -46,7 +46,9 @@ class RowTemplate:
         self._keeps = keeps
         self._work = Work()
         self.facts = json.dumps([sorted(entries.items()), form, messages_field, keeps])
-        self._templates = {name: self._compile(name, text, option) for name, text in entries.items()}
+        self._templates = {
+            name: self._compile(name, text, option) for name, text in entries.items()
+        }
 
     def row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the row with the columns of the template.
@@ -91,7 +93,9 @@ class RowTemplate:
             raise
         # a template can raise any Python exception
         except Exception as error:
-            raise Unusable(f"the template of {name!r} fails: {str(error).splitlines()[0][:200]}") from error
+            raise Unusable(
+                f"the template of {name!r} fails: {str(error).splitlines()[0][:200]}"
+            ) from error
         if len(text) > MAX_CHARACTERS:
             raise Unusable(f"the template of {name!r} writes more than {MAX_CHARACTERS} characters")
         return check_text(str(text), f"the output of the template of {name!r}")
@@ -106,7 +110,11 @@ class RowTemplate:
         try:
             return environment.from_string(text)
         except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
-            where = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
+            where = (
+                error.message
+                if isinstance(error, jinja2.TemplateSyntaxError)
+                else "it nests too deeply"
+            )
             raise ConfigError(
                 Problem(
                     f"{option}.{name}",
@@ -160,7 +168,9 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
             "completion": data.completion_field,
         }
         entries = {fields[name]: text for name, text in entries.items()}
-    return RowTemplate(entries, form, data.messages_field, f"the template of {source.dataset}", keeps=True)
+    return RowTemplate(
+        entries, form, data.messages_field, f"the template of {source.dataset}", keeps=True
+    )
 
 
 def _finalize(value: Any) -> Any:
@@ -170,4 +180,6 @@ def _finalize(value: Any) -> Any:
     if isinstance(value, str | int | float | jinja2.Undefined) and not isinstance(value, bool):
         # an undefined value raises when it is written
         return value
-    raise Unusable(f"a template writes {kind(value)}; write a text or a number, or test the column with {{% if %}}")
+    raise Unusable(
+        f"a template writes {kind(value)}; write a text or a number, or test the column with {{% if %}}"
+    )

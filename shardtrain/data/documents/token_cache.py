@@ -125,8 +125,12 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         status = path.stat()
         code.append([path.name, status.st_size, status.st_mtime_ns])
-    data_options = {name: value for name, value in asdict(data).items() if name not in _AFTER_TOKENS}
-    source_options = {name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")}
+    data_options = {
+        name: value for name, value in asdict(data).items() if name not in _AFTER_TOKENS
+    }
+    source_options = {
+        name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")
+    }
     # the option's name appears only in errors, which are not cached
     request_options = {name: value for name, value in asdict(request).items() if name != "option"}
     key_parts = [

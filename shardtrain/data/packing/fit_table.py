@@ -83,7 +83,9 @@ class FitTable:
         rows_up_to: number of rows before each block, and the total, int64 (blocks + 1,).
     """
 
-    def __init__(self, path: Path, facts: Mapping[str, Any], blocks: npt.NDArray[Any], option: str) -> None:
+    def __init__(
+        self, path: Path, facts: Mapping[str, Any], blocks: npt.NDArray[Any], option: str
+    ) -> None:
         self._path = path
         self._blocks = blocks
         self._option = option
@@ -92,7 +94,9 @@ class FitTable:
         self.cut = int(facts["cut"])
         self.dropped = int(facts["dropped"])
         self.single = int(facts["single"])
-        self.rows_up_to = np.concatenate([np.zeros(1, np.int64), blocks["rows_up_to"].astype(np.int64)])
+        self.rows_up_to = np.concatenate(
+            [np.zeros(1, np.int64), blocks["rows_up_to"].astype(np.int64)]
+        )
         self._descriptor: int | None = None
 
     def order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
@@ -112,7 +116,9 @@ class FitTable:
         size = len(content) // count if count else 0
         is_complete = len(content) == entry["bytes"] and size * count == len(content)
         if not is_complete or zlib.crc32(content) != entry["checksum"]:
-            raise damaged(self._path, self._option, f"has other bytes in block {block} than were written")
+            raise damaged(
+                self._path, self._option, f"has other bytes in block {block} than were written"
+            )
         if not content:
             return NO_ORDER, NO_ORDER
         numbers = np.frombuffer(content, np.dtype(f"<u{size}"))
@@ -146,7 +152,10 @@ def open_table(
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 facts = _facts(file, path, option)
                 # a table for other tokens or of another version: the documents are fitted again
-                if facts["fingerprint"] != fingerprint or facts["block_documents"] != block_documents:
+                if (
+                    facts["fingerprint"] != fingerprint
+                    or facts["block_documents"] != block_documents
+                ):
                     return None
                 if facts["num_blocks"] != num_blocks or num_blocks > _MAX_BLOCKS:
                     rule = f"has {facts['num_blocks']} blocks instead of {num_blocks}"
@@ -155,7 +164,9 @@ def open_table(
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise bounded_reads.unreadable(option, path, error, "make the file readable, or remove it") from error
+            raise bounded_reads.unreadable(
+                option, path, error, "make the file readable, or remove it"
+            ) from error
         if hashlib.sha256(content).hexdigest() != facts["table_sha256"]:
             raise damaged(path, option, "has another table than was written")
         return {"facts": dict(facts), "blocks": np.frombuffer(content, np.uint8)}
@@ -185,7 +196,11 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
             "single",
         )
         has_counts = all(checked_json.is_count(facts[name]) for name in numbers)
-        if facts["format_version"] != VERSION or not has_counts or not isinstance(facts["table_sha256"], str):
+        if (
+            facts["format_version"] != VERSION
+            or not has_counts
+            or not isinstance(facts["table_sha256"], str)
+        ):
             raise ValueError("another version, or invalid counts")
         return {"fingerprint": "", **facts}
     except (ValueError, KeyError, TypeError, RecursionError) as error:

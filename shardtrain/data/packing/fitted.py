@@ -62,7 +62,9 @@ class Pieces:
     num_cut: int
 
 
-def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens | None = None) -> Pieces:
+def pieces_of(
+    line: TokenBuffer, block: int, packing: Packing, dropped: Tokens | None = None
+) -> Pieces:
     """Cut the documents of a block into pieces of at most ``seq_len`` targets.
 
     A document of one token has no target and no piece. ``dropped`` is the result of an earlier call for the
@@ -91,7 +93,9 @@ def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens |
     return Pieces(starts, stops, dropped, num_cut)
 
 
-def _documents_to_drop(line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing) -> Tokens:
+def _documents_to_drop(
+    line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing
+) -> Tokens:
     """Return the long documents to skip.
 
     With "cut", skip a document if its loss mask excludes all of its first ``seq_len`` targets.
@@ -115,7 +119,9 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
     num_dropped = len(pieces.dropped)
     num_single = _num_single(line, block)
     if packing.kind == "padded":
-        return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, num_single, NO_ORDER, NO_ORDER)
+        return BlockFit(
+            len(lengths), num_targets, pieces.num_cut, num_dropped, num_single, NO_ORDER, NO_ORDER
+        )
     fit = first_fit if packing.kind == "first_fit" else best_fit
     rows = fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
@@ -227,7 +233,9 @@ def documents_of_block(line: TokenBuffer, block: int) -> tuple[Tokens, Tokens]:
     return np.asarray(document_starts[first:last]), stops.astype(np.int64)
 
 
-def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_many: bool = True) -> FitTable | None:
+def table_of(
+    line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_many: bool = True
+) -> FitTable | None:
     """Return the fit table that was prepared for this packing. None if it does not exist.
 
     Raises:
@@ -244,7 +252,12 @@ def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_m
         block_documents=BLOCK_DOCUMENTS,
         option=option,
     )
-    if table is None and refuses_many and packing.fits_documents and line.num_documents > MAX_DOCUMENTS:
+    if (
+        table is None
+        and refuses_many
+        and packing.fits_documents
+        and line.num_documents > MAX_DOCUMENTS
+    ):
         rule = (
             f'is "{packing.kind}", and {line.folder} has {line.num_documents:,} documents without a table '
             "for rows of "

@@ -112,7 +112,11 @@ def fates(rows: Rows) -> dict[str, int]:
 
 def lost_documents(rows: Rows, num_documents: int) -> list[str]:
     """Return a line for each entry of ``fates`` whose count is not 0."""
-    return [f"{count} of {num_documents} documents {fate}" for fate, count in fates(rows).items() if count]
+    return [
+        f"{count} of {num_documents} documents {fate}"
+        for fate, count in fates(rows).items()
+        if count
+    ]
 
 
 class ConcatRows:
@@ -139,7 +143,9 @@ class ConcatRows:
         write_window(out, slot, source.tokens(start, stop), learned, begins)
 
 
-def write_window(out: PackedSequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
+def write_window(
+    out: PackedSequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None
+) -> None:
     """Fill a row with up to ``seq_len + 1`` consecutive tokens of a dataset.
 
     ``begins`` contains the indices in ``tokens``, except 0, at which a document starts. It is None if tokens

@@ -61,7 +61,9 @@ class TokenBuffer(Protocol):
 class MemoryTokenBuffer:
     """A token buffer in memory, with 2 bytes per token if the vocabulary permits, else 4."""
 
-    def __init__(self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None) -> None:
+    def __init__(
+        self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None
+    ) -> None:
         """Read all documents. ``growth`` limits the memory."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
         # Do not np.concatenate an array per document: this would need twice the memory. A bytearray grows
@@ -122,7 +124,9 @@ class MemoryTokenBuffer:
         return self._tokens[start:stop].astype(np.int64)
 
     def learned(self, start: int, stop: int) -> Mask:
-        return np.ones(stop - start, dtype=np.bool_) if self._mask is None else self._mask[start:stop]
+        return (
+            np.ones(stop - start, dtype=np.bool_) if self._mask is None else self._mask[start:stop]
+        )
 
     def starts(self, start: int, stop: int) -> Tokens:
         first, last = np.searchsorted(self._starts, (start, stop))

@@ -148,7 +148,9 @@ def ends_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_index(folder: Path, option: str = "training.dataset_path", checks_files: bool = True) -> ShardIndex:
+def read_index(
+    folder: Path, option: str = "training.dataset_path", checks_files: bool = True
+) -> ShardIndex:
     """Read ``index.json`` of a folder, and check it for consistency and against sizes and ends of the
     files.
 
@@ -299,7 +301,9 @@ def _parse(table: Mapping[str, Any]) -> ShardIndex:
 def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
     """Raise ConfigError unless file sizes match the counts, and the counts of shards match the totals."""
     size = DTYPES[index.dtype].itemsize
-    wrong = [shard.tokens.name for shard in index.shards if shard.tokens.bytes != shard.num_tokens * size]
+    wrong = [
+        shard.tokens.name for shard in index.shards if shard.tokens.bytes != shard.num_tokens * size
+    ]
     for shard in index.shards:
         if shard.learned and shard.learned.bytes != shard.num_tokens:
             wrong.append(shard.learned.name)
@@ -312,7 +316,9 @@ def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
     if sum(shard.num_documents for shard in index.shards) != index.num_documents:
         raise _broken(path, option, "contradicts itself on the number of documents")
     if index.max_id >= index.vocab_size:
-        raise _broken(path, option, f"has id {index.max_id} beyond its vocabulary of {index.vocab_size}")
+        raise _broken(
+            path, option, f"has id {index.max_id} beyond its vocabulary of {index.vocab_size}"
+        )
 
 
 def check_file(folder: Path, stored: ShardFile, option: str) -> None:
@@ -328,7 +334,9 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     if size != stored.bytes:
         raise _broken(path, option, f"has {size} bytes, and {INDEX} says {stored.bytes}")
     if ends != stored.ends_sha256:
-        raise _broken(path, option, f"is not the file that {INDEX} describes: its first or last bytes differ")
+        raise _broken(
+            path, option, f"is not the file that {INDEX} describes: its first or last bytes differ"
+        )
 
 
 def _broken(path: Path, option: str, rule: str) -> ConfigError:
@@ -340,7 +348,9 @@ def _stored(table: Mapping[str, Any], name: str) -> ShardFile:
     # a name inside an artefact is not a path to follow: it must be the name that this format defines
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
-    return ShardFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))
+    return ShardFile(
+        name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"])
+    )
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:

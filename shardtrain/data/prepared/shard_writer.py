@@ -152,7 +152,9 @@ class ShardWriter:
     def position(self) -> dict[str, Any]:
         """Make everything durable, and return the state as JSON. Only between documents."""
         if self._due != self.num_tokens:
-            raise ValueError(f"documents end at token {self._due}, and {self.num_tokens} were written")
+            raise ValueError(
+                f"documents end at token {self._due}, and {self.num_tokens} were written"
+            )
         with storing(self.folder):
             for file in (self._starts, self._tokens, self._learned):
                 if file is not None:
@@ -217,7 +219,9 @@ class ShardWriter:
         """
         learned = None if self._learned is None else self._learned.close()
         num_documents = documents_begun - self._documents_before
-        self._shards.append(StoredShard(self._in_shard, num_documents, self._tokens.close(), learned))
+        self._shards.append(
+            StoredShard(self._in_shard, num_documents, self._tokens.close(), learned)
+        )
         self._learned = None
         self._before = self.num_tokens
         self._documents_before = documents_begun
@@ -238,7 +242,9 @@ class _GrowingFile:
                     self._digest.update(content)
                     remaining -= len(content)
         if remaining:
-            raise DataError(f"{self.path} was truncated and cannot be continued; remove the folder and prepare again")
+            raise DataError(
+                f"{self.path} was truncated and cannot be continued; remove the folder and prepare again"
+            )
         mode = "r+b" if keep_bytes else "wb"
         self._file = open(path, mode, buffering=2**20, opener=atomic_io.open_file)  # noqa: SIM115
         self._file.truncate(keep_bytes)
@@ -260,7 +266,9 @@ class _GrowingFile:
     def close(self) -> ShardFile:
         self.sync()
         self._file.close()
-        return ShardFile(self.path.name, self.bytes, self._digest.hexdigest(), ends_sha256(self.path))
+        return ShardFile(
+            self.path.name, self.bytes, self._digest.hexdigest(), ends_sha256(self.path)
+        )
 
     def abandon(self) -> None:
         try:
@@ -273,7 +281,9 @@ class _GrowingFile:
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
     """Convert an OSError of the block to StorageError."""
-    with storage_errors.writing(folder, "name another --output; the same command continues where it stopped"):
+    with storage_errors.writing(
+        folder, "name another --output; the same command continues where it stopped"
+    ):
         yield
 
 

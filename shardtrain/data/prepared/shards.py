@@ -81,7 +81,10 @@ class ShardTokenBuffer:
     def whole_files(self) -> list[WholeFile]:
         """Return the files to hash completely and compare with the index."""
         files = self.index.files()
-        return [WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256) for file in files]
+        return [
+            WholeFile(file.name, str(self.folder / file.name), self.option, file.sha256)
+            for file in files
+        ]
 
     def tokens(self, start: int, stop: int) -> Tokens:
         self._check_range(start, stop)
@@ -194,7 +197,9 @@ class _OpenFiles:
     Reading by position works in several processes that share them.
     """
 
-    def __init__(self, folder: Path, option: str, look: Callable[[ShardFile], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path, option: str, look: Callable[[ShardFile], None] | None = None
+    ) -> None:
         """Prepare without opening a file. ``look`` is called with each file before it is opened."""
         self._folder = folder
         self._option = option
@@ -216,7 +221,9 @@ class _OpenFiles:
                 at += count
         except OSError as error:
             path = self._folder / stored.name
-            raise bounded_reads.trouble(path, error) or _changed(path, self._option, error.strerror) from error
+            raise bounded_reads.trouble(path, error) or _changed(
+                path, self._option, error.strerror
+            ) from error
         return buffer
 
     def _descriptor(self, stored: ShardFile) -> int:
@@ -237,7 +244,9 @@ class _OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
-def check_tokenizer(buffer: ShardTokenBuffer, tokenizer: Tokenizer, option: str = "model.hf_assets_path") -> None:
+def check_tokenizer(
+    buffer: ShardTokenBuffer, tokenizer: Tokenizer, option: str = "model.hf_assets_path"
+) -> None:
     """Raise ConfigError unless the tokens were made with this tokenizer.
 
     The message has both vocabularies and fingerprints.
@@ -262,7 +271,9 @@ def check_tokenizer(buffer: ShardTokenBuffer, tokenizer: Tokenizer, option: str 
     check_vocabulary(buffer, tokenizer.vocab_size, option)
 
 
-def check_vocabulary(buffer: ShardTokenBuffer, vocab_size: int, option: str = "model.flavor") -> None:
+def check_vocabulary(
+    buffer: ShardTokenBuffer, vocab_size: int, option: str = "model.flavor"
+) -> None:
     """Raise ConfigError if tokens have ids that are not in the vocabulary of a model or tokenizer."""
     if buffer.index.max_id >= vocab_size:
         rule = (
@@ -314,11 +325,15 @@ def verify(buffer: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
             problems.add(f"cannot be read ({error.strerror})")
         computed = digest.hexdigest()
         if computed != stored.sha256 and not any("read" in problem for problem in problems):
-            problems.add(f"differs from its SHA-256 in {INDEX} ({computed[:12]}, not {stored.sha256[:12]})")
+            problems.add(
+                f"differs from its SHA-256 in {INDEX} ({computed[:12]}, not {stored.sha256[:12]})"
+            )
         yield stored.name, [f"{path} {problem}" for problem in sorted(problems)]
 
 
-def _wrong_values(name: str, values: npt.NDArray[Any], index: ShardIndex, previous: int) -> set[str]:
+def _wrong_values(
+    name: str, values: npt.NDArray[Any], index: ShardIndex, previous: int
+) -> set[str]:
     """Return the problems of a block of values."""
     if not len(values):
         return set()

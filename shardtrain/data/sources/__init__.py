@@ -131,7 +131,9 @@ class Shards(Source, Protocol):
 
 def names() -> list[str]:
     """Return the names of all datasets, sorted."""
-    return sorted(file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("_"))
+    return sorted(
+        file.stem for file in Path(__file__).parent.glob("*.py") if not file.stem.startswith("_")
+    )
 
 
 def find(name: str, option: str = "training.dataset") -> ModuleType:
@@ -148,7 +150,9 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f'did you mean "{near[0]}"? there are' if near else "use one of"
-        problem = Problem(option, name, "is not a file of shardtrain/data/sources", f"{hint} {', '.join(known)}")
+        problem = Problem(
+            option, name, "is not a file of shardtrain/data/sources", f"{hint} {', '.join(known)}"
+        )
         raise ConfigError(problem)
     return importlib.import_module(f"{__name__}.{name}")
 

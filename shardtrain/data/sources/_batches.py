@@ -99,11 +99,15 @@ def _size(array: Any) -> int:
         return _ENTRY_BYTES * count + sum(map(_size, array.flatten()))
     # views, runs and unions may reference a value any number of times
     if isinstance(array, pyarrow.lib.ListViewArray | pyarrow.lib.LargeListViewArray):
-        named = int(pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py())
+        named = int(
+            pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py()
+        )
         each = -(-_size(array.values) // max(len(array.values), 1))
         return _ENTRY_BYTES * count + named * max(_ENTRY_BYTES, each)
     if isinstance(array, pyarrow.UnionArray):
-        return count * (_ENTRY_BYTES + sum(_size(array.field(number)) for number in range(kind.num_fields)))
+        return count * (
+            _ENTRY_BYTES + sum(_size(array.field(number)) for number in range(kind.num_fields))
+        )
     if isinstance(array, pyarrow.RunEndEncodedArray):
         return count * (_ENTRY_BYTES + _size(array.values))
     return count * max(_ENTRY_BYTES, int(array.nbytes))

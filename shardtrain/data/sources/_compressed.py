@@ -110,7 +110,9 @@ class _Clock:
             self._since = time.thread_time()
         elif time.thread_time() - self._since > self._seconds:
             rule = f"takes more than data.artefact_seconds={self._seconds} of decompression without a row"
-            raise self._file.unusable(rule, "raise it, get the file from its source again, or remove it")
+            raise self._file.unusable(
+                rule, "raise it, get the file from its source again, or remove it"
+            )
 
 
 class _Timed(io.RawIOBase):
@@ -151,7 +153,9 @@ class _Stream:
         if self._clock is not None:
             self._clock.check()
             if self._bytes > self.most_bytes:
-                raise Damaged(f"contains more than {format_bytes(self.most_bytes)} without the end of a row")
+                raise Damaged(
+                    f"contains more than {format_bytes(self.most_bytes)} without the end of a row"
+                )
         try:
             block = self._read(size)
             self._bytes += len(block)
@@ -191,7 +195,9 @@ class _Zstd:
                 break
             try:
                 if self._frame is None:
-                    self._frame = self._library.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+                    self._frame = self._library.ZstdDecompressor(
+                        max_window_size=_ZSTD_WINDOW
+                    ).decompressobj()
                 given = self._compressed[:_ZSTD_BYTES_AT_ONCE]
                 piece = self._frame.decompress(given)
                 unused = len(self._frame.unused_data) if self._frame.eof else 0

@@ -110,7 +110,9 @@ class File:
             if self.size <= _SAMPLES * _SAMPLE_BYTES:
                 starts: Sequence[int] = range(0, self.size, _SAMPLE_BYTES)
             else:
-                starts = [k * (self.size - _SAMPLE_BYTES) // (_SAMPLES - 1) for k in range(_SAMPLES)]
+                starts = [
+                    k * (self.size - _SAMPLE_BYTES) // (_SAMPLES - 1) for k in range(_SAMPLES)
+                ]
             for start in starts:
                 digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
         except OSError as error:
@@ -133,11 +135,15 @@ class File:
 
     def _changed(self) -> ConfigError:
         rule = "was changed since the run opened it"
-        return ConfigError(Problem(self.option, self.path, rule, "restore the file, or start a new run"))
+        return ConfigError(
+            Problem(self.option, self.path, rule, "restore the file, or start a new run")
+        )
 
     def _gone(self) -> ConfigError:
         rule = "was removed or renamed since the run opened it"
-        return ConfigError(Problem(self.option, self.path, rule, "restore the file, or start a new run"))
+        return ConfigError(
+            Problem(self.option, self.path, rule, "restore the file, or start a new run")
+        )
 
 
 class FileList(Sequence[File]):
@@ -211,13 +217,17 @@ class FileList(Sequence[File]):
         """Return a list of some of the files, in the given order."""
         picked = np.array(numbers, np.int64)
         names = [self.name(number) for number in numbers]
-        arrays = arrays_of(self._root, names, self._sizes[picked], self._mtimes[picked], self._inodes[picked])
+        arrays = arrays_of(
+            self._root, names, self._sizes[picked], self._mtimes[picked], self._inodes[picked]
+        )
         return FileList(self.place, self.option, arrays)
 
     def witnesses(self) -> list[Witness]:
         """Return some files, evenly spread, that a node compares with its own storage."""
         files = (self[number] for number in shared_opening.spread(len(self)))
-        return [Witness(self.option, file.path, file.size, file.mtime_ns, file.inode) for file in files]
+        return [
+            Witness(self.option, file.path, file.size, file.mtime_ns, file.inode) for file in files
+        ]
 
     def difference(self, other: FileList) -> str:
         """Describe what another list of the same place lacks or has in addition, as the end of a sentence.
@@ -243,7 +253,9 @@ _NAMES_AT_ONCE = 4096
 _Numbers = Sequence[int] | npt.NDArray[Any]
 
 
-def arrays_of(root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers, inodes: _Numbers) -> dict[str, Any]:
+def arrays_of(
+    root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers, inodes: _Numbers
+) -> dict[str, Any]:
     """Return files below a root as arrays, which ranks can send to each other. ``names`` are sorted.
 
     ``has_twins`` is True if a pattern (``**/**``) matched a file twice.
@@ -280,14 +292,18 @@ class Marks(Mapping[str, str]):
 
     def every(self, step: int) -> dict[str, str]:
         """Return every ``step``-th fingerprint, starting with the first."""
-        return {self._files.name(number): self._mark(number) for number in range(0, len(self), step)}
+        return {
+            self._files.name(number): self._mark(number) for number in range(0, len(self), step)
+        }
 
     def items(self) -> ItemsView[str, str]:
         return _Items(self)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield all fingerprints in the order of names, without a search for each."""
-        for number, (name, size) in enumerate(zip(self._files.names(), self._files.sizes.tolist(), strict=True)):
+        for number, (name, size) in enumerate(
+            zip(self._files.names(), self._files.sizes.tolist(), strict=True)
+        ):
             yield name, self._sampled.get(number) or f"{size}"
 
     def _mark(self, number: int) -> str:
@@ -366,7 +382,9 @@ def place_listed(files: Sequence[File]) -> str:
     return files.place if isinstance(files, FileList) else ""
 
 
-def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty: bool = False) -> FileList:
+def list_files(
+    request: Request, dataset: str, endings: Sequence[str], *, empty: bool = False
+) -> FileList:
     """List the files that ``request.path`` names, sorted by their POSIX paths.
 
     A file or a pattern (``data/*.jsonl``, ``data/**/*.gz``) names files with any suffix. A folder means all
@@ -396,12 +414,18 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
 
     listing = Listing(
         witnesses=lambda arrays: file_list(arrays).witnesses(),
-        difference=lambda arrays, local_arrays: file_list(arrays).difference(file_list(local_arrays)),
+        difference=lambda arrays, local_arrays: file_list(arrays).difference(
+            file_list(local_arrays)
+        ),
     )
-    return file_list(shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing))
+    return file_list(
+        shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing)
+    )
 
 
-def _list(place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool) -> dict[str, Any]:
+def _list(
+    place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool
+) -> dict[str, Any]:
     """Return the ``arrays_of`` the files that a path names."""
     # A folder, a pattern, or one file. An existing path is used as it is, even if it contains a "*".
     names: Sequence[str]
@@ -476,10 +500,14 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
     def stop(error: OSError) -> None:
         # Not skipped: ranks on a host that cannot list the folder would read another dataset.
         rule = f"cannot be listed ({error.strerror})"
-        unreadable = DataError(str(Problem(option, error.filename, rule, "make the folder readable")))
+        unreadable = DataError(
+            str(Problem(option, error.filename, rule, "make the folder readable"))
+        )
         raise bounded_reads.trouble(error.filename, error) or unreadable
 
-    suffixes = tuple(ending + compression for ending in endings for compression in ("", *COMPRESSIONS))
+    suffixes = tuple(
+        ending + compression for ending in endings for compression in ("", *COMPRESSIONS)
+    )
     names: list[str] = []
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, files in os.walk(root, onerror=stop, followlinks=True):
@@ -497,7 +525,9 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         relative = Path(folder).relative_to(root).as_posix()
         before = "" if relative == "." else f"{relative}/"
-        matching = [name for name in files if name.lower().endswith(suffixes) and not name.startswith(".")]
+        matching = [
+            name for name in files if name.lower().endswith(suffixes) and not name.startswith(".")
+        ]
         names += [f"{before}{name}" for name in matching]
     return names
 
@@ -519,7 +549,9 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise bounded_reads.unreadable(option, path, error, "fix or remove the file or link", DataError) from error
+        raise bounded_reads.unreadable(
+            option, path, error, "fix or remove the file or link", DataError
+        ) from error
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         rule = f"is {kind}, not a regular file"
@@ -554,7 +586,9 @@ def check_text(file: File) -> None:
         # "BZh" may also begin a text
         is_text = ending == ".bz2" and head[4:] != b"1AY&SY"
         if head.startswith(beginnings) and not is_text:
-            raise file.unusable(f"is compressed but not named {ending}", f"add {ending} to its name")
+            raise file.unusable(
+                f"is compressed but not named {ending}", f"add {ending} to its name"
+            )
 
 
 _MAX_FILES_NAMED = 4096

@@ -89,7 +89,9 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
     place = f"{dataset.name}/{options['name'] or 'default'}/{options['split']}"
     if not streaming:
         return DatasetTable(opened, place, request)
-    return DatasetShards(opened, place, request, {place: f"{options['revision']}:{dataset.data_files or ''}"})
+    return DatasetShards(
+        opened, place, request, {place: f"{options['revision']}:{dataset.data_files or ''}"}
+    )
 
 
 def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
@@ -208,7 +210,9 @@ def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> N
     try:
         sandbox.prove("arrow", arguments, f"{what} {key}")
     except sandbox.Refused as refused:
-        fix = "get the files from their source again, remove them, or write them without compression"
+        fix = (
+            "get the files from their source again, remove them, or write them without compression"
+        )
         raise DataError(f"{request.option}={request.path}: {refused}; {fix}") from None
 
 
@@ -290,8 +294,12 @@ class DatasetShards:
         self._name = name
         self._request = request
         self._table = table
-        self.num_shards: int = dataset.num_shards if hasattr(dataset, "num_shards") else dataset.n_shards
-        self._files = {name: f"{fingerprint}:{self.num_shards}" for name, fingerprint in files.items()}
+        self.num_shards: int = (
+            dataset.num_shards if hasattr(dataset, "num_shards") else dataset.n_shards
+        )
+        self._files = {
+            name: f"{fingerprint}:{self.num_shards}" for name, fingerprint in files.items()
+        }
         if table is not None:
             self.total_bytes = table.total_bytes
 
@@ -303,7 +311,9 @@ class DatasetShards:
         """
         # iter() instead of a loop over the dataset: in a PyTorch worker process a loop may yield nothing,
         # because the library divides shards over workers itself
-        batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(batch_size=_ROWS_AT_ONCE)
+        batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(
+            batch_size=_ROWS_AT_ONCE
+        )
         passed = 0
         while True:
             try:
@@ -316,7 +326,9 @@ class DatasetShards:
             if batch is None:
                 return
             if passed + batch.num_rows > start:
-                yield from rows_of_batch(batch.slice(max(start - passed, 0)), self._request.max_row_bytes)
+                yield from rows_of_batch(
+                    batch.slice(max(start - passed, 0)), self._request.max_row_bytes
+                )
             passed += batch.num_rows
 
     def shard_place(self, shard: int, number: int) -> str:

@@ -10,13 +10,17 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.hub_errors import describe_error
 
 
-def refusal(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> ConfigError:
+def refusal(
+    error: BaseException, request: Request, name: str, asked: Mapping[str, Any]
+) -> ConfigError:
     """Return the error for a dataset that cannot be opened. ``asked`` contains name (subset) and split."""
     rule, fix = _reason(error, request, name, asked)
     return ConfigError(Problem(request.option, name, f"{rule} ({describe_error(error)})", fix))
 
 
-def _reason(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
+def _reason(
+    error: BaseException, request: Request, name: str, asked: Mapping[str, Any]
+) -> tuple[str, str]:
     # Compare names of classes, HTTP statuses and texts of all chained errors: the library and the hub client
     # wrap each other's errors, and their classes have moved between versions.
     chain = _chain(error)

@@ -163,7 +163,8 @@ class RecordIndex:
         of blank ones."""
         size = self.file.size
         head = self._reader.read(self.file, min(3, size), 0)
-        pending = 3 if head == BYTE_ORDER_MARK else 0  # a record that begins at the next byte to be read
+        # a record that begins at the next byte to be read
+        pending = 3 if head == BYTE_ORDER_MARK else 0
         pending_line = lines = quotes = 0
         for base in range(0, size, _BLOCK_BYTES):
             count = min(_BLOCK_BYTES, size - base)
@@ -191,7 +192,9 @@ class RecordIndex:
                 numbers = numbers[:-1]
             yield starts, numbers, self._blank(block, base, starts)
 
-    def _blank(self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def _blank(
+        self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
         """Return a mask of the blank records among those that begin in a block."""
         first = block[starts - base]
         blank = first == _NEWLINE

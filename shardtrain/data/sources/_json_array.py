@@ -159,7 +159,9 @@ class _Ends:
             message = error.msg
             at = error.pos + self._first
             # an apparent error at the end of a part may be an element that continues after it
-            if not is_last and (error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")):
+            if not is_last and (
+                error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")
+            ):
                 message = f"an element is longer than {self._max_characters} characters"
                 at = place
             raise json.JSONDecodeError(message, self._full_text, at) from None

@@ -34,7 +34,9 @@ class _Blank:
         return self.text.count(b"\n")
 
 
-def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
+def records(
+    stream: Stream, max_bytes: int, *, quoted: bool = False
+) -> Iterator[tuple[int, bytes | BadRow]]:
     """Yield the line number, from 1, and the bytes, without newline, of each record that is not blank; see
     RecordIndex.
 
@@ -114,7 +116,9 @@ def _longer(line: _Long | None, more: bytearray) -> _Long:
     return _Long(line.num_bytes + len(more), line.num_quotes + more.count(b'"'), blank)
 
 
-def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator[tuple[bytes | _Long | _Blank, int]]:
+def _joined(
+    lines: Iterator[bytes | _Long | _Blank], max_bytes: int
+) -> Iterator[tuple[bytes | _Long | _Blank, int]]:
     """Join lines until all quotes are closed. Yield each record with its number of lines."""
     pieces: list[bytes] = []
     num_lines = num_bytes = num_quotes = 0

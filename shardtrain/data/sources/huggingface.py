@@ -22,14 +22,16 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
 
-_READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | Shards]] = MappingProxyType(
-    {
-        parquet.ENDINGS: parquet.open_files,
-        jsonl.ENDINGS: jsonl.open_files,
-        tsv.ENDINGS: tsv.open_files,
-        text.ENDINGS: text.open_files,
-        (".arrow",): _hub.open_arrow_files,
-    }
+_READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | Shards]] = (
+    MappingProxyType(
+        {
+            parquet.ENDINGS: parquet.open_files,
+            jsonl.ENDINGS: jsonl.open_files,
+            tsv.ENDINGS: tsv.open_files,
+            text.ENDINGS: text.open_files,
+            (".arrow",): _hub.open_arrow_files,
+        }
+    )
 )
 # files that the hub and the library put next to the data
 _SAVED = ("dataset_dict.json", "state.json")
@@ -68,7 +70,11 @@ def open_source(request: Request) -> Table | Shards:
         )
     path = request.path
     # a path is local if it exists, or if it cannot be the id of a dataset on the hub
-    is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
+    is_local = (
+        path.startswith(("/", "./", "../", "~"))
+        or path.count("/") > 1
+        or any(mark in path for mark in "*?[")
+    )
     if is_local or shared_opening.once(path, lambda: bool(bounded_reads.kind(path))):
         return open_local(request)
     return _hub.open_hub(request, _hub.HubSet(path))
@@ -128,7 +134,9 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
                 )
             )
         return {
-            "is_saved": any(bounded_reads.kind(os.path.join(path, name)) == "file" for name in _SAVED),
+            "is_saved": any(
+                bounded_reads.kind(os.path.join(path, name)) == "file" for name in _SAVED
+            ),
             "is_folder": bounded_reads.kind(path) == "folder",
             "is_file": bounded_reads.kind(os.path.expanduser(request.path or "")) == "file",
         }
@@ -149,7 +157,9 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
             files = files.chosen(data_files)
     files = _of_split(files, request, sole_split, kind["is_file"])
     endings_of_files = {file.kind for file in files}
-    readers = {reader for group, reader in _READERS.items() if not endings_of_files.isdisjoint(group)}
+    readers = {
+        reader for group, reader in _READERS.items() if not endings_of_files.isdisjoint(group)
+    }
     if len(readers) != 1:
         kinds = ", ".join(sorted(f"*{ending}" for ending in endings_of_files))
         rule = f"has no known format ({kinds})"

@@ -33,7 +33,9 @@ def open_source(request: Request) -> Table | Shards:
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """Open files that were already listed; see open_source."""
     if is_many(files):
-        return FileShards(files, parse_bytes, request.max_row_bytes, look=LookAtJsonLines(request.max_row_bytes))
+        return FileShards(
+            files, parse_bytes, request.max_row_bytes, look=LookAtJsonLines(request.max_row_bytes)
+        )
     reader = RecordReader()
     in_sequence = any(file.compression for file in files)
     # on the rank that reads the files
@@ -58,7 +60,9 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     parts: dict[int, Part] = {}
     for number, (file, found_places) in enumerate(zip(files, looked, strict=True)):
         if "array" in found_places:
-            parts[number] = opened.get(number) or ArrayPart(file, found_places["array"], request.max_row_bytes)
+            parts[number] = opened.get(number) or ArrayPart(
+                file, found_places["array"], request.max_row_bytes
+            )
         elif not in_sequence:
             parts[number] = RecordsPart(
                 RecordIndex(file, reader, found_places["lines"]), parse_bytes, request.max_row_bytes

@@ -48,7 +48,9 @@ def open_files(files: Sequence[File], request: Request) -> Shards:
     _library("pyarrow", files[0])
     if is_many(files):
         return ParquetFiles(files, request.max_row_bytes)
-    rows = shared_opening.once(place_listed(files), lambda: [_rows_of_groups(file) for file in files])
+    rows = shared_opening.once(
+        place_listed(files), lambda: [_rows_of_groups(file) for file in files]
+    )
     source = ParquetShards(files, request.max_row_bytes, rows)
     if not source.num_shards:
         raise files[0].unusable("has no rows, and no other file has", "name files with rows")
@@ -109,7 +111,9 @@ class ParquetFiles(FileSource):
             for group in range(parquet.metadata.num_row_groups):
                 count = parquet.metadata.row_group(group).num_rows
                 if before + count > start:
-                    yield from _rows_of_group(file, parquet, group, max(start - before, 0), self.max_row_bytes)
+                    yield from _rows_of_group(
+                        file, parquet, group, max(start - before, 0), self.max_row_bytes
+                    )
                 before += count
 
     def shard_place(self, shard: int, number: int) -> str:
@@ -132,7 +136,9 @@ def _check(file: File, parquet: Any) -> None:
         raise file.unusable("has two columns with the same name", "rename one of them")
 
 
-def _rows_of_group(file: File, parquet: Any, group: int, start: int, max_row_bytes: int) -> Iterator[Row]:
+def _rows_of_group(
+    file: File, parquet: Any, group: int, start: int, max_row_bytes: int
+) -> Iterator[Row]:
     """Yield the rows of a row group, starting at number ``start``."""
     arrow = _library("pyarrow", file)
     many = _rows_at_once(parquet.metadata.row_group(group))
@@ -162,7 +168,9 @@ def _sizes(group: Any, number: int) -> tuple[int, int]:
     """Return the size on disk, and the minimum size after decoding: null values also take a level and a
     place."""
     column = group.column(number)
-    return max(column.total_compressed_size, 1), max(column.total_uncompressed_size, _VALUE_BYTES * column.num_values)
+    return max(column.total_compressed_size, 1), max(
+        column.total_uncompressed_size, _VALUE_BYTES * column.num_values
+    )
 
 
 def _prove(file: File, parquet: Any) -> None:
@@ -174,7 +182,9 @@ def _prove(file: File, parquet: Any) -> None:
     suspects = []
     for number, group in enumerate(groups):
         pairs = [_sizes(group, column) for column in range(group.num_columns)]
-        is_dense = any(group.column(column).compression in _DENSE for column in range(group.num_columns))
+        is_dense = any(
+            group.column(column).compression in _DENSE for column in range(group.num_columns)
+        )
         grows = any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs)
         if grows or (is_dense and file.size <= _SMALL_BYTES):
             suspects.append(number)
@@ -186,9 +196,13 @@ def _prove(file: File, parquet: Any) -> None:
         "rows": min(_rows_at_once(groups[number]) for number in suspects),
     }
     try:
-        sandbox.prove("parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}")
+        sandbox.prove(
+            "parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}"
+        )
     except sandbox.Refused as refused:
-        raise file.unusable(str(refused), "get the file from its source again, or remove it") from None
+        raise file.unusable(
+            str(refused), "get the file from its source again, or remove it"
+        ) from None
 
 
 def _open(file: File) -> Any:
@@ -202,7 +216,9 @@ def _open(file: File) -> Any:
         if trouble is not None:
             raise trouble from error
         reason = str(error).splitlines()[0]
-        raise file.unusable(f"cannot be read as Parquet ({reason})", "get the file again, or remove it") from error
+        raise file.unusable(
+            f"cannot be read as Parquet ({reason})", "get the file again, or remove it"
+        ) from error
 
 
 def _library(name: str, file: File) -> Any:

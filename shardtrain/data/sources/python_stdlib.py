@@ -25,7 +25,9 @@ MAX_BYTES = 16 * 2**20
 
 # installed packages vary between machines, tests are a third of the text and repetitive, and idlelib is
 # often a separate package
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+)
 
 
 def open_source(request: Request) -> Table:
@@ -86,7 +88,9 @@ def _list(root: Path) -> dict[str, Any]:
             names_used.append(name)
             identities.append((status.st_size, status.st_mtime_ns, status.st_ino))
     except OSError as error:
-        raise DataError(f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}") from error
+        raise DataError(
+            f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}"
+        ) from error
     sizes = [size for size, _, _ in identities]
     mtimes = [mtime for _, mtime, _ in identities]
     inodes = [inode for _, _, inode in identities]

@@ -54,7 +54,9 @@ def open_source(request: Request) -> Table:
     assert isinstance(library, Library)
     rows = shared_opening.once(library.listed_at, lambda: _rows(library, SPLITS[request.split]))
     if not rows:
-        raise DataError("the dataset stdlib_packages found none of its packages; install the full Python")
+        raise DataError(
+            "the dataset stdlib_packages found none of its packages; install the full Python"
+        )
     return Lines(library.members, [(text, label, place) for text, label, place in rows])
 
 
@@ -75,7 +77,11 @@ def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
     # only lines that occur once: a line in two packages would have two labels
     rows = []
     for package, lines in lines_of.items():
-        unique = [(line, place) for line, place in lines if len(line) >= MIN_CHARACTERS and count[line] == 1]
+        unique = [
+            (line, place)
+            for line, place in lines
+            if len(line) >= MIN_CHARACTERS and count[line] == 1
+        ]
         for number, (line, place) in enumerate(unique[:MAX_LINES]):
             if number % 10 in parts:
                 rows.append([line, package, place])

@@ -49,7 +49,9 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     def first_look() -> dict[str, Any]:
         for file in files:
             if (file.kind == ".csv") != quoted:
-                raise file.unusable(f"has another format than {files[0].path}", "select *.tsv or *.csv by a pattern")
+                raise file.unusable(
+                    f"has another format than {files[0].path}", "select *.tsv or *.csv by a pattern"
+                )
         if is_many(files):
             return {"columns": look.columns()}
         for file in files:
@@ -63,7 +65,9 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     looked = shared_opening.once(place_listed(files), first_look)
     parse = FieldsOf(tuple(looked["columns"]), quoted)
     if is_many(files):
-        return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look)
+        return FileShards(
+            files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look
+        )
     if in_sequence:
         return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
     parts = []
@@ -138,7 +142,9 @@ def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str
     for file in files[1:]:
         columns = _first(file, quoted, request)
         if columns != first:
-            rule = f"has the columns {', '.join(columns)}, but {files[0].path} has {', '.join(first)}"
+            rule = (
+                f"has the columns {', '.join(columns)}, but {files[0].path} has {', '.join(first)}"
+            )
             raise file.unusable(rule, "give all files the same first line")
     return first
 
@@ -146,7 +152,9 @@ def _columns(files: Sequence[File], quoted: bool, request: Request) -> tuple[str
 def _first(file: File, quoted: bool, request: Request) -> tuple[str, ...]:
     """Return the fields of a file's first record. Raises DataError if they are not column names."""
     with open_stream(file) as stream:
-        line, record = next(records(stream, request.max_row_bytes, quoted=quoted), (1, BadRow("there is none")))
+        line, record = next(
+            records(stream, request.max_row_bytes, quoted=quoted), (1, BadRow("there is none"))
+        )
     fields = record if isinstance(record, BadRow) else split(record, quoted)
     place = f"{file.path}:{line}"
     if isinstance(fields, BadRow):

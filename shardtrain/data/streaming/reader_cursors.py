@@ -53,4 +53,6 @@ class ReaderCursors:
 
 def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:
     """Return the number of rows of each reader among the first ``rows`` rows."""
-    return np.array([rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)], dtype=np.int64)
+    return np.array(
+        [rows_of_reader(rows, reader, num_readers) for reader in range(num_readers)], dtype=np.int64
+    )

@@ -132,7 +132,9 @@ class StreamFeed:
         else:
             self._cursors = cursors
         parts = self._cursors[:, 0].tolist()
-        self._epoch = max(part // self.walk(reader).parts_per_epoch for reader, part in enumerate(parts))
+        self._epoch = max(
+            part // self.walk(reader).parts_per_epoch for reader, part in enumerate(parts)
+        )
 
     def whole_files(self) -> list[WholeFile]:
         return self.source.whole_files() if isinstance(self.source, FileSource) else []
@@ -146,7 +148,9 @@ class StreamFeed:
 
     def walk(self, reader: int) -> _Walk:
         """Return the rows of a reader."""
-        return _TableWalk(self, reader) if isinstance(self.source, Table) else _ShardWalk(self, reader)
+        return (
+            _TableWalk(self, reader) if isinstance(self.source, Table) else _ShardWalk(self, reader)
+        )
 
 
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
@@ -165,7 +169,9 @@ class _Reader:
         self._walk = feed.walk(index)
         documents = self._documents((cursor[0], cursor[1]))
         per_epoch = self._walk.parts_per_epoch
-        self._packer = packer(feed.packing, documents, cursor, feed.vocab_size, per_epoch, feed.lost)
+        self._packer = packer(
+            feed.packing, documents, cursor, feed.vocab_size, per_epoch, feed.lost
+        )
         self._scratch: PackedSequences | None = None
 
     @property
@@ -189,7 +195,9 @@ class _Reader:
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
         """Yield the reader's documents from a place on, each with the place after it."""
-        policy = BadRows(fix='correct or remove the row, or run "shardtrain data prepare" with data.bad_rows="skip"')
+        policy = BadRows(
+            fix='correct or remove the row, or run "shardtrain data prepare" with data.bad_rows="skip"'
+        )
         last_part_with_document = start[0]
         rows = self._walk.rows(start)
         # CPU time of this thread since the last document, which does not include waiting for storage
@@ -209,20 +217,30 @@ class _Reader:
                 # No document. To end on data without usable rows, raise an error after too much work, and
                 # end the reader after too many passes.
                 rows_without_document += 1
-                if rows_without_document % _CHECK_INTERVAL == 0 and time.thread_time() - since > limit:
+                if (
+                    rows_without_document % _CHECK_INTERVAL == 0
+                    and time.thread_time() - since > limit
+                ):
                     rule = (
                         f"found no document in {rows_without_document} rows and data.artefact_seconds={limit} of CPU "
                         f"time ({result.reason})"
                     )
-                    raise DataError(f"{self._walk.where(place)}: {rule}; remove such rows, or raise it")
+                    raise DataError(
+                        f"{self._walk.where(place)}: {rule}; remove such rows, or raise it"
+                    )
                 if not result.harmless:
                     # if the file was changed, report that instead of the row
                     self._feed.source.check_unchanged()
                 policy.meet(result, self._walk.where(place))
                 self._feed.lost.add({f"are skipped: {result.reason}": 1}, logging.INFO)
-                if place[0] > last_part_with_document + FRUITLESS_PASSES * self._walk.parts_per_epoch:
+                if (
+                    place[0]
+                    > last_part_with_document + FRUITLESS_PASSES * self._walk.parts_per_epoch
+                ):
                     text = "reader %d of %d found no document in %d passes and ends: %s"
-                    logger.warning(text, self._index, self._feed.num_readers, FRUITLESS_PASSES, result.reason)
+                    logger.warning(
+                        text, self._index, self._feed.num_readers, FRUITLESS_PASSES, result.reason
+                    )
                     return
 
 

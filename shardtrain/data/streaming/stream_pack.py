@@ -109,7 +109,9 @@ class ConcatPacker:
         """Fill a row. Pads the last row."""
         # take documents until there are enough tokens; a target needs two tokens
         wanted = self._packing.seq_len + 1
-        length = sum(len(document.tokens) for _, document in self._documents_in_memory) - self._offset
+        length = (
+            sum(len(document.tokens) for _, document in self._documents_in_memory) - self._offset
+        )
         while length < wanted and (next_document := next(self._documents, None)) is not None:
             self._documents_in_memory.append(next_document)
             length += len(next_document[1].tokens)
@@ -130,10 +132,16 @@ class ConcatPacker:
             if column and start == 0:
                 begins.append(column)
             parts.append(document.tokens[start:stop])
-            mask = np.ones(stop - start, np.bool_) if document.learned is None else document.learned[start:stop]
+            mask = (
+                np.ones(stop - start, np.bool_)
+                if document.learned is None
+                else document.learned[start:stop]
+            )
             masks.append(mask)
             column += stop - start
-        masked_tokens = any(document.learned is not None for _, document in self._documents_in_memory)
+        masked_tokens = any(
+            document.learned is not None for _, document in self._documents_in_memory
+        )
         write_window(
             out,
             slot,
@@ -146,7 +154,9 @@ class ConcatPacker:
         # released only when the next row begins after it.
         self.part = self._documents_in_memory[-1][0][0]
         self._offset += length - 1
-        while self._documents_in_memory and self._offset >= len(self._documents_in_memory[0][1].tokens):
+        while self._documents_in_memory and self._offset >= len(
+            self._documents_in_memory[0][1].tokens
+        ):
             self._begin, document = self._documents_in_memory.popleft()
             self._offset -= len(document.tokens)
         return True
@@ -205,7 +215,10 @@ class FittedPacker:
                 self._packing,
             )
             self._lost.add(fates(self._block))
-            if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
+            if (
+                not self._block.num_rows
+                and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch
+            ):
                 text = "a reader found no document that fits in %d passes and ends (data.long_documents)"
                 logger.warning(text, FRUITLESS_PASSES)
                 self._documents = iter(())

@@ -30,13 +30,17 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the UTF-8 bytes of a text. A lone surrogate becomes "?", because UTF-8 cannot encode it."""
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int32)
+        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(
+            np.int32
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the UTF-8 bytes of each text."""
         return [self.encode(text) for text in texts]
 
-    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+    def encode_spans(
+        self, texts: Sequence[str]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the UTF-8 bytes of each text, and the range of their character."""
         batch = self.encode_batch(texts)
         results = []
@@ -45,7 +49,9 @@ class ByteTokenizer:
             results.append((ids, character_spans(text, one_byte_each)))
         return results
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
+    ) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD.
 
         BOS and EOS are omitted or, with ``keep_special``, ``<bos>`` and ``<eos>``.

@@ -44,13 +44,17 @@ class JsonTokenizer:
         self.option = option
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
         # ids may have gaps, so the largest id determines the size of an embedding
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = (
+            max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
         if not 0 < self.vocab_size <= MAX_IDS:
             raise ConfigError(
                 Problem(
                     option,
                     str(file),
-                    rule="has an empty vocabulary" if self.vocab_size == 0 else "has ids of 2**31 and above",
+                    rule="has an empty vocabulary"
+                    if self.vocab_size == 0
+                    else "has ids of 2**31 and above",
                     fix="use a trained tokenizer",
                 )
             )
@@ -75,7 +79,9 @@ class JsonTokenizer:
         self.special_tokens: Mapping[str, str] = {**texts, **config.named()}
         self.chat_template = config.chat_template
         self.tool_template = config.tool_template
-        _warn_of_idle_switch(config.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file))
+        _warn_of_idle_switch(
+            config.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file)
+        )
 
         # of the files next to it, only these ids change tokens; templates have their own fingerprint
         ends = f"{self.bos_id} {self.eos_id}".encode()
@@ -86,15 +92,21 @@ class JsonTokenizer:
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the ids of a text, without BOS and EOS."""
         with self._panics():
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+            return np.array(
+                self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32
+            )
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Return the ids of each text. Uses the library's threads."""
         # the fast call does not compute offsets; versions before 0.20.1 lack it
-        batch = self._encode_many(texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch))
+        batch = self._encode_many(
+            texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch)
+        )
         return [np.array(encoding.ids, dtype=np.int32) for encoding in batch]
 
-    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+    def encode_spans(
+        self, texts: Sequence[str]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the ids of each text, and their character ranges (tokens, 2)."""
         batch = self._encode_many(texts, self._tokenizer.encode_batch)
         results = []
@@ -135,15 +147,23 @@ class JsonTokenizer:
                 )
             ) from None
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
+    ) -> str:
         """Return the text of ids, with special tokens only if ``keep_special``."""
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
+        return str(
+            self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+        )
 
 
-def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
+def _load(
+    file: Path, content: bytes, option: str
+) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
     """Return the tokenizer without its post-processor, and the ids that the post-processor adds before and
     after a text."""
-    tokenizers = libraries.load("tokenizers", option, str(file), "tokenizers", otherwise='use "bytes"')
+    tokenizers = libraries.load(
+        "tokenizers", option, str(file), "tokenizers", otherwise='use "bytes"'
+    )
     # before memory is allocated for each of them
     if content.count(b'"SpecialToken"') > 2 * _MAX_ADDED:
         raise _adds_too_many(file, option)
@@ -229,7 +249,9 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     # entries of the vocabulary.
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))[:100]):
         encoded = tokenizer.encode(text)
-        places = [place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None]
+        places = [
+            place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None
+        ]
         if places:
             before = encoded.ids[: places[0]]
             after = encoded.ids[places[-1] + 1 :]
@@ -240,7 +262,9 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
 _warned_of: set[str] = set()
 
 
-def _warn_of_idle_switch(switch: bool | None, prefix_ids: tuple[int, ...], bos_id: int | None, file: str) -> None:
+def _warn_of_idle_switch(
+    switch: bool | None, prefix_ids: tuple[int, ...], bos_id: int | None, file: str
+) -> None:
     """Warn once per process if tokenizer_config.json contradicts the file's post-processor."""
     if switch is None or bos_id is None or switch == (bos_id in prefix_ids) or file in _warned_of:
         return

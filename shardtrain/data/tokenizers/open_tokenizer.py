@@ -86,7 +86,9 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
+    ) -> str:
         """Return the text of ids, with special tokens only if ``keep_special``."""
         ...
 
@@ -153,7 +155,9 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
     file = assets.tokenizer_folder(path)
     try:
         if file.is_dir():
-            file = next((file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0])
+            file = next(
+                (file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0]
+            )
         if not file.exists() and not assets.tokenizer_folder(path).exists():
             raise ConfigError(
                 Problem(

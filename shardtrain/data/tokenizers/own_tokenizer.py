@@ -29,17 +29,27 @@ class OwnTokenizer:
         self.spec = path
         self.option = option
         self._tokenizer: Any = own_file.load(path, own_file.TOKENIZER, option).Tokenizer()
-        missing = [name for name in ("encode", "decode") if not callable(getattr(self._tokenizer, name, None))]
+        missing = [
+            name
+            for name in ("encode", "decode")
+            if not callable(getattr(self._tokenizer, name, None))
+        ]
         if missing:
-            raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", own_file.TOKENIZER.fix)
+            raise self._problem(
+                f"has a class Tokenizer without {' and '.join(missing)}", own_file.TOKENIZER.fix
+            )
         self.vocab_size: int = getattr(self._tokenizer, "vocab_size", 0)
         if type(self.vocab_size) is not int or not 0 < self.vocab_size < MAX_IDS:
             rule = "has a class Tokenizer whose vocab_size is not a valid number of ids"
             raise self._problem(rule, "set vocab_size to one more than the largest id")
-        self.bos_id, self.eos_id, self.pad_id = (self._end(name) for name in ("bos_id", "eos_id", "pad_id"))
+        self.bos_id, self.eos_id, self.pad_id = (
+            self._end(name) for name in ("bos_id", "eos_id", "pad_id")
+        )
         self.prefix_ids: tuple[int, ...] = ()
         self.suffix_ids: tuple[int, ...] = ()
-        self.special_ids = frozenset(i for i in (self.bos_id, self.eos_id, self.pad_id) if i is not None)
+        self.special_ids = frozenset(
+            i for i in (self.bos_id, self.eos_id, self.pad_id) if i is not None
+        )
         self.special_tokens: Mapping[str, str] = {}
         self.chat_template: str | None = None
         self.tool_template: str | None = None
@@ -64,7 +74,9 @@ class OwnTokenizer:
         """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
-    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+    def encode_spans(
+        self, texts: Sequence[str]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the ids of each text, and their character ranges from the file's ``spans``.
 
         Raises:
@@ -72,7 +84,9 @@ class OwnTokenizer:
         """
         if not callable(getattr(self._tokenizer, "spans", None)):
             rule = "has a class Tokenizer without spans, which conversations and separators require"
-            raise self._problem(rule, "define spans(text): a list of (first, after the last) characters of each id")
+            raise self._problem(
+                rule, "define spans(text): a list of (first, after the last) characters of each id"
+            )
         results = []
         for text in texts:
             ids = self.encode(text)
@@ -83,7 +97,9 @@ class OwnTokenizer:
             results.append((ids, spans))
         return results
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
+    ) -> str:
         """Return the text of ids.
 
         BOS, EOS and padding are omitted or, with ``keep_special``, ``<bos>``, ``<eos>`` and ``<pad>``.

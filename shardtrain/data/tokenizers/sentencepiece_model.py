@@ -43,7 +43,9 @@ class SentencePieceTokenizer:
         pieces: int = self._model.get_piece_size()
         self._added = self._added_tokens(config, pieces, file)
         self.vocab_size = max(pieces, *(i + 1 for i in self._added), 1) if self._added else pieces
-        control = {self._model.id_to_piece(i): i for i in range(pieces) if self._model.is_control(i)}
+        control = {
+            self._model.id_to_piece(i): i for i in range(pieces) if self._model.is_control(i)
+        }
         added = {text.content: i for i, text in config.added.items()}
         special = dict(control)
         always: dict[str, int] = {}
@@ -57,12 +59,16 @@ class SentencePieceTokenizer:
         self._texts = {i: text for text, i in special.items()} | self._added
 
         # tokens that begin and end a document, from the files next to it or else from the model
-        self.bos_id, self.eos_id, self.pad_id = (self._end(config, name, special) for name in ("bos", "eos", "pad"))
+        self.bos_id, self.eos_id, self.pad_id = (
+            self._end(config, name, special) for name in ("bos", "eos", "pad")
+        )
         self.prefix_ids, self.suffix_ids = config.ends(self.bos_id, self.eos_id)
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         ids = {name: i for name, i in ends.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(ids.values())
-        texts = {name: self._texts.get(i) or str(self._model.id_to_piece(i)) for name, i in ids.items()}
+        texts = {
+            name: self._texts.get(i) or str(self._model.id_to_piece(i)) for name, i in ids.items()
+        }
         self.special_tokens: Mapping[str, str] = {**texts, **config.named()}
         self.chat_template = config.chat_template
         self.tool_template = config.tool_template
@@ -82,12 +88,16 @@ class SentencePieceTokenizer:
         batch = self._model.encode(list(texts), num_threads=threads()) if texts else []
         return [np.array(ids, dtype=np.int32) for ids in batch]
 
-    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+    def encode_spans(
+        self, texts: Sequence[str]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the ids of each text, including special tokens that occur in it as strings, and their
         character ranges."""
         return [self._with_spans(text, self._all) for text in texts]
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
+    ) -> str:
         """Return the text of ids, with special tokens only if ``keep_special``.
 
         Raises:
@@ -163,7 +173,9 @@ class SentencePieceTokenizer:
         i = int(self._model.piece_to_id(text))
         return i if self._model.id_to_piece(i) == text else None
 
-    def _with_spans(self, text: str, splitter: Splitter) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def _with_spans(
+        self, text: str, splitter: Splitter
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """Return the ids of a text and their character ranges; ``splitter`` finds the special tokens."""
         ids: list[int] = []
         spans = [np.zeros((0, 2), dtype=np.int64)]
@@ -183,7 +195,9 @@ class SentencePieceTokenizer:
 
 
 def _load(file: Path, content: bytes, option: str) -> Any:
-    sentencepiece = libraries.load("sentencepiece", option, str(file), otherwise="use a tokenizer.json")
+    sentencepiece = libraries.load(
+        "sentencepiece", option, str(file), otherwise="use a tokenizer.json"
+    )
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(content)

@@ -95,14 +95,17 @@ class TiktokenTokenizer:
 
         # The library gets no special tokens, so special tokens in a text stay ordinary text. In
         # ``encode_spans`` the splitter finds them.
-        self._encoding = tiktoken.Encoding(file.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+        self._encoding = tiktoken.Encoding(
+            file.name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={}
+        )
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
         self._splitter = Splitter(specials)
         self._texts = {i: text for text, i in specials.items()}
         self.vocab_size = len(ranks) + _NUM_SPECIAL
         self.bos_id, self.eos_id, self.pad_id = (
-            beside.special_id(name, specials.get, specials, self.vocab_size, option) for name in END_TOKENS
+            beside.special_id(name, specials.get, specials, self.vocab_size, option)
+            for name in END_TOKENS
         )
         self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
         self.special_ids = frozenset(self._texts)
@@ -111,7 +114,9 @@ class TiktokenTokenizer:
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
         self.chat_template = beside.chat_template
         self.tool_template = beside.tool_template
-        facts = f"tiktoken llama3 {self.bos_id} {self.eos_id} {sorted(self._texts.items())}".encode()
+        facts = (
+            f"tiktoken llama3 {self.bos_id} {self.eos_id} {sorted(self._texts.items())}".encode()
+        )
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         content_hash = hashlib.sha256(content).digest()
         self.fingerprint = hashlib.sha256(content_hash + facts).hexdigest()
@@ -138,12 +143,16 @@ class TiktokenTokenizer:
             results.append(np.array(ids, dtype=np.int32))
         return results
 
-    def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+    def encode_spans(
+        self, texts: Sequence[str]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Return the ids of each text, including special tokens that occur in it as strings, and their
         character ranges."""
         return [self._with_spans(text) for text in texts]
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False
+    ) -> str:
         """Return the text of ids, with special tokens only if ``keep_special``. Bytes that are not UTF-8
         become U+FFFD.
 
@@ -214,7 +223,9 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
                 Problem(
                     option,
                     f"{file}:{number}",
-                    rule="has a duplicate token" if token in ranks else f"has a rank other than {len(ranks)}",
+                    rule="has a duplicate token"
+                    if token in ranks
+                    else f"has a rank other than {len(ranks)}",
                     fix="copy or download the file again",
                 )
             )

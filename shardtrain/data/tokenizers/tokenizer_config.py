@@ -98,7 +98,9 @@ class TokenizerConfig:
             )
         return token_id
 
-    def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def ends(
+        self, bos_id: int | None, eos_id: int | None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids before and after a text for a model without a post-processor: BOS before it by
         default.
 
@@ -213,7 +215,9 @@ def _read_config(file: Path, config: TokenizerConfig, option: str) -> None:
     if added is not None:
         try:
             for number, token in added.items():
-                config.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
+                config.added[int(number)] = AddedToken(
+                    str(token["content"]), bool(token.get("special", False))
+                )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 Problem(

@@ -60,7 +60,9 @@ class SplitAttentionCore(nn.Module):
     ``alibi_slopes`` (of this rank's heads) and ``heads_first`` (see ``ops/attention_core.py``).
     """
 
-    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
+    def __init__(
+        self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module
+    ) -> None:
         super().__init__()
         self._function = function
         self._group = group
@@ -96,7 +98,9 @@ class SplitAttentionCore(nn.Module):
             v_BtKH = v_BtKH.transpose(1, 2)
         rows = q_BtNH.size(0)
         tokens = q_BtNH.size(1) * self._group.size()
-        documents_BT = document_mask.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
+        documents_BT = document_mask.chunked(
+            documents_BT, self.chunk, (rows, tokens), q_BtNH.device
+        )
         window = self.window if self.window < tokens else 0
         inputs = (
             q_BtNH,
@@ -131,7 +135,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if parallelism.context_parallel_method == "ulysses":
         function = ulysses_attention
     if hasattr(model, "hf"):
-        hf_cores.apply(model, function, mesh.group(AXIS), is_balanced(config), bool(config.compile.enable))
+        hf_cores.apply(
+            model, function, mesh.group(AXIS), is_balanced(config), bool(config.compile.enable)
+        )
         return
     attentions = core_paths(model, layout.context)
     recurrences = core_paths(model, layout.recurrence)
@@ -139,11 +145,15 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if has_layers and not (attentions or recurrences):
         rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
-        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
+        raise ConfigError(
+            Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix)
+        )
     for path in (*attentions, *recurrences):
         original: Any = model.get_submodule(path)
         if path in attentions:
-            core: nn.Module = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), original)
+            core: nn.Module = SplitAttentionCore(
+                function, mesh.group(AXIS), is_balanced(config), original
+            )
         else:
             _require_methods(path, original, mesh)
             core = SplitRecurrenceCore(original, mesh.group(AXIS), is_balanced(config))
@@ -160,7 +170,9 @@ def _require_methods(path: str, core: nn.Module, mesh: Mesh) -> None:
     if missing:
         rule = f"requires the method {missing[0]} of {path}, which LAYOUT.recurrence names"
         fix = "add it (docs/own_model.md), or set the degree to 1"
-        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
+        raise ConfigError(
+            Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix)
+        )
 
 
 def core_paths(model: nn.Module, pattern: str) -> list[str]:
@@ -213,7 +225,9 @@ def check_network(model: nn.Module, config: Config) -> None:
     ranks_over_heads = 1
     if parallelism.context_parallel_method == "ulysses":
         ranks_over_heads = degree * parallelism.tensor_parallel_degree
-    seq_len = max(config.training.seq_len, config.validation.seq_len if config.validation.enable else 0)
+    seq_len = max(
+        config.training.seq_len, config.validation.seq_len if config.validation.enable else 0
+    )
     broken = hf_cores.check(model, seq_len, ranks_over_heads)
     if broken:
         option = "parallelism.context_parallel_degree"
@@ -242,7 +256,9 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
         _check_core(path, core, call, mesh, config)
 
 
-def _check_core(path: str, core: nn.Module, call: attention_core.CoreCall | None, mesh: Mesh, config: Config) -> None:
+def _check_core(
+    path: str, core: nn.Module, call: attention_core.CoreCall | None, mesh: Mesh, config: Config
+) -> None:
     """Raise ConfigError if a core cannot be split by the mesh."""
     rule = f"needs an attention core that can be split, and {path}"
 
@@ -299,7 +315,12 @@ def splittable_length(tokens: int, mesh: Mesh) -> int:
 
 
 def full_logits(
-    model: nn.Module, tokens_BT: Tensor, positions_BT: Tensor, mesh: Mesh, config: Config, **documents: Tensor
+    model: nn.Module,
+    tokens_BT: Tensor,
+    positions_BT: Tensor,
+    mesh: Mesh,
+    config: Config,
+    **documents: Tensor,
 ) -> Tensor:
     """Return the logits (B, T, V) of rows that every rank has (a collective). They have no gradients."""
     size = mesh.size(AXIS)

@@ -53,7 +53,9 @@ def gathered_attention(
         from shardtrain.distributed.cpu import gathered_blocks
 
         inputs = (q_BtNH, k_BtKH, v_BtKH)
-        return gathered_blocks.attention(*inputs, documents_BT, window, scores.scale, group, balanced, shared)
+        return gathered_blocks.attention(
+            *inputs, documents_BT, window, scores.scale, group, balanced, shared
+        )
     size = group.size()
     chunks = chunks_of(group.rank(), size, balanced)
     k_BTKH = natural_order(_GatherSequence.apply(k_BtKH, group, shared), size, balanced)
@@ -69,7 +71,9 @@ def gathered_attention(
         keys = slice(first, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, keys]
         keys_values = k_BTKH[:, keys], v_BTKH[:, keys]
-        outputs.append(PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
+        outputs.append(
+            PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N)
+        )
     return torch.cat(outputs, dim=1)
 
 
@@ -91,7 +95,9 @@ def natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BtKH: Tensor, group: dist.ProcessGroup, shared: SequenceExchange | None) -> Tensor:
+    def forward(
+        ctx: Any, x_BtKH: Tensor, group: dist.ProcessGroup, shared: SequenceExchange | None
+    ) -> Tensor:
         ctx.group = group
         ctx.shared = shared
         if shared is not None:

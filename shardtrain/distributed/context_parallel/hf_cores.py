@@ -40,7 +40,9 @@ class RoutedCore:
         documents_BT: the document of each token of the full rows, or None.
     """
 
-    def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, call: AttentionCall) -> None:
+    def __init__(
+        self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, call: AttentionCall
+    ) -> None:
         self._function = function
         self._group = group
         self._balanced = balanced
@@ -63,12 +65,16 @@ class RoutedCore:
         if value_width != width:
             # The kernels require heads of one width. Zeros change neither scores nor the outputs that remain
             widest = max(width, value_width)
-            q_BNtH, k_BKtH, v_BKtV = (F.pad(x, (0, widest - x.size(-1))) for x in (q_BNtH, k_BKtH, v_BKtV))
+            q_BNtH, k_BKtH, v_BKtV = (
+                F.pad(x, (0, widest - x.size(-1))) for x in (q_BNtH, k_BKtH, v_BKtV)
+            )
         q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BNtH, k_BKtH, v_BKtV))
         rows = q_BtNH.size(0)
         tokens = q_BtNH.size(1) * self._group.size()
         documents_BT = self.documents_BT
-        documents_BT = document_mask.chunked(documents_BT, self._attention_call.chunk, (rows, tokens), q_BtNH.device)
+        documents_BT = document_mask.chunked(
+            documents_BT, self._attention_call.chunk, (rows, tokens), q_BtNH.device
+        )
         window = self._attention_call.window
         out_BtNH = self._function(
             q_BtNH,
@@ -96,7 +102,10 @@ def check(model: Any, seq_len: int, ranks_over_heads: int) -> Broken | None:
         The reason why sequences cannot be split, or None.
     """
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:
-        return Broken(f"is {model.config_name}, which takes no position_ids", "use a model file of this package")
+        return Broken(
+            f"is {model.config_name}, which takes no position_ids",
+            "use a model file of this package",
+        )
     broken = _broken_angles(model, seq_len)
     if broken:
         return broken
@@ -123,7 +132,10 @@ def _broken_angles(model: nn.Module, seq_len: int) -> Broken | None:
             if kind is None:
                 continue
             if "dynamic" in kind:
-                return Broken(f'has rotary angles of type "{kind}" in {path}, which depend on a rank\'s tokens', _FIX)
+                return Broken(
+                    f'has rotary angles of type "{kind}" in {path}, which depend on a rank\'s tokens',
+                    _FIX,
+                )
             table = tables.get(layer, tables)
             limit = table.get("original_max_position_embeddings") or 0
             if kind == "longrope" and seq_len > limit:
@@ -135,7 +147,9 @@ def _broken_angles(model: nn.Module, seq_len: int) -> Broken | None:
 _FIX = "use a model without them"
 
 
-def apply(model: Any, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, is_compiled: bool) -> None:
+def apply(
+    model: Any, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, is_compiled: bool
+) -> None:
     """Put a core into each traced attention module, in place. Parameters and their names do not change."""
     model.passes_positions = True
     model.original_attention = model.hf.config._attn_implementation
@@ -182,7 +196,9 @@ def _cores(block: nn.Module) -> Iterator[Any]:
 def _class_with_documents(block_class: Any) -> Any:
     """Return a subclass with the same name whose forward takes the documents of its cores."""
 
-    def forward(self: Any, *inputs: Any, split_documents_BT: Tensor | None = None, **keywords: Any) -> Any:
+    def forward(
+        self: Any, *inputs: Any, split_documents_BT: Tensor | None = None, **keywords: Any
+    ) -> Any:
         for core in self.split_cores:
             core.documents_BT = split_documents_BT
         return block_class.forward(self, *inputs, **keywords)

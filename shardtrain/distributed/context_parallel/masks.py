@@ -80,7 +80,9 @@ def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
     return (head, tail)
 
 
-def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[ContextPiece]:
+def prefix_pieces(
+    length: int, total: int, documents_Bs: Tensor | None, window: Window
+) -> Iterator[ContextPiece]:
     """Return the pieces of ``length`` queries that are the last tokens of ``total`` keys."""
     queries = slice(0, length)
     own_keys = slice(total - length, total)
@@ -103,13 +105,17 @@ def ring_pieces(
     """
     document_parts: list[Tensor | None] = [None] * size
     if documents_BT is not None:
-        document_parts = [sequence_part(documents_BT, other, size, balanced) for other in range(size)]
+        document_parts = [
+            sequence_part(documents_BT, other, size, balanced) for other in range(size)
+        ]
     turns = []
     for turn in range(size):
         source = (rank - turn) % size
         documents = (document_parts[rank], document_parts[source])
         if window.tokens:
-            pieces = _within_window(_stretches(tokens, source, rank, size, balanced), *documents, window)
+            pieces = _within_window(
+                _stretches(tokens, source, rank, size, balanced), *documents, window
+            )
         else:
             pieces = _by_document(_causal_parts(tokens, source, rank, balanced), *documents)
         turns.append(list(pieces))
@@ -166,7 +172,9 @@ def _within_window(
                 yield ContextPiece(batch, block_rows, block_columns, False, block.band)
 
 
-def documents_met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None) -> list[Shared]:
+def documents_met(
+    rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None
+) -> list[Shared]:
     """Return the documents of a stretch, with tokens counted from the start of the stretch.
 
     Without documents, the entire stretch is one document.
@@ -178,7 +186,9 @@ def documents_met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_B
     return shared(queries_Bl[:, rows], keys_Bs[:, columns])
 
 
-def _causal_parts(tokens: int, source: int, rank: int, balanced: bool) -> list[tuple[slice, slice, bool]]:
+def _causal_parts(
+    tokens: int, source: int, rank: int, balanced: bool
+) -> list[tuple[slice, slice, bool]]:
     """Return the queries of ``rank`` and the keys of ``source`` that attend to each other, and True for a
     causal mask.
 

@@ -14,12 +14,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.distributed.context_parallel.masks import ContextPiece, Window, prefix_pieces
-from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
+from shardtrain.ops.attention_scores import (
+    PLAIN,
+    QUERIES_AT_ONCE,
+    Scores,
+    sinks_gradient,
+    with_sinks,
+)
 from shardtrain.ops.flash_attention import attend, attend_backward
 from shardtrain.ops.sliding_window import queries_at_once
 
 CoreFunction = Callable[
-    [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None], Tensor
+    [Tensor, Tensor, Tensor, dist.ProcessGroup, bool, Tensor | None, int, Scores, Tensor | None],
+    Tensor,
 ]
 """Attention of this rank's queries to the keys of all ranks: queries, keys, values, group, balanced, documents,
 window, scores and sinks."""
@@ -47,7 +54,9 @@ class PrefixAttention(torch.autograd.Function):
         ctx.scores = scores
         window_blocks = window_of(window, k_BsKH.size(1), q_BlNH, scores)
         ctx.blocked = bool(window_blocks.tokens)
-        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window_blocks))
+        ctx.pieces = list(
+            prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window_blocks)
+        )
         for piece in ctx.pieces:
             merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
         merged.add_sinks(sinks_N)
@@ -71,10 +80,20 @@ class PrefixAttention(torch.autograd.Function):
             dk[piece.batch, piece.columns] += dk_piece
             dv[piece.batch, piece.columns] += dv_piece
         dsinks_N = sinks_gradient_of(d_out, out_BlNH, lse_BNl, sinks_N)
-        return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None, dsinks_N
+        return (
+            dq.to(q_BlNH.dtype),
+            dk.to(q_BlNH.dtype),
+            dv.to(q_BlNH.dtype),
+            None,
+            None,
+            None,
+            dsinks_N,
+        )
 
 
-def sinks_gradient_of(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor | None) -> Tensor | None:
+def sinks_gradient_of(
+    gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor | None
+) -> Tensor | None:
     """Return the gradient of the sinks, or None without sinks."""
     return None if sinks_N is None else sinks_gradient(gradient, out, lse, sinks_N)
 

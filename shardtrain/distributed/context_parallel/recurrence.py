@@ -41,7 +41,11 @@ class RecurrenceCore(Protocol):
         """Return the number of tokens before a chunk whose first input the chunk needs."""
 
     def chunk(
-        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], before: Tensor, starts_BT: Tensor | None
+        self,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        before: Tensor,
+        starts_BT: Tensor | None,
     ) -> RecurrenceChunk:
         """Return the map of a chunk, whose inputs are (B, tokens, ...).
 
@@ -64,7 +68,10 @@ class SplitRecurrenceCore(nn.Module):
                 self._owners[chunk] = (rank, place)
 
     def forward(
-        self, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], documents_BT: Tensor | None = None
+        self,
+        inputs: tuple[Tensor, ...],
+        weights: tuple[Tensor, ...],
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the outputs of this rank's tokens, (B, t, ...).
 
@@ -85,7 +92,9 @@ class SplitRecurrenceCore(nn.Module):
             if documents_BT is not None and starts_BT is not None:
                 own_starts = starts_BT[:, number * length : (number + 1) * length]
                 before = _of_first_document(before, documents_BT, number * length)
-            chunks.append(self._core.chunk(tuple(x[:, own] for x in inputs), weights, before, own_starts))
+            chunks.append(
+                self._core.chunk(tuple(x[:, own] for x in inputs), weights, before, own_starts)
+            )
         factors, offsets = zip(*(chunk.transition() for chunk in chunks), strict=True)
         states_pBNHV = _IncomingStates.apply(torch.stack(factors), torch.stack(offsets), self)
         outputs = [chunk.run(states_pBNHV[place])[0] for place, chunk in enumerate(chunks)]
@@ -96,7 +105,10 @@ class SplitRecurrenceCore(nn.Module):
         if count == 0:
             rows, _, *features = x_BtX.shape
             return x_BtX.new_zeros(len(self._chunks), rows, 0, *features)
-        ends = [last_tokens(x_BtX[:, start : start + length], count) for start in range(0, x_BtX.size(1), length)]
+        ends = [
+            last_tokens(x_BtX[:, start : start + length], count)
+            for start in range(0, x_BtX.size(1), length)
+        ]
         known = min(count, length)
         return _Before.apply(torch.stack(ends), known, self)  # type: ignore[no-any-return]
 
@@ -125,7 +137,9 @@ class _IncomingStates(torch.autograd.Function):
     """Compute the incoming state of this rank's chunks from A and B of all chunks. Both passes are collectives."""
 
     @staticmethod
-    def forward(ctx: Any, factors_pBNHH: Tensor, offsets_pBNHV: Tensor, core: SplitRecurrenceCore) -> Tensor:
+    def forward(
+        ctx: Any, factors_pBNHH: Tensor, offsets_pBNHV: Tensor, core: SplitRecurrenceCore
+    ) -> Tensor:
         H = factors_pBNHH.size(-1)
         states = [torch.zeros_like(offsets_pBNHV[0])]
         for both in core.gather(torch.cat((factors_pBNHH, offsets_pBNHV), dim=-1))[:-1]:

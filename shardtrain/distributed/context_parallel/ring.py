@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.distributed.context_parallel.masks import ring_pieces
-from shardtrain.distributed.context_parallel.merged_attention import Merged, backward_of, sinks_gradient_of, window_of
+from shardtrain.distributed.context_parallel.merged_attention import (
+    Merged,
+    backward_of,
+    sinks_gradient_of,
+    window_of,
+)
 from shardtrain.ops import document_mask
 from shardtrain.ops.attention_scores import PLAIN, Scores
 
@@ -53,7 +58,9 @@ class _Ring(torch.autograd.Function):
         ctx.scores = scores
         keys_values = torch.stack((k_BtKH, v_BtKH))
         window_blocks = window_of(window, q_BtNH.size(1) * group.size(), q_BtNH, scores)
-        ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, window_blocks)
+        ctx.pieces = ring_pieces(
+            q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, window_blocks
+        )
         for pieces in ctx.pieces:
             for piece in pieces:
                 merged.attend(piece, q_BtNH, *keys_values)
@@ -76,7 +83,9 @@ class _Ring(torch.autograd.Function):
             for piece in pieces:
                 batch, rows, columns = piece[:3]
                 k, v = keys_values
-                dq, dk, dv = backward_of(piece, ctx.scores, gradients[0], q_BtNH, k, v, out_BtNH, lse_BNt)
+                dq, dk, dv = backward_of(
+                    piece, ctx.scores, gradients[0], q_BtNH, k, v, out_BtNH, lse_BNt
+                )
                 dq_BtNH[batch, rows] += dq
                 summed[0][batch, columns] += dk
                 summed[1][batch, columns] += dv
@@ -84,7 +93,17 @@ class _Ring(torch.autograd.Function):
             summed = _pass_on(summed, ctx.group)
         dtype = q_BtNH.dtype
         dsinks_N = sinks_gradient_of(gradients[0], out_BtNH, lse_BNt, sinks_N)
-        return dq_BtNH.to(dtype), summed[0].to(dtype), summed[1].to(dtype), None, None, None, None, None, dsinks_N
+        return (
+            dq_BtNH.to(dtype),
+            summed[0].to(dtype),
+            summed[1].to(dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+            dsinks_N,
+        )
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -41,12 +41,16 @@ def ulysses_attention(
     # Scores without a flash kernel, such as soft caps, are computed in blocks of queries.
     if not scores.has_kernel:
         documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-        out_BTnH = PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
+        out_BTnH = PrefixAttention.apply(
+            q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n
+        )
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     masked = documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None
     # Choose the kernel by the same rule as AttentionCore.
     if masked or chosen_kernels.attends_in_blocks(q_BTnH):
-        out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
+        out_BTnH = document_mask.attention(
+            q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n
+        )
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     # scaled_dot_product_attention expects heads before tokens.
     q_BnTH = q_BTnH.transpose(1, 2)

@@ -75,7 +75,9 @@ class _GatheredBlocks(torch.autograd.Function):
         ctx.pieces = list(chunk_pieces(length, chunks.own, documents_BT, window))
         ctx.scale = scale
         ctx.chunks = chunks
-        out_BtNH, lse_BNt = blocked_attention.attend_in_pieces(q_BtNH, keys_values_2BKsH, ctx.pieces, scale)
+        out_BtNH, lse_BNt = blocked_attention.attend_in_pieces(
+            q_BtNH, keys_values_2BKsH, ctx.pieces, scale
+        )
         ctx.save_for_backward(q_BtNH, keys_values_2BKsH, lse_BNt)
         return out_BtNH
 
@@ -83,7 +85,9 @@ class _GatheredBlocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BtNH, keys_values_2BKsH, lse_BNt = ctx.saved_tensors
         inputs = (gradients[0], q_BtNH, keys_values_2BKsH, lse_BNt)
-        dq_BtNH, sums_2BKsH = blocked_attention.attend_in_pieces_backward(*inputs, ctx.pieces, ctx.scale)
+        dq_BtNH, sums_2BKsH = blocked_attention.attend_in_pieces_backward(
+            *inputs, ctx.pieces, ctx.scale
+        )
         dk_BtKH, dv_BtKH = ctx.chunks.reduce_scatter(sums_2BKsH, q_BtNH.dtype)
         return dq_BtNH, dk_BtKH, dv_BtKH, None, None, None, None
 
@@ -120,7 +124,9 @@ def chunk_pieces(
 class _Chunks:
     """All-gather of keys and values and reduce-scatter of their gradients between the chunks of all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, balanced: bool, shared: SequenceExchange | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, balanced: bool, shared: SequenceExchange | None
+    ) -> None:
         self._group = group
         self._shared = shared
         self._of_ranks = [chunks_of(rank, group.size(), balanced) for rank in range(group.size())]
@@ -177,8 +183,12 @@ class _Chunks:
             self._shared.reduce_scatter_parts(of_ranks, contributes, outs)
             return out_2BtKH
         # the collective needs equal sizes, so chunks that this rank does not see are zero
-        zeros = torch.zeros_like(outs[0], dtype=sums_2BKsH.dtype, memory_format=torch.contiguous_format)
-        addends = torch.stack([zeros if part is None else part for parts in of_ranks for part in parts])
+        zeros = torch.zeros_like(
+            outs[0], dtype=sums_2BKsH.dtype, memory_format=torch.contiguous_format
+        )
+        addends = torch.stack(
+            [zeros if part is None else part for parts in of_ranks for part in parts]
+        )
         summed = torch.empty_like(addends[: len(outs)])
         _reduce_scatter(summed, addends, group=self._group)
         for out, total in zip(outs, summed, strict=True):

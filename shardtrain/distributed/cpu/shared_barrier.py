@@ -82,8 +82,13 @@ class Barrier:
     ``memory`` starts with ``LINE_BYTES`` zeros per process. ``limit`` returns the timeout in seconds.
     """
 
-    def __init__(self, memory: mmap.mmap, processes: list[Process], rank: int, limit: Callable[[], float]) -> None:
-        self._counters = [ctypes.c_uint32.from_buffer(memory, LINE_BYTES * index) for index in range(len(processes))]
+    def __init__(
+        self, memory: mmap.mmap, processes: list[Process], rank: int, limit: Callable[[], float]
+    ) -> None:
+        self._counters = [
+            ctypes.c_uint32.from_buffer(memory, LINE_BYTES * index)
+            for index in range(len(processes))
+        ]
         self._addresses = [ctypes.addressof(counter) for counter in self._counters]
         self._processes = processes
         self._rank = rank
@@ -125,11 +130,17 @@ class Barrier:
             waiting_since = waiting_since or time.monotonic() - _CHECK_SECONDS
             peer = self._processes[rank]
             if _started(peer.number) != peer.started:
-                raise PeerError(f"rank {rank} of the ranks that share memory with this one has ended")
+                raise PeerError(
+                    f"rank {rank} of the ranks that share memory with this one has ended"
+                )
             if time.monotonic() - waiting_since >= self._limit():
                 problem = f"rank {rank} of the ranks that share memory with this one did not arrive within"
                 fix = "see the other logs, or raise comm.train_timeout_seconds"
-                raise PeerError(fix_first(f"{problem} {self._limit():g} s", fix, "another rank failed or is late"))
+                raise PeerError(
+                    fix_first(
+                        f"{problem} {self._limit():g} s", fix, "another rank failed or is late"
+                    )
+                )
 
 
 class _Seconds(ctypes.Structure):
@@ -145,7 +156,9 @@ def _futex(address: int, operation: int, value: int, seconds: float | None = Non
     if seconds is not None:
         nanoseconds = int(seconds % 1 * 1e9)
         limit = ctypes.byref(_Seconds(int(seconds), nanoseconds))
-    status = _libc.syscall(_FUTEX_CALL, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), limit, None, 0)
+    status = _libc.syscall(
+        _FUTEX_CALL, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), limit, None, 0
+    )
     if status >= 0:
         return 0
     return ctypes.get_errno()

@@ -71,7 +71,11 @@ class AllGather(_Collective):
     """All-gather with the interface that FSDP2 expects."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
     ) -> None:
         """Concatenate the inputs (n,) of all ranks into the output (ranks * n,)."""
         out_Rn = output_tensor.view(group.size(), -1)
@@ -216,7 +220,8 @@ class SequenceExchange:
         Args:
             parts_RC: the parts of each rank. This rank's are read, and the others are written, except None.
         """
-        own_C = [part for part in parts_RC[self._rank] if part is not None]  # for mypy: no own part is None
+        # for mypy: no own part is None
+        own_C = [part for part in parts_RC[self._rank] if part is not None]
         for places in self._stretches(own_C[0], len(own_C)):
             # Write this rank's parts to its half, then copy those of the others from theirs.
             shape = own_C[0][places].shape
@@ -250,7 +255,8 @@ class SequenceExchange:
             contributes_RC: True where a rank contributes to a part of this rank.
             out_C: the sums.
         """
-        own_C = [part for part in contributions_RC[self._rank] if part is not None]  # for mypy: none is None
+        # for mypy: none is None
+        own_C = [part for part in contributions_RC[self._rank] if part is not None]
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for places in self._stretches(out_C[0], len(others) * len(out_C)):
             shape = out_C[0][places].shape
@@ -266,10 +272,14 @@ class SequenceExchange:
             for part, out in enumerate(out_C):
                 # Skip ranks that contribute only zeros, and sum in the order of ranks.
                 senders = [rank for rank in others if contributes_RC[rank][part]]
-                addends = [halves_ROC[sender][_slot(sender, self._rank), part] for sender in senders]
+                addends = [
+                    halves_ROC[sender][_slot(sender, self._rank), part] for sender in senders
+                ]
                 _sum_into(own_C[part][places], addends, out[places])
 
-    def _stretches(self, part_2BKlH: Tensor, copies: int) -> Iterator[tuple[slice, slice, slice, slice]]:
+    def _stretches(
+        self, part_2BKlH: Tensor, copies: int
+    ) -> Iterator[tuple[slice, slice, slice, slice]]:
         """Divide a part into pieces of which ``copies`` fit into a half. Yield the slices of each piece.
 
         Each contains several rows, several heads of one row, or several tokens of one head.
@@ -315,7 +325,9 @@ class Exchange:
     it is written.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap, processes: list[Process]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, memory: mmap.mmap, processes: list[Process]
+    ) -> None:
         self._group = group
         self._turn = 0
         halves_b = torch.frombuffer(memory, dtype=torch.uint8, offset=_head_bytes(group.size()))
@@ -354,7 +366,9 @@ class Exchange:
                 name = torch.tensor(list(token), dtype=torch.uint8)
             else:
                 folder = mapped_memory.FOLDER
-                logger.info(f"collectives on CPUs: could not reserve {size:,} bytes in {folder}; using gloo's sockets")
+                logger.info(
+                    f"collectives on CPUs: could not reserve {size:,} bytes in {folder}; using gloo's sockets"
+                )
         # All ranks take part in both collectives, even if the first rank has no memory. The name is then
         # zero.
         first = dist.get_global_rank(group, 0)

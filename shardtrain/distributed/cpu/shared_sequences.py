@@ -100,12 +100,16 @@ class GradientSum:
         else:
             self._total_BTD += gradient_BTD
 
-    def product(self, linear: nn.Linear, x_BTD: Tensor, weight: DTensor, bias_O: Tensor | None) -> Tensor:
+    def product(
+        self, linear: nn.Linear, x_BTD: Tensor, weight: DTensor, bias_O: Tensor | None
+    ) -> Tensor:
         """Return a split linear layer's output.
 
         Its backward pass adds the gradient of ``x_BTD`` to this sum.
         """
-        by_onednn = type(linear) is OneDnnLinear and onednn_linear.can_multiply(x_BTD, weight._local_tensor)
+        by_onednn = type(linear) is OneDnnLinear and onednn_linear.can_multiply(
+            x_BTD, weight._local_tensor
+        )
         return _ProductOfGathered.apply(x_BTD, weight, bias_O, self, by_onednn)  # type: ignore[no-any-return]
 
     def take(self) -> Tensor | None:
@@ -140,7 +144,9 @@ class _GatherSequence(torch.autograd.Function):
         is_partial = dtensor_BTD is not None and dtensor_BTD.placements == (Partial(),)
         for addend_BTD in (plain_BTD, dtensor_BTD if is_partial else None):
             if addend_BTD is not None:
-                partial_BTD = plain(addend_BTD) if partial_BTD is None else partial_BTD + plain(addend_BTD)
+                partial_BTD = (
+                    plain(addend_BTD) if partial_BTD is None else partial_BTD + plain(addend_BTD)
+                )
         gradient_BtD = None
         if partial_BTD is not None:
             gradient_BtD = ctx.shared.reduce_scatter(partial_BTD)
@@ -178,7 +184,9 @@ class _ProductOfGathered(torch.autograd.Function):
         return nn.functional.linear(x_BTD, local_OD, bias_O)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, DTensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[None, DTensor | None, Tensor | None, None, None]:
         (gradient_BTO,) = gradients
         x_BTD, local_OD = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -42,7 +42,9 @@ _MOST_AT_ONCE = 65_536
 
 
 @contextmanager
-def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) -> Iterator[dist.Store | None]:
+def store_of_attempt(
+    environment: MutableMapping[str, str], timeout: timedelta
+) -> Iterator[dist.Store | None]:
     """Yield the store for joining the process group, or None to use PyTorch's default. Exit after joining.
 
     If attempts share the launcher's store and all ranks are on this machine, the ranks use a private folder
@@ -59,7 +61,10 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
         return
     place = private_store.folder_of_step(environment)
     if place is None:
-        if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or "SHARDTRAIN_JOB" in environment:
+        if (
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            or "SHARDTRAIN_JOB" in environment
+        ):
             yield None
             return
         place = private_store.folder_of_launcher(environment)
@@ -89,7 +94,9 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
         private_store.sweep(place)
         (place / name).mkdir(mode=0o700)
     # The thread needs its own connection, because a wait blocks all users of a connection.
-    thread = threading.Thread(target=_answer, args=(_connect(environment, timeout, place), name, done), daemon=True)
+    thread = threading.Thread(
+        target=_answer, args=(_connect(environment, timeout, place), name, done), daemon=True
+    )
     thread.start()
     try:
         yield store(name)
@@ -98,7 +105,9 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
         thread.join()
 
 
-def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: int | None = None) -> dist.Store:
+def store_at_address(
+    environment: Mapping[str, str], timeout: timedelta, size: int | None = None
+) -> dist.Store:
     """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, unless its launcher does.
 
     Args:
@@ -110,7 +119,9 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
     """
     address = environment["MASTER_ADDR"]
     port = variables.number(environment, "MASTER_PORT", "")
-    serves = environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = (
+        environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )
     listener = _listener(address, port, timeout) if serves else None
     store = dist.TCPStore(
         host_name=address,
@@ -144,7 +155,9 @@ def _listener(address: str, port: int, timeout: timedelta) -> int | None:
             if time.monotonic() > end:
                 rule = f"does not resolve on the host of rank 0: {error.strerror}"
                 fix = "set it to a name or address of that host"
-                raise ConfigError(Problem("MASTER_ADDR", address, rule, fix, "environment")) from None
+                raise ConfigError(
+                    Problem("MASTER_ADDR", address, rule, fix, "environment")
+                ) from None
             time.sleep(POLL_SECONDS)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -156,7 +169,9 @@ def _listener(address: str, port: int, timeout: timedelta) -> int | None:
             raise ConfigError(Problem("MASTER_PORT", port, rule, fix, "environment")) from None
 
 
-def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.Store | FolderStore:
+def _connect(
+    environment: Mapping[str, str], timeout: timedelta, place: Path | None
+) -> dist.Store | FolderStore:
     if place:
         return FolderStore(place)
     address = environment["MASTER_ADDR"]
@@ -175,7 +190,9 @@ def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -
             open_numbers.update(range(seen + 1, count + 1))
             seen = count
             # A rank that was killed after it took a number never sends its request.
-            with_request = [number for number in open_numbers if store.check([f"{_ASKED}/{number}"])]
+            with_request = [
+                number for number in open_numbers if store.check([f"{_ASKED}/{number}"])
+            ]
             for number in with_request:
                 open_numbers.discard(number)
                 # Ignore requests that are not signed.

@@ -71,7 +71,10 @@ def _listeners() -> dict[str, int]:
             if not link.startswith("socket:["):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
-                is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
+                is_tcp = (
+                    copy.family in (socket.AF_INET, socket.AF_INET6)
+                    and copy.type == socket.SOCK_STREAM
+                )
                 if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     listeners[link[len("socket:[") : -1]] = int(name)
     return listeners

@@ -52,9 +52,18 @@ def own(folder: Path) -> Path:
     try:
         status = folder.lstat()
     except OSError as error:
-        raise StorageError(f"the folder {folder}, in which the ranks meet, is gone: {error.strerror}") from error
-    if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise StorageError(f"{folder}, in which the ranks meet, is not a folder of this user alone; unset {STORE}")
+        raise StorageError(
+            f"the folder {folder}, in which the ranks meet, is gone: {error.strerror}"
+        ) from error
+    if (
+        not folder.is_dir()
+        or folder.is_symlink()
+        or status.st_uid != os.geteuid()
+        or status.st_mode & 0o077
+    ):
+        raise StorageError(
+            f"{folder}, in which the ranks meet, is not a folder of this user alone; unset {STORE}"
+        )
     return folder
 
 
@@ -68,7 +77,10 @@ def folder_of_launcher(environment: Mapping[str, str]) -> Path | None:
     Raises:
         StorageError: no candidate folder can be used by this user only.
     """
-    if not environment.get("WORLD_SIZE") or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]:
+    if (
+        not environment.get("WORLD_SIZE")
+        or environment.get("LOCAL_WORLD_SIZE") != environment["WORLD_SIZE"]
+    ):
         return None
     network = ""
     if os.path.exists("/proc/self/ns/net"):
@@ -84,10 +96,18 @@ def folder_of_step(environment: Mapping[str, str]) -> Path | None:
         StorageError: no candidate folder can be used by this user only.
     """
     # These variables are set if torchrun or this package's launcher started the ranks within a task.
-    if environment.get(STORE) or environment.get("LOCAL_WORLD_SIZE") or environment.get("TORCHELASTIC_RUN_ID"):
+    if (
+        environment.get(STORE)
+        or environment.get("LOCAL_WORLD_SIZE")
+        or environment.get("TORCHELASTIC_RUN_ID")
+    ):
         return None
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    if environment.get("SLURM_STEP_NUM_NODES") != "1" or tasks in (None, "1") or tasks != environment.get("WORLD_SIZE"):
+    if (
+        environment.get("SLURM_STEP_NUM_NODES") != "1"
+        or tasks in (None, "1")
+        or tasks != environment.get("WORLD_SIZE")
+    ):
         return None
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return _folder_named(environment, *(environment.get(name, "") for name in names))
@@ -134,7 +154,10 @@ def _own_folder(environment: Mapping[str, str]) -> Path:
     Raises:
         StorageError: no candidate can be used.
     """
-    places = [Path(tempfile.gettempdir(), f"shardtrain-{os.geteuid()}"), Path.home() / ".cache/shardtrain/meetings"]
+    places = [
+        Path(tempfile.gettempdir(), f"shardtrain-{os.geteuid()}"),
+        Path.home() / ".cache/shardtrain/meetings",
+    ]
     if environment.get("XDG_RUNTIME_DIR"):
         places.insert(0, Path(environment["XDG_RUNTIME_DIR"], "shardtrain"))
     for place in places:

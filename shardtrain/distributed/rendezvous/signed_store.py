@@ -131,7 +131,12 @@ class SignedStore(dist.Store):
         body = value if isinstance(value, bytes) else value.encode()
         # The length of the key separates it from the value, so different pairs never have the same message.
         message = f"{len(key)} {key}\0".encode() + body
-        return SIGNATURE_PREFIX + hmac.new(self._key, message, hashlib.sha256).hexdigest().encode() + b"\n" + body
+        return (
+            SIGNATURE_PREFIX
+            + hmac.new(self._key, message, hashlib.sha256).hexdigest().encode()
+            + b"\n"
+            + body
+        )
 
     def _opened(self, key: str, sealed: bytes) -> bytes:
         body = bytes(sealed)[len(SIGNATURE_PREFIX) + _SIGNATURE_BYTES + 1 :]

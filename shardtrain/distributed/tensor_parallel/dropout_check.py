@@ -64,7 +64,9 @@ def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> Non
     names_of_refused: list[str] = []
 
     class DropoutWatch(TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = getattr(function, "__name__", "")
             if "dropout" in name and _drops_replicated([*args, *(kwargs or {}).values()]):
                 names_of_refused.append(name)

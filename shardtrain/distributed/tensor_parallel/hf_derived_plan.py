@@ -71,7 +71,9 @@ def _attention(block_path: str, block: nn.Module) -> Iterator[tuple[str, str]]:
         if _linear_children(module) != known or len(outputs) != 1:
             continue
         # Another weight, such as a norm of each head, could belong to the heads of other ranks.
-        has_others = any(name.partition(".")[0] not in known for name, _ in module.named_parameters())
+        has_others = any(
+            name.partition(".")[0] not in known for name, _ in module.named_parameters()
+        )
         if has_others or not isinstance(getattr(module, "num_heads", None), int):
             continue
         yield from ((f"{path}.{name}", "colwise") for name in sorted(_INPUTS))
@@ -92,9 +94,19 @@ def _runs_in_parts(model: Any, plan: dict[str, str], ranks: int) -> bool:
     for path, style in plan.items():
         linear = copied.get_submodule(path)
         if style == "colwise":
-            part = nn.Linear(linear.in_features, linear.out_features // ranks, linear.bias is not None, device="meta")
+            part = nn.Linear(
+                linear.in_features,
+                linear.out_features // ranks,
+                linear.bias is not None,
+                device="meta",
+            )
         elif style == "rowwise":
-            part = nn.Linear(linear.in_features // ranks, linear.out_features, linear.bias is not None, device="meta")
+            part = nn.Linear(
+                linear.in_features // ranks,
+                linear.out_features,
+                linear.bias is not None,
+                device="meta",
+            )
         else:
             continue
         if linear.out_features % ranks or linear.in_features % ranks:
@@ -103,7 +115,14 @@ def _runs_in_parts(model: Any, plan: dict[str, str], ranks: int) -> bool:
     for attention in split_attention(copied, plan):
         divide_heads(attention, ranks)
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), meta_autocast(), MetaPass():
+    with (
+        suppress(Exception),
+        trial(copied),
+        torch.no_grad(),
+        torch.device("meta"),
+        meta_autocast(),
+        MetaPass(),
+    ):
         copied(tokens)
         return True
     return False

@@ -71,7 +71,9 @@ class _Label:
 _CONSTANT = _Label()
 
 
-def follow(model: nn.Module, effects: Mapping[str, str], split_parameters: set[str], experts: set[str]) -> Findings:
+def follow(
+    model: nn.Module, effects: Mapping[str, str], split_parameters: set[str], experts: set[str]
+) -> Findings:
     """Label the activations of one forward pass on the meta device.
 
     Args:
@@ -88,13 +90,22 @@ def follow(model: nn.Module, effects: Mapping[str, str], split_parameters: set[s
         copied.get_submodule(path).forward = _copy_of_first_input
     watch = _Watch(findings)
     for name, parameter in copied.named_parameters():
-        label = _Label(is_split=True) if name in split_parameters else _Label(weights=frozenset([name]))
+        label = (
+            _Label(is_split=True) if name in split_parameters else _Label(weights=frozenset([name]))
+        )
         watch.set_label(parameter, label)
     for path, module in copied.named_modules():
         watch.hook(path, module, effects.get(path))
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     # A forward pass may raise any exception, because tensors on the meta device have no values.
-    with suppress(Exception), trial(copied), torch.no_grad(), torch.device("meta"), meta_autocast(), watch:
+    with (
+        suppress(Exception),
+        trial(copied),
+        torch.no_grad(),
+        torch.device("meta"),
+        meta_autocast(),
+        watch,
+    ):
         copied(tokens)
         findings.is_complete = True
     return findings
@@ -148,7 +159,9 @@ class _Watch(MetaPass):
     def _check_input(self, path: str, effect: str, inputs: Any) -> None:
         is_split = any(self.label(tensor).is_split for tensor in _tensors(inputs))
         if effect == SUMMED and not is_split:
-            self._findings.problems.append(f"{path} sums outputs over ranks, and its input is not split")
+            self._findings.problems.append(
+                f"{path} sums outputs over ranks, and its input is not split"
+            )
         if effect != SUMMED and is_split:
             self._findings.problems.append(f"{path} has an input that is split over ranks")
 

@@ -136,7 +136,9 @@ def resolve(model: Any, config: Config) -> Resolved:
     head = _path(model, model.hf.get_output_embeddings())
     if has_loss_parallel and resolved.names.get(head) not in HEADS:
         rule = f"splits the loss over the vocabulary, and the plan of {model.config_name} does not split its head"
-        raise ConfigError(Problem("parallelism.disable_loss_parallel", False, rule, "set it to true"))
+        raise ConfigError(
+            Problem("parallelism.disable_loss_parallel", False, rule, "set it to true")
+        )
     _check_ties(ties, resolved.names, refuse)
     _split_sequences(model, resolved, config)
     resolved.derived = derived
@@ -165,7 +167,9 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     # Networks add the output of experts to that of a shared expert in place.
     blocks_of_experts = tuple(f"{_owner_path(path)}." for path in resolved.experts)
     for path, module in model.named_modules():
-        is_shared_expert = resolved.names.get(path) == "rowwise" and path.startswith(blocks_of_experts)
+        is_shared_expert = resolved.names.get(path) == "rowwise" and path.startswith(
+            blocks_of_experts
+        )
         is_embedding = resolved.names.get(path) in _EMBEDDING and isinstance(module, nn.Embedding)
         if is_embedding or is_shared_expert:
             # The output is a view. If a network changes a view in place, FSDP loses the hooks on it.
@@ -206,10 +210,16 @@ class _Refusal:
 
     def uneven(self, size: int, things: str) -> ConfigError:
         """Return an error about a size that the degree does not divide."""
-        return ConfigError(Problem(OPTION, self.ranks, f"does not divide the {size} {things}", "set it to a divisor"))
+        return ConfigError(
+            Problem(
+                OPTION, self.ranks, f"does not divide the {size} {things}", "set it to a divisor"
+            )
+        )
 
 
-def _styles_by_module(model: Any, plan: Mapping[str, str], ties: list[list[str]], ranks: int) -> Resolved:
+def _styles_by_module(
+    model: Any, plan: Mapping[str, str], ties: list[list[str]], ranks: int
+) -> Resolved:
     """Assign the styles of a plan, which names modules or parameters, to modules."""
     resolved = Resolved()
     for path, module in model.named_modules():
@@ -256,7 +266,12 @@ def _takes_pairs(module: nn.Module) -> bool:
 
 
 def _assign_parameters(
-    path: str, module: nn.Module, planned: Mapping[str, str], style: str | None, ranks: int, resolved: Resolved
+    path: str,
+    module: nn.Module,
+    planned: Mapping[str, str],
+    style: str | None,
+    ranks: int,
+    resolved: Resolved,
 ) -> None:
     """Choose how a module other than a linear layer or an embedding uses the parameters that the plan names."""
     own = dict(module.named_parameters(recurse=False))
@@ -360,7 +375,11 @@ def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
     """Require a style for every weight inside a module with split children: a rank may use it on its own
     heads.
     """
-    owners = {_owner_path(path) for path, style in resolved.names.items() if style in ("colwise", "rowwise")}
+    owners = {
+        _owner_path(path)
+        for path, style in resolved.names.items()
+        if style in ("colwise", "rowwise")
+    }
     # Not the model and its layers, which contain replicated norms next to split modules.
     owners -= {"", *model.blocks}
     planned = {*resolved.names, *resolved.gathered, *resolved.of_heads}
@@ -368,7 +387,9 @@ def _check_neighbours(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
         if path in planned or not any(True for _ in module.parameters(recurse=False)):
             continue
         if any(path == owner or path.startswith(f"{owner}.") for owner in owners):
-            raise refuse.error(f"needs a plan that names {path}, and that of {refuse.class_name} does not")
+            raise refuse.error(
+                f"needs a plan that names {path}, and that of {refuse.class_name} does not"
+            )
 
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:
@@ -433,4 +454,6 @@ def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> boo
     """
     # Not for blocks as owners, because context parallelism replaces the forward of their class.
     is_in_module_of_block = any(owner_path.startswith(f"{block}.") for block in model.blocks)
-    return isinstance(module, nn.Conv1d) or (isinstance(module, nn.Linear) and is_in_module_of_block)
+    return isinstance(module, nn.Conv1d) or (
+        isinstance(module, nn.Linear) and is_in_module_of_block
+    )

@@ -43,7 +43,12 @@ _TOKENWISE = {
     _ATEN._to_copy.default,
 }
 """Operations on (B, t, D) that compute each token from the same token, in addition to the pointwise ones."""
-_OVER_FEATURES = {_ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.linalg_vector_norm.default, _ATEN.var.correction}
+_OVER_FEATURES = {
+    _ATEN.mean.dim,
+    _ATEN.sum.dim_IntList,
+    _ATEN.linalg_vector_norm.default,
+    _ATEN.var.correction,
+}
 """Operations that do so if they reduce only the last dimension."""
 
 
@@ -83,7 +88,9 @@ def find(model: Any, split: Mapping[str, str], experts: set[str]) -> SplitSequen
     for path, block in model.blocks.items():
         found.full |= set(_full_children(path, block))
         for child_path, child in block.named_modules(prefix=path):
-            is_full = any(child_path == full or child_path.startswith(f"{full}.") for full in found.full)
+            is_full = any(
+                child_path == full or child_path.startswith(f"{full}.") for full in found.full
+            )
             names = {name for name, _ in child.named_parameters(recurse=False)}
             if names and not is_full:
                 found.partial[child_path] = names
@@ -111,9 +118,12 @@ def _full_children(path: str, module: nn.Module) -> Iterator[str]:
 class _Trial(MetaPass):
     """One forward pass on the meta device, in which the blocks run on half of the tokens."""
 
-    def __init__(self, model: Any, found: SplitSequences, split: Mapping[str, str], experts: set[str]) -> None:
+    def __init__(
+        self, model: Any, found: SplitSequences, split: Mapping[str, str], experts: set[str]
+    ) -> None:
         super().__init__()
-        self._model = copy.deepcopy(model).to("meta")  # also moves the buffers, which are on the CPU
+        # also moves the buffers, which are on the CPU
+        self._model = copy.deepcopy(model).to("meta")
         self._found = found
         self._split = split
         self._blocks = list(model.blocks)
@@ -137,7 +147,9 @@ class _Trial(MetaPass):
                 self._model(tokens)
         except Unsplittable:
             raise
-        except Exception as error:  # shapes that do not fit, or values that meta tensors do not have
+        except (
+            Exception
+        ) as error:  # shapes that do not fit, or values that meta tensors do not have
             first_line = (str(error).splitlines() or [""])[0]
             raise Unsplittable(f"fails in a trial with split sequences: {first_line}") from None
         if self._num_finished != len(self._blocks):
@@ -173,7 +185,11 @@ class _Trial(MetaPass):
         return _replace_hidden(inputs, keywords, full)
 
     def _enter_block(self, path: str, inputs: Any, keywords: Any) -> Any:
-        if self._running or self._num_finished >= len(self._blocks) or self._blocks[self._num_finished] != path:
+        if (
+            self._running
+            or self._num_finished >= len(self._blocks)
+            or self._blocks[self._num_finished] != path
+        ):
             raise Unsplittable("does not call each block once, in the order of its list")
         self._running.append(path)
         hidden = _hidden(inputs, keywords)
@@ -229,14 +245,20 @@ class _Trial(MetaPass):
 
     def _require(self, path: str, hidden: Any, tokens: int) -> None:
         if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.size(1) != tokens:
-            raise Unsplittable(f"has activations of another shape than (batch, tokens, features) at {path}")
+            raise Unsplittable(
+                f"has activations of another shape than (batch, tokens, features) at {path}"
+            )
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         runs_on_parts = (self._running or self._is_between_blocks()) and not self._depth_of_full
         has_part = any(_is_part(leaf) for leaf in tree_leaves([args, kwargs]))
         if runs_on_parts and has_part and not _is_tokenwise(function, args):
             place = self._running[-1] if self._running else "the model"
-            raise Unsplittable(f"may combine tokens with {function.__name__.partition('.')[0]} in {place}")
+            raise Unsplittable(
+                f"may combine tokens with {function.__name__.partition('.')[0]} in {place}"
+            )
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
@@ -263,7 +285,9 @@ def _hidden(inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     return inputs[0] if inputs else keywords.get(HIDDEN_STATES)
 
 
-def _replace_hidden(inputs: tuple[Any, ...], keywords: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
+def _replace_hidden(
+    inputs: tuple[Any, ...], keywords: dict[str, Any], hidden: Tensor
+) -> tuple[Any, dict[str, Any]]:
     if inputs:
         return (hidden, *inputs[1:]), keywords
     return inputs, {**keywords, HIDDEN_STATES: hidden}
@@ -310,7 +334,11 @@ class _Parts:
             return _replace_hidden(inputs, keywords, self._cut(hidden_BTD))
         if torch.is_grad_enabled():
             rule = f"does not divide a sequence of {tokens} tokens"
-            raise ConfigError(Problem("parallelism.tensor_parallel_degree", ranks, rule, "use a multiple as seq_len"))
+            raise ConfigError(
+                Problem(
+                    "parallelism.tensor_parallel_degree", ranks, rule, "use a multiple as seq_len"
+                )
+            )
         return None
 
     def gather_input(self, _: nn.Module, inputs: Any, keywords: Any) -> Any:
@@ -346,5 +374,9 @@ class _Parts:
         return part_BtD.contiguous() if not part_BtD._is_view() else part_BtD.clone()
 
     def _gather(self, hidden_BtD: Tensor) -> Tensor:
-        split = DTensor.from_local(hidden_BtD.contiguous(), self._mesh, (Shard(1),), run_check=False)
-        return split.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
+        split = DTensor.from_local(
+            hidden_BtD.contiguous(), self._mesh, (Shard(1),), run_check=False
+        )
+        return split.redistribute(placements=(Replicate(),)).to_local(
+            grad_placements=(Replicate(),)
+        )

@@ -38,8 +38,12 @@ class PlannedReplicatedWeights(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         reads = {}
         for name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+            replicated = DTensor.from_local(
+                parameter.detach(), device_mesh, (Replicate(),), run_check=False
+            )
+            module.register_parameter(
+                name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
+            )
             reads[name] = read_local((Partial() if name in self._partial else Replicate(),))
         for reader in (module, *self._readers):
             use_plain_weights(reader, module, reads)
@@ -81,7 +85,9 @@ class GatheredWeights(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(weight: DTensor) -> Tensor:
-            return weight.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Replicate(),))
+            return weight.redistribute(placements=(Replicate(),)).to_local(
+                grad_placements=(Replicate(),)
+            )
 
         names = list(dict(module.named_parameters(recurse=False)))
         for name in names:
@@ -154,7 +160,9 @@ class SharedRotaryKey(PlannedReplicatedWeights):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def sum_rotary_gradient(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            latent, rotary = output.split([output.size(-1) - self._rotary_dim, self._rotary_dim], dim=-1)
+            latent, rotary = output.split(
+                [output.size(-1) - self._rotary_dim, self._rotary_dim], dim=-1
+            )
             return torch.cat([latent, sum_gradients(rotary, device_mesh)], dim=-1)
 
         super()._apply(module, device_mesh)
@@ -178,7 +186,11 @@ class UnreducedRowwise(RowwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Tensor, device_mesh: DeviceMesh
+        output_layouts: Any,
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Tensor,
+        device_mesh: DeviceMesh,
     ) -> Tensor:
         return outputs
 

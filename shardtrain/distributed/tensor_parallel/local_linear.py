@@ -35,7 +35,11 @@ def multiply_local_parts(linear: nn.Linear) -> None:
             # A hook on the input must see its complete gradient, so use the DTensor.
             if x._backward_hooks or x.retains_grad:
                 x_local = x.to_local(grad_placements=partial_sum)  # type: ignore[attr-defined]
-            elif gradient is not None and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+            elif (
+                gradient is not None
+                and torch.is_grad_enabled()
+                and not torch.is_autocast_enabled("cpu")
+            ):
                 bias_O = bias.to_local() if isinstance(bias, DTensor) else None
                 return gradient.product(linear, x_local, weight, bias_O)  # type: ignore[no-any-return]
         elif stays_plain:
@@ -51,7 +55,9 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         # An instance attribute hides the registered parameter of the same name, so forward sees a plain
         # tensor.
         linear.__dict__["weight"] = local_weight(weight)
-        linear.__dict__["bias"] = bias.to_local() if splits_outputs and isinstance(bias, DTensor) else None
+        linear.__dict__["bias"] = (
+            bias.to_local() if splits_outputs and isinstance(bias, DTensor) else None
+        )
         try:
             out = original_forward(x_local)
         finally:
@@ -60,7 +66,9 @@ def multiply_local_parts(linear: nn.Linear) -> None:
         if not splits_outputs and isinstance(bias, DTensor):
             # Outputs are summed over ranks, so only one rank adds the bias. Its gradient is summed over
             # ranks too.
-            out = out + bias.to_local(grad_placements=partial_sum) * float(mesh.get_local_rank() == 0)
+            out = out + bias.to_local(grad_placements=partial_sum) * float(
+                mesh.get_local_rank() == 0
+            )
         if stays_plain:
             return out
         placement = Shard(out.ndim - 1) if splits_outputs else Partial()

@@ -236,7 +236,9 @@ def _accept_keyword_input(module: nn.Module) -> None:
     def make_positional(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if inputs or first not in keywords:
             return None
-        return (keywords[first],), {name: value for name, value in keywords.items() if name != first}
+        return (keywords[first],), {
+            name: value for name, value in keywords.items() if name != first
+        }
 
     module.register_forward_pre_hook(make_positional, with_kwargs=True)
 
@@ -248,6 +250,9 @@ def sequences_of(mesh: Mesh, config: Config) -> Sequences:
     keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
     if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
         return Sequences()
-    from shardtrain.distributed.cpu import shared_sequences  # a run on an accelerator does not import it
+    # a run on an accelerator does not import it
+    from shardtrain.distributed.cpu import (
+        shared_sequences,
+    )
 
     return shared_sequences.between(mesh)

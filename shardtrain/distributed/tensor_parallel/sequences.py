@@ -29,7 +29,9 @@ class SequenceLength:
         self._ranks = ranks
         self._tokens = 0
 
-    def set_from_positions(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def set_from_positions(
+        self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         """Forward pre-hook of the model: store the length T of its argument of positions (B, T)."""
         positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
         self._tokens = positions_BT.size(1)

@@ -11,7 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
@@ -72,12 +79,18 @@ class GatheringColwise(ColwiseParallel):
                 # a plain output is this rank's features
                 if self.output_layouts == (Shard(-1),):
                     return output
-                output = DTensor.from_local(output, mesh, (Shard(output.ndim - 1),), run_check=False)
-            return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, mesh)
+                output = DTensor.from_local(
+                    output, mesh, (Shard(output.ndim - 1),), run_check=False
+                )
+            return self._prepare_output_fn(
+                self.output_layouts, self.use_local_output, module, output, mesh
+            )
 
         module.register_forward_pre_hook(gather)
         if self._sequences.keep_plain(module):
-            return distribute_module(module, device_mesh, self._partition_linear_fn, prepare_input, prepare_output)
+            return distribute_module(
+                module, device_mesh, self._partition_linear_fn, prepare_input, prepare_output
+            )
         return super()._apply(module, device_mesh)
 
 
@@ -97,9 +110,15 @@ class ScatteringRowwise(RowwiseParallel):
         def split_features(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0]
             # An input with fewer features than the layer is already split.
-            if not isinstance(linear, nn.Linear) or isinstance(x, DTensor) or x.size(-1) != linear.in_features:
+            if (
+                not isinstance(linear, nn.Linear)
+                or isinstance(x, DTensor)
+                or x.size(-1) != linear.in_features
+            ):
                 return inputs
-            replicated = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
+            replicated = DTensor.from_local(
+                self._take(x), device_mesh, (Replicate(),), run_check=False
+            )
             split = replicated.redistribute(placements=(Shard(-1),))
             return (split, *inputs[1:])
 
@@ -117,7 +136,11 @@ class ScatteringRowwise(RowwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Tensor, device_mesh: DeviceMesh
+        output_layouts: Any,
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Tensor,
+        device_mesh: DeviceMesh,
     ) -> Tensor:
         return outputs
 
@@ -157,8 +180,12 @@ class ReplicatedWeights(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            replicated = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(name, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
+            replicated = DTensor.from_local(
+                parameter.detach(), device_mesh, (Replicate(),), run_check=False
+            )
+            module.register_parameter(
+                name, nn.Parameter(replicated, requires_grad=parameter.requires_grad)
+            )
 
         def take_first(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return (self._take(inputs[0]), *inputs[1:])
@@ -174,7 +201,9 @@ class SplitHeadNumbers(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             split = distribute_tensor(parameter.detach(), device_mesh, (Shard(0),))
-            module.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(split, requires_grad=parameter.requires_grad)
+            )
         use_local_weights(module, (Shard(0),))
         return module
 
@@ -238,7 +267,11 @@ class SplitEmbedding(RowwiseParallel):
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+        output_layouts: Any,
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,
+        device_mesh: DeviceMesh,
     ) -> Tensor:
         if not isinstance(outputs, DTensor):
             return outputs  # already this rank's part of the sequence
@@ -250,7 +283,9 @@ class _ReducedLookups(TorchFunctionMode):
     plain tensor.
     """
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is nn.functional.embedding and isinstance(result, DTensor):
             return result.redistribute(placements=(Shard(1),), async_op=False).to_local()

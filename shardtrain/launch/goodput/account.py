@@ -89,8 +89,14 @@ class Account:
 
     def __str__(self) -> str:
         """Format as ``goodput 93.0 % of 12m55s: productive 12m1s, start 54.0s``."""
-        parts = ", ".join(f"{name} {format_seconds(value)}" for name, value in self.seconds.items() if value >= 0.5)
-        return f"goodput {100 * self.goodput:.1f} % of {format_seconds(self.running_seconds)}: {parts}"
+        parts = ", ".join(
+            f"{name} {format_seconds(value)}"
+            for name, value in self.seconds.items()
+            if value >= 0.5
+        )
+        return (
+            f"goodput {100 * self.goodput:.1f} % of {format_seconds(self.running_seconds)}: {parts}"
+        )
 
     def as_record(self) -> dict[str, float]:
         """Return the fields for a record of ``metrics.jsonl``."""
@@ -130,12 +136,19 @@ class Account:
         """
         if not self.saves:
             return None
-        work = self.running_seconds - self.seconds["checkpoint"] - self.seconds["lost"] - self.recovery_seconds
+        work = (
+            self.running_seconds
+            - self.seconds["checkpoint"]
+            - self.seconds["lost"]
+            - self.recovery_seconds
+        )
         interval = work / self.saves
         stall = self.seconds["checkpoint"] / self.saves
         failed = 0.0
         if self.failures:
-            failed = (self.recovery_seconds / self.failures + interval / 2) / (self.running_seconds / self.failures)
+            failed = (self.recovery_seconds / self.failures + interval / 2) / (
+                self.running_seconds / self.failures
+            )
         if interval > 0:
             return max(0.0, 1 - failed) / (1 + stall / interval)
         return None
@@ -150,7 +163,12 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
             newest = found.setdefault(event.attempt, Attempt(event))
         elif isinstance(event, AttemptProgress) and event.attempt in found:
             found[event.attempt].points.append(event)
-        elif isinstance(event, Death) and newest and newest.died is None and newest.start.job == event.job:
+        elif (
+            isinstance(event, Death)
+            and newest
+            and newest.died is None
+            and newest.start.job == event.job
+        ):
             newest.died = event.time
     return list(found.values())
 
@@ -168,7 +186,8 @@ def account(attempts: Sequence[Attempt]) -> Account:
             kept_step = attempt.saved_step  # the next attempt will repeat the steps after it
         for name, seconds in bins(attempt, kept_step).items():
             total[name] += seconds
-        total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it failed before the next record
+        # it failed before the next record
+        total["lost"] += max(0.0, attempt.ended - attempt.last_known)
         kept_step = min(kept_step, attempt.start.step)
 
     # Iterate forwards: add the time between attempts.
@@ -201,7 +220,9 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
         return dict.fromkeys(BINS, 0.0)
     last = attempt.points[-1]
     first_step = attempt.start.step
-    spent = {name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")}
+    spent = {
+        name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")
+    }
     steps = last.step - first_step
     # The first step includes the compilation. Subtract the time of a normal step.
     usual = 0.0
@@ -218,7 +239,11 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
         "compile": spent["compile"] - usual,
         "start": spent["start"] + spent["end"],
         "restart": 0.0,
-        "lost": spent["step"] - kept["step"] + spent["data"] - kept["data"] + usual * (not keeps_first),
+        "lost": spent["step"]
+        - kept["step"]
+        + spent["data"]
+        - kept["data"]
+        + usual * (not keeps_first),
     }
 
 

@@ -89,7 +89,11 @@ def parse(text: bytes) -> Event:
         fields_of = checked_json.parse(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if not isinstance(fields_of, dict) or not isinstance(fields_of.get("kind"), str) or fields_of["kind"] not in KINDS:
+    if (
+        not isinstance(fields_of, dict)
+        or not isinstance(fields_of.get("kind"), str)
+        or fields_of["kind"] not in KINDS
+    ):
         raise ValueError("no event")
     known = KINDS[fields_of.pop("kind")]
     if fields_of.keys() != {one.name for one in fields(known)}:
@@ -129,7 +133,9 @@ def read(folder: Path) -> tuple[list[Event], int]:
 def append(path: Path, event: Event) -> None:
     """Append a line. If a kill or a full disk has torn the last line, end it first. Raises OSError."""
     # The folder may have been deleted during the run.
-    descriptor = atomic_io.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, create_folder=True)
+    descriptor = atomic_io.open_file(
+        path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, create_folder=True
+    )
     try:
         # End a line that a kill has truncated. Otherwise the new line would be joined with it.
         size = os.fstat(descriptor).st_size
@@ -158,4 +164,6 @@ def _is_seconds(value: object) -> bool:
 
 
 def _are_phases(value: object) -> bool:
-    return isinstance(value, Mapping) and all(name in _PHASES and _is_seconds(value[name]) for name in value)
+    return isinstance(value, Mapping) and all(
+        name in _PHASES and _is_seconds(value[name]) for name in value
+    )

@@ -64,7 +64,9 @@ class Ledger:
         if folder is not None:
             self._try(lambda: self._open(folder, step, world_size, environment), None)
 
-    def _open(self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]) -> None:
+    def _open(
+        self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]
+    ) -> None:
         now = self._now
         age = sum(self._phases.seconds().values())
         # Include the time before this object existed: the launcher and imports.
@@ -84,7 +86,9 @@ class Ledger:
         # A new run in the same folder starts a new account.
         if earlier and step == 0 and earlier[-1].start.job != job:
             path = folder / events.FILE
-            aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
+            aside = path.with_name(
+                f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"
+            )
             try:
                 path.rename(aside)
             except OSError as error:
@@ -142,16 +146,24 @@ class Ledger:
     def account(self) -> Account:
         """Return the current account over all attempts. Only valid on rank 0."""
         current = Attempt(self._start, [self._point()])
-        seconds = {name: self._past.seconds[name] + value for name, value in bins(current, float("inf")).items()}
+        seconds = {
+            name: self._past.seconds[name] + value
+            for name, value in bins(current, float("inf")).items()
+        }
         saves = self._past.saves + self._saves
-        return Account(seconds, self._past.idle_seconds, self._past.attempts, self._past.failures, saves)
+        return Account(
+            seconds, self._past.idle_seconds, self._past.attempts, self._past.failures, saves
+        )
 
     def __enter__(self) -> Ledger:
         """Return itself."""
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Write the last record and log the account."""
         if self._path is not None:
@@ -165,7 +177,9 @@ class Ledger:
 
     def _point(self, ended: bool = False) -> events.AttemptProgress:
         rounded = {
-            str(name): round(value - self._offset.get(name, 0.0) + self._before * (name == "start"), 4)
+            str(name): round(
+                value - self._offset.get(name, 0.0) + self._before * (name == "start"), 4
+            )
             for name, value in self._phases.seconds().items()
         }
         now = round(self._now(), 3)
@@ -187,7 +201,9 @@ class Ledger:
         except Exception as error:
             if self._path is not None:
                 problem = f"{type(error).__name__}: {error}"
-                logger.warning(f"cannot account for the time: {problem}; goodput is no longer recorded")
+                logger.warning(
+                    f"cannot account for the time: {problem}; goodput is no longer recorded"
+                )
                 self._path = None
             return otherwise
 
@@ -250,7 +266,9 @@ def process_started(now: float, otherwise: float, pid: int | str = "self") -> fl
     return began
 
 
-def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tuple[str, float, float]:
+def _origin(
+    environment: Mapping[str, str], now: float, at_least: float
+) -> tuple[str, float, float]:
     """Return the job of this attempt, the start time of its command, and the start time of this attempt.
 
     Without shardtrain's launcher, the job is torchrun's, whose agent is the parent process. In Slurm it lasts

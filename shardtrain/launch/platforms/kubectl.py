@@ -148,15 +148,28 @@ def logs(namespace: str, kind: str, name: str) -> int:
             )
         )
     if len(pods) > MOST_FOLLOWED:  # kubectl does not support so many
-        first = min(pods, key=_in_order)  # master before worker, then by number: the first has rank 0
+        # master before worker, then by number: the first has rank 0
+        first = min(pods, key=_in_order)
         print(
             f"{len(pods):,} pods: showing the log of {first}, which prints the steps",
             file=sys.stderr,
             flush=True,
         )
-        print(f"for another pod: kubectl --namespace {namespace} logs POD", file=sys.stderr, flush=True)
-        return subprocess.run(["kubectl", *within, "logs", first, "--follow"], check=False).returncode
-    follow = ["--follow", "--prefix", "--tail=-1", f"--max-log-requests={MOST_FOLLOWED}", "--ignore-errors"]
+        print(
+            f"for another pod: kubectl --namespace {namespace} logs POD",
+            file=sys.stderr,
+            flush=True,
+        )
+        return subprocess.run(
+            ["kubectl", *within, "logs", first, "--follow"], check=False
+        ).returncode
+    follow = [
+        "--follow",
+        "--prefix",
+        "--tail=-1",
+        f"--max-log-requests={MOST_FOLLOWED}",
+        "--ignore-errors",
+    ]
     return subprocess.run(["kubectl", *within, "logs", *selector, *follow], check=False).returncode
 
 

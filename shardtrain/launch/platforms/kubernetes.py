@@ -15,7 +15,14 @@ import yaml
 
 from shardtrain.config.schema.launch_options import Launch
 from shardtrain.facts.ports import RENDEZVOUS_PORT
-from shardtrain.launch.job import RETRIES, ClusterJob, header, require, require_free, require_nothing_lost
+from shardtrain.launch.job import (
+    RETRIES,
+    ClusterJob,
+    header,
+    require,
+    require_free,
+    require_nothing_lost,
+)
 from shardtrain.utils.errors import ConfigError, Problem
 
 CONFIG_PATH = "/etc/shardtrain/config.toml"
@@ -36,14 +43,18 @@ def render(job: ClusterJob, launch: Launch) -> str:
         "kubernetes",
         "name an image that contains this package: scripts/containers/Dockerfile",
     )
-    require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes")
+    require_nothing_lost(
+        job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes"
+    )
     kinds = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
     manifests = kinds[launch.kubernetes.kind](job, launch)
     if job.config_text is not None:
         # The ConfigMap precedes the job, because the job's pods read it.
         data = {"config.toml": job.config_text}
         metadata = _metadata(job, launch)
-        manifests.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+        manifests.insert(
+            0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+        )
     if job.is_elastic and launch.kubernetes.kind != "pytorchjob":
         raise ConfigError(
             Problem(
@@ -93,11 +104,17 @@ def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None
     ``name`` is the name that the operator expects; it ignores other containers.
     """
     values = {**job.environment, **(more or {})}
-    variables: list[Manifest] = [{"name": key, "value": _literal(value)} for key, value in values.items()]
+    variables: list[Manifest] = [
+        {"name": key, "value": _literal(value)} for key, value in values.items()
+    ]
     for secret in job.secrets:
         reference = {"secretKeyRef": {"name": secret.name, "key": secret.key}}
         variables.append({"name": secret.variable, "valueFrom": reference})
-    container: Manifest = {"name": name, "image": job.image, "command": list(map(_literal, job.command))}
+    container: Manifest = {
+        "name": name,
+        "image": job.image,
+        "command": list(map(_literal, job.command)),
+    }
     if variables:
         container["env"] = variables
     if job.workdir:
@@ -128,7 +145,9 @@ def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
     found: list[tuple[str, Manifest, Manifest]] = []
     if job.config_text is not None:
         folder = CONFIG_PATH.rpartition("/")[0]
-        found.append(("config", {"mountPath": folder, "readOnly": True}, {"configMap": {"name": job.name}}))
+        found.append(
+            ("config", {"mountPath": folder, "readOnly": True}, {"configMap": {"name": job.name}})
+        )
     if job.shared_memory_gib:
         memory = {"medium": "Memory", "sizeLimit": f"{job.shared_memory_gib}Gi"}
         found.append(("shared-memory", {"mountPath": "/dev/shm"}, {"emptyDir": memory}))
@@ -154,7 +173,11 @@ def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
 
 
 def _pod(
-    job: ClusterJob, launch: Launch, name: str, restart: str | None = None, more: Mapping[str, str] | None = None
+    job: ClusterJob,
+    launch: Launch,
+    name: str,
+    restart: str | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> Manifest:
     options = launch.kubernetes
     spec: Manifest = {"restartPolicy": restart} if restart else {}
@@ -261,7 +284,12 @@ def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
     }
     metadata = _metadata(job, launch, queued=True)
     return _copied(
-        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec},
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": metadata,
+            "spec": spec,
+        },
     )
 
 

@@ -129,7 +129,11 @@ class Fan:
         words = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
         words += [*(word.replace("%", "%%") for word in inside), "%n"]
         # Ignore the hosts that a user has configured for pdsh itself.
-        names_of_pdsh = {key: value for key, value in os.environ.items() if key not in ("WCOLL", "PDSH_MODULE_DIR")}
+        names_of_pdsh = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in ("WCOLL", "PDSH_MODULE_DIR")
+        }
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,

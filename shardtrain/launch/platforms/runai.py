@@ -21,7 +21,9 @@ def render(job: ClusterJob, launch: Launch) -> list[str]:
     """
     fix = "name an image that contains this package: scripts/containers/Dockerfile"
     require(job.image, "launch.image", "runai", fix)
-    require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai")
+    require_nothing_lost(
+        job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai"
+    )
     for mount in job.mounts:
         if mount.read_only:
             raise ConfigError(

@@ -123,10 +123,17 @@ def render(job: ClusterJob, launch: Launch) -> str:
         ConfigError: the job requires something that Slurm does not support.
     """
     slurm = launch.slurm
-    require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
+    require_nothing_lost(
+        [s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm"
+    )
     require_free(job, TAKEN, "Slurm's script")
     if slurm.container != "none":
-        require(job.image, "launch.image", slurm.container, "set the image, or set the container to none")
+        require(
+            job.image,
+            "launch.image",
+            slurm.container,
+            "set the image, or set the container to none",
+        )
     if job.is_elastic:
         raise ConfigError(
             Problem(
@@ -148,7 +155,9 @@ def render(job: ClusterJob, launch: Launch) -> str:
     if job.workdir and slurm.container == "none":
         rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
         folder = shlex.quote(folder_words(job.workdir))
-        lines.append(f"cd -- {folder} 2>/dev/null || {{ print_error {shlex.quote(rule)}; exit 2; }}")
+        lines.append(
+            f"cd -- {folder} 2>/dev/null || {{ print_error {shlex.quote(rule)}; exit 2; }}"
+        )
     lines += [
         *slurm.setup,
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
@@ -173,7 +182,10 @@ def render(job: ClusterJob, launch: Launch) -> str:
         "--export=ALL",
     ]
     container = _container(job, launch)
-    lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
+    lines += [
+        "code=0",
+        " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"]),
+    ]
     limit = str(job.max_restarts or job.retries)
     if slurm.requeue:
         lines.append(AGAIN.rstrip().replace("CODES", _CODES).replace("LIMIT", limit))
@@ -197,7 +209,13 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
     options = [word for word in container if launch.slurm.container == "pyxis"]
     inside = [word for word in container if launch.slurm.container != "pyxis"]
     name = job.image if inside else python
-    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--export=ALL", *map(shlex.quote, options)]
+    step = [
+        "srun",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        "--export=ALL",
+        *map(shlex.quote, options),
+    ]
     step += ["bash", "-c", '"$on_node"', shlex.quote(name or python), *map(shlex.quote, inside)]
     step += [shlex.quote(python), "-c", '"$look"', folder, shlex.quote(file)]
     return [
@@ -309,7 +327,9 @@ def note_missing(job: ClusterJob, launch: Launch) -> None:
             )
 
 
-def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None) -> str:
+def ask(
+    command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[str, str] | None = None
+) -> str:
     """Run a command of a scheduler and return its output. ``fixes`` maps patterns of its errors to fixes.
 
     Raises:

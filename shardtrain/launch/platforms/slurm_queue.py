@@ -57,7 +57,10 @@ _NO_TASK = "4294967294"
 """Task number in the log name of an array that has not started yet."""
 _LIMIT = "a limit of your account or QOS; `sacctmgr show qos` shows them"
 REASONS: dict[str, tuple[str, bool]] = {
-    r"PartitionTimeLimit": ("launch.slurm.time_limit_minutes exceeds the limit of the partition", True),
+    r"PartitionTimeLimit": (
+        "launch.slurm.time_limit_minutes exceeds the limit of the partition",
+        True,
+    ),
     r"PartitionNodeLimit": ("launch.nodes is outside of the limits of the partition", True),
     r"PartitionConfig|BadConstraints": (
         "the partition does not have such nodes, enough nodes, or enough time",
@@ -73,9 +76,18 @@ REASONS: dict[str, tuple[str, bool]] = {
         _LIMIT + "; it starts when other jobs of yours have ended",
         False,
     ),
-    r"PartitionDown|PartitionInactive": ("the partition is closed; the job starts when it opens", False),
-    r"ReqNodeNotAvail.*|Nodes? ?Down.*|Nodes required for job are.*": ("nodes are down, drained or reserved", False),
-    r"JobHeldUser|JobHeldAdmin|.*requeued held": ("it is held; `scontrol release` releases it", False),
+    r"PartitionDown|PartitionInactive": (
+        "the partition is closed; the job starts when it opens",
+        False,
+    ),
+    r"ReqNodeNotAvail.*|Nodes? ?Down.*|Nodes required for job are.*": (
+        "nodes are down, drained or reserved",
+        False,
+    ),
+    r"JobHeldUser|JobHeldAdmin|.*requeued held": (
+        "it is held; `scontrol release` releases it",
+        False,
+    ),
     r"BeginTime": ("it was queued again or has a start time; Slurm waits up to two minutes", False),
     r"JobArrayTaskLimit": ("launch.slurm.sweep_at_once tasks are already running", False),
     r"Priority": ("other jobs have a higher priority", False),
@@ -193,7 +205,11 @@ def _first_look(number: str) -> SlurmRecord | None:
         except ConfigError:
             return None
         # Slurm first reports PartitionConfig, and later a more specific reason, such as PartitionTimeLimit.
-        if record is None or record.state != "PENDING" or record.reason not in ("None", "(null)", "PartitionConfig"):
+        if (
+            record is None
+            or record.state != "PENDING"
+            or record.reason not in ("None", "(null)", "PartitionConfig")
+        ):
             return record
         time.sleep(0.3)
     return record
@@ -259,7 +275,9 @@ def logs(number: str) -> int:
     except ConfigError as error:
         _raise_unless_forgotten(error)
         # Look in the current folder for the name that the script gives its log.
-        named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(Path.cwd().glob(f"*-{number}_*.log"))
+        named = sorted(Path.cwd().glob(f"*-{number}.log")) or sorted(
+            Path.cwd().glob(f"*-{number}_*.log")
+        )
         if not named:
             raise ConfigError(
                 Problem(
@@ -275,7 +293,9 @@ def logs(number: str) -> int:
     for path in there:
         if len(named) > 1:
             print(f"==> {path} <==")
-        with open(path, encoding="utf-8", errors="replace", opener=atomic_io.without_waiting) as lines:
+        with open(
+            path, encoding="utf-8", errors="replace", opener=atomic_io.without_waiting
+        ) as lines:
             sys.stdout.writelines(lines)
     return 0
 
@@ -314,7 +334,14 @@ def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
     fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
     try:
         answer = ask(
-            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"],
+            [
+                "sacct",
+                "--noheader",
+                "--parsable2",
+                "--allocations",
+                f"--jobs={number}",
+                f"--format={fields}",
+            ],
         )
     except ConfigError:
         answer = ""

@@ -50,8 +50,17 @@ class HostCommand:
             found: Variables that the launcher has determined after connecting. The
                 user's variables override them.
         """
-        environment = {**self.own, **found, **self.given, **{name: names[name] for name in self.forwarded}}
-        job = {"command": self.command, "environment": environment, "grace_seconds": self.grace_seconds}
+        environment = {
+            **self.own,
+            **found,
+            **self.given,
+            **{name: names[name] for name in self.forwarded},
+        }
+        job = {
+            "command": self.command,
+            "environment": environment,
+            "grace_seconds": self.grace_seconds,
+        }
         return json.dumps(job).encode() + b"\n"
 
 
@@ -100,7 +109,14 @@ def render(
     plans = []
     for number, host in enumerate(hosts):
         # BatchMode disables password prompts. ssh detects a broken connection after 15 s.
-        ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]
+        ssh = [
+            "ssh",
+            "-T",
+            "-o",
+            "BatchMode=yes",
+            "-o",
+            f"ConnectTimeout={options.connect_timeout_seconds}",
+        ]
         ssh += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
         if options.config_file:
             ssh += ["-F", options.config_file]
@@ -119,14 +135,18 @@ def render(
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.devices))
         words = (*ssh, "--", host.address, inside)
         plans.append(
-            HostCommand(host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds),
+            HostCommand(
+                host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds
+            ),
         )
     return plans
 
 
 def text(plans: Sequence[HostCommand]) -> str:
     """Format the plans for a user: each command with its standard input. Values of secrets are masked."""
-    lines = [f"# {MASK} replaces a secret that is sent over standard input; {SECRET} is random unless you set it"]
+    lines = [
+        f"# {MASK} replaces a secret that is sent over standard input; {SECRET} is random unless you set it"
+    ]
     for plan in plans:
         message = plan.message(dict.fromkeys(plan.forwarded, MASK), {SECRET: MASK}).decode().strip()
         lines += [f"# {plan.host.label}", f"{shlex.join(plan.ssh)} <<'END'", message, "END"]

@@ -226,7 +226,9 @@ class SshConnections:
         if problems:
             raise ConfigError(list(problems.values()))
 
-    def _opened(self, plan: HostCommand, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
+    def _opened(
+        self, plan: HostCommand, process: pdsh.Reached | subprocess.Popen[bytes]
+    ) -> _Connection:
         one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
         self._open.append(one)
         one.reader = threading.Thread(target=self._read, args=(one,), daemon=True)
@@ -373,7 +375,8 @@ class SshConnections:
             # A host that does not answer ends by itself, because it no longer receives keep-alives.
             if time.monotonic() > self._kill_at:
                 return self._stopped(
-                    self._stop_code, "immediately, while hosts did not answer; these end their processes themselves"
+                    self._stop_code,
+                    "immediately, while hosts did not answer; these end their processes themselves",
                 )
         # ssh exits with the status of the remote command, unless ssh lost the connection or was killed.
         lost = [one for one in self._open if one.is_lost]

@@ -17,7 +17,9 @@ _COLUMNS = (
 )  # fmt: skip
 """Columns of the table on a terminal, most important first."""
 _TITLES = {"memory": "GiB", "step_seconds": "step", "data_seconds": "data"}
-_CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (f"\x1b[{code}m" for code in (36, 32, 33, 34, 35, 31, 0))
+_CYAN, _GREEN, _YELLOW, _BLUE, _MAGENTA, _RED, _RESET = (
+    f"\x1b[{code}m" for code in (36, 32, 33, 34, 35, 31, 0)
+)
 
 
 def line(record: Record) -> str:
@@ -130,7 +132,9 @@ class Console:
         """Log the record of a step."""
         row = None
         if sys.stderr.isatty():
-            row = self._table.row(record, shutil.get_terminal_size().columns, color_allowed(sys.stderr))
+            row = self._table.row(
+                record, shutil.get_terminal_size().columns, color_allowed(sys.stderr)
+            )
         logger.info(line(record), extra={"colored": colored_line(record), "terminal": row})
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:

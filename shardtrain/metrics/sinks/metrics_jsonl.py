@@ -85,7 +85,9 @@ class JsonlFiles:
     def __init__(self, folder: Path, start_step: int) -> None:
         self.records = JsonlFile(folder / "metrics.jsonl", start_step)
         self.validations = JsonlFile(folder / "validation.jsonl", start_step)
-        self._last_validation = self.validations.history[-1]["step"] if self.validations.history else -1
+        self._last_validation = (
+            self.validations.history[-1]["step"] if self.validations.history else -1
+        )
         self.summary = f"metrics in {self.records.path}"
 
     def forget(self) -> None:
@@ -160,11 +162,15 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             end = _end_of_history(file, size, start_step)
         if end is not None:
             history = _thinned(file, end)
-            is_ascending = all(one["step"] < other["step"] for one, other in itertools.pairwise(history))
+            is_ascending = all(
+                one["step"] < other["step"] for one, other in itertools.pairwise(history)
+            )
             if is_ascending:
                 if end < size:
                     _truncate(path, end)
-                    logger.info(f"{path}: continuing after step {start_step}; removed {size - end} bytes after it")
+                    logger.info(
+                        f"{path}: continuing after step {start_step}; removed {size - end} bytes after it"
+                    )
                 return history
         file.seek(0)
         # A new run does not need the content of a large file, because it only renames the file.
@@ -174,7 +180,9 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     # A new run renames the history of an earlier run in the same folder.
     if start_step == 0:
         if records or size > _LARGE_BYTES:
-            aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
+            aside = path.with_name(
+                f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}"
+            )
             os.replace(path, aside)
             logger.info(
                 f"{path} contains an earlier run, but this run starts at step 0; renamed the earlier file to {aside}"
@@ -197,7 +205,9 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         content = b"".join(map(line_of, kept))
         atomic_io.write(path, content, durable=True)
         damaged = f"{bad} torn or damaged lines"
-        logger.info(f"{path}: continuing after step {start_step}; removed {removed} later records and {damaged}")
+        logger.info(
+            f"{path}: continuing after step {start_step}; removed {removed} later records and {damaged}"
+        )
     return kept
 
 
@@ -277,7 +287,11 @@ def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
     file.seek(max(0, end - _TAIL_BYTES))
     complete_lines = file.read(end - file.tell()).rpartition(b"\n")[0]
     records += _parse(complete_lines.rpartition(b"\n")[2])[0]
-    return [record for number, record in enumerate(records) if not number or record != records[number - 1]]
+    return [
+        record
+        for number, record in enumerate(records)
+        if not number or record != records[number - 1]
+    ]
 
 
 def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:

@@ -43,9 +43,13 @@ class _Run(Client):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        where = os.environ.get("MLFLOW_TRACKING_URI") or (request.folder / "mlruns").absolute().as_uri()
+        where = (
+            os.environ.get("MLFLOW_TRACKING_URI") or (request.folder / "mlruns").absolute().as_uri()
+        )
         self._client = MlflowClient(tracking_uri=where)
-        kept = Path(request.folder) / (RUN_ID_FILE if request.rank is None else f"{RUN_ID_FILE}.{request.rank}")
+        kept = Path(request.folder) / (
+            RUN_ID_FILE if request.rank is None else f"{RUN_ID_FILE}.{request.rank}"
+        )
 
         # A resumed run continues the same MLflow run.
         known = kept.read_text().strip() if request.facts.start_step and kept.is_file() else ""
@@ -63,7 +67,10 @@ class _Run(Client):
         atomic_io.write(kept, f"{self._id}\n")
         flat = list(_flat(run_config(request)))
         for start in range(0, len(flat), _AT_A_TIME):
-            params = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flat[start : start + _AT_A_TIME]]
+            params = [
+                Param(key, value[:_PARAMETER_LENGTH])
+                for key, value in flat[start : start + _AT_A_TIME]
+            ]
             self._client.log_batch(self._id, params=params)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:

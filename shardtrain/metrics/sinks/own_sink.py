@@ -73,4 +73,6 @@ class OwnSink:
     def _fail(self, error: Exception) -> None:
         self._sink = None
         reason = redact(f"{type(error).__name__}: {error}")
-        logger.warning(f"the metric sink {self._path} failed: {reason}; training continues without it")
+        logger.warning(
+            f"the metric sink {self._path} failed: {reason}; training continues without it"
+        )

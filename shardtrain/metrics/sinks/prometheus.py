@@ -27,7 +27,9 @@ def open_sink(request: SinkContext) -> PrometheusSink | None:
         return PrometheusSink(options.prometheus_port, options.prometheus_address, labels)
     except OSError as error:
         where = f"{options.prometheus_address}:{options.prometheus_port}"
-        logger.warning(f"cannot serve Prometheus metrics at {where}: {error.strerror}; training continues without them")
+        logger.warning(
+            f"cannot serve Prometheus metrics at {where}: {error.strerror}; training continues without them"
+        )
         return None
 
 
@@ -47,16 +49,23 @@ class PrometheusSink:
         # process.
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
-        self._server, self._thread = prometheus_client.start_http_server(port, address, self._registry)
+        self._server, self._thread = prometheus_client.start_http_server(
+            port, address, self._registry
+        )
         self.port = int(self._server.server_port)
 
     def write(self, record: Record) -> None:
         """Set the gauges to a logged step."""
-        self._set({name: value for name, value in record.json_fields().items() if name != "order_hash"})
+        self._set(
+            {name: value for name, value in record.json_fields().items() if name != "order_hash"}
+        )
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Set the gauges to results on held-out data."""
-        self._set({f"validation_{name}": value for name, value in values.items()} | {"validation_step": step})
+        self._set(
+            {f"validation_{name}": value for name, value in values.items()}
+            | {"validation_step": step}
+        )
 
     def close(self) -> None:
         """Stop the server."""

@@ -132,7 +132,9 @@ class TensorBoardSink:
     def _fail(self, error: OSError) -> None:
         self._is_open = False
         problem = storage_errors.explain(error, self.folder)
-        logger.warning(f"cannot write TensorBoard files in {self.folder}: {problem}; training continues without them")
+        logger.warning(
+            f"cannot write TensorBoard files in {self.folder}: {problem}; training continues without them"
+        )
 
 
 def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:

@@ -94,7 +94,9 @@ class TrackerSink:
                 problem = f"{self._title} did not finish within {timeout_seconds:.0f} s"
                 logger.warning(f"{problem}; its last records may be missing")
         if self.num_dropped:
-            logger.warning(f"{self.num_dropped} records did not reach {self._title}; metrics.jsonl has them all")
+            logger.warning(
+                f"{self.num_dropped} records did not reach {self._title}; metrics.jsonl has them all"
+            )
 
     def _work(self) -> None:
         """Thread function: open the run, send queued values, finish the run."""
@@ -104,7 +106,9 @@ class TrackerSink:
                 step, values = item
                 client.log(values, step=step)
             client.finish()
-        except BaseException as error:  # also SystemExit, which W&B raises in this thread if it cannot log in
+        except (
+            BaseException
+        ) as error:  # also SystemExit, which W&B raises in this thread if it cannot log in
             reason = redact(f"{type(error).__name__}: {error}")
             logger.warning(f"{self._title} failed: {reason}; training continues without it")
             self._failed = True

@@ -33,7 +33,9 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT") or "shardtrain"}
     options |= {key: os.environ[name] for key, name in environment.items() if os.environ.get(name)}
     if os.environ.get("WANDB_RUN_TAGS"):
-        options["tags"] = [tag.strip() for tag in os.environ["WANDB_RUN_TAGS"].split(",") if tag.strip()]
+        options["tags"] = [
+            tag.strip() for tag in os.environ["WANDB_RUN_TAGS"].split(",") if tag.strip()
+        ]
     if all_ranks_rank is not None:
         for key in ("name", "id"):
             if key in options:
@@ -63,10 +65,14 @@ def open_sink(request: SinkContext) -> TrackerSink | None:
         import wandb
 
         # Limit the time for which the client waits, and never prompt at the terminal.
-        settings = wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
+        settings = wandb.Settings(
+            init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off"
+        )
         return wandb.init(settings=settings, **options)  # type: ignore[return-value]
 
-    return TrackerSink("W&B", open_client, lambda record: {**request.tags(record), **_known_names(record)})
+    return TrackerSink(
+        "W&B", open_client, lambda record: {**request.tags(record), **_known_names(record)}
+    )
 
 
 def _known_names(record: Record) -> dict[str, float]:

@@ -67,7 +67,9 @@ def attend(
 
     Each query must see a key of the ``band``. ``scale`` defaults to 1 / sqrt(H).
     """
-    return attend_in_pieces(q_BlNH, heads_first(k_BsKH, v_BsKH), [_single_piece(q_BlNH, k_BsKH, band)], scale)
+    return attend_in_pieces(
+        q_BlNH, heads_first(k_BsKH, v_BsKH), [_single_piece(q_BlNH, k_BsKH, band)], scale
+    )
 
 
 def attend_in_pieces(
@@ -216,7 +218,9 @@ class ScoreBlock(NamedTuple):
     masks: list[tuple[slice, Tensor]]
 
 
-def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> Iterator[ScoreBlock]:
+def _blocks(
+    q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype
+) -> Iterator[ScoreBlock]:
     """Yield the blocks of a piece. ``dtype`` is the dtype of the scores."""
     rows, heads, groups, num_queries, _ = q_BKGlH.shape
     num_keys = k_BKsH.size(2)

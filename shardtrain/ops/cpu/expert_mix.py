@@ -41,9 +41,16 @@ _SUM = 0
 
 def takes(x_SD: Tensor, top_k: int, num_experts: int) -> bool:
     """True if ``mix`` supports the tokens and is faster: many plain tensors on a CPU, without a compiler."""
-    is_plain = type(x_SD) is Tensor and x_SD.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_plain = (
+        type(x_SD) is Tensor and x_SD.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
     is_known = hasattr(torch.ops.aten, "_embedding_bag_per_sample_weights_backward")
-    return is_plain and is_known and x_SD.size(0) > 0 and has_many_rows(x_SD.size(0) * top_k, num_experts)
+    return (
+        is_plain
+        and is_known
+        and x_SD.size(0) > 0
+        and has_many_rows(x_SD.size(0) * top_k, num_experts)
+    )
 
 
 def has_many_rows(num_rows: int, num_experts: int) -> bool:
@@ -102,7 +109,11 @@ class Places:
 
         # Order the experts, divide them into batches, and find the first row of each expert.
         counts = count_E.tolist()
-        order = sorted(range(num_experts), key=counts.__getitem__) if by_size else list(range(num_experts))
+        order = (
+            sorted(range(num_experts), key=counts.__getitem__)
+            if by_size
+            else list(range(num_experts))
+        )
         sizes = [counts[expert] for expert in order]
         parts = _PADDING_PARTS_BY_SIZE if by_size else _PADDING_PARTS
         mean_size = num_rows // num_experts
@@ -124,7 +135,9 @@ class Places:
             expert_R = expert_R.to(torch.uint8)
         sorted_R = expert_R.argsort(stable=True)
         shift_E = torch.tensor(starts) - count_E.cumsum(0) + count_E
-        place_of_sorted_R = torch.arange(num_rows) + shift_E.repeat_interleave(count_E, output_size=num_rows)
+        place_of_sorted_R = torch.arange(num_rows) + shift_E.repeat_interleave(
+            count_E, output_size=num_rows
+        )
         self.place_R = torch.empty_like(sorted_R).index_copy_(0, sorted_R, place_of_sorted_R)
         row_P = torch.full((self.num_places,), num_rows).index_copy_(0, place_of_sorted_R, sorted_R)
         self._token_P = row_P.div_(top_k, rounding_mode="floor")
@@ -139,7 +152,9 @@ class Places:
     def sum_of(self, x_PD: Tensor, weights_SK: Tensor | None = None) -> Tensor:
         """Return the weighted sum of each token's rows, (S, D): the transpose of ``rows_of``."""
         weights_R = None if weights_SK is None else weights_SK.flatten()
-        return F.embedding_bag(self.place_R, x_PD, self._first_row_S, mode="sum", per_sample_weights=weights_R)
+        return F.embedding_bag(
+            self.place_R, x_PD, self._first_row_S, mode="sum", per_sample_weights=weights_R
+        )
 
     def product(self, x_PI: Tensor, weight_EIO: Tensor, add_to_PO: Tensor | None = None) -> Tensor:
         """Multiply each row by the weight of its expert, (P, O).
@@ -163,7 +178,9 @@ class Places:
     def weight_gradient(self, gradient_PO: Tensor, x_PI: Tensor) -> Tensor:
         """Return g^T x of each expert's rows, (E, O, I). Zero for experts without rows."""
         out_EOI = x_PI.new_empty(self._num_experts, gradient_PO.size(1), x_PI.size(1))
-        for gradient, x, out in zip(self._rows(gradient_PO), self._rows(x_PI), self._experts(out_EOI), strict=True):
+        for gradient, x, out in zip(
+            self._rows(gradient_PO), self._rows(x_PI), self._experts(out_EOI), strict=True
+        ):
             multiply = torch.mm if x.dim() == 2 else torch.bmm
             multiply(gradient.mT, x, out=out)
         return out_EOI
@@ -262,7 +279,13 @@ def _laid_out(sizes: list[tuple[int, int]]) -> list[ExpertBatch]:
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SD: Tensor, weights_SK: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor, places: Places
+        ctx: Any,
+        x_SD: Tensor,
+        weights_SK: Tensor,
+        w1_EFD: Tensor,
+        w2_EDF: Tensor,
+        w3_EFD: Tensor,
+        places: Places,
     ) -> Tensor:
         x_PD = places.rows_of(x_SD)
         gate_and_up: tuple[Tensor, ...] = (w1_EFD, w3_EFD)
@@ -277,25 +300,33 @@ class _Mix(torch.autograd.Function):
         silu_PF = F.silu(gate_PF)
         hidden_PF = silu_PF * up_PF
         ctx.places = places
-        ctx.save_for_backward(x_PD, gate_PF, up_PF, silu_PF, hidden_PF, weights_SK, w2_EDF, *gate_and_up)
+        ctx.save_for_backward(
+            x_PD, gate_PF, up_PF, silu_PF, hidden_PF, weights_SK, w2_EDF, *gate_and_up
+        )
         return places.sum_of(places.product(hidden_PF, w2_EDF.mT), weights_SK.to(x_SD.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         places: Places = ctx.places
-        x_PD, gate_PF, up_PF, silu_PF, hidden_PF, weights_SK, w2_EDF, *gate_and_up = ctx.saved_tensors
+        x_PD, gate_PF, up_PF, silu_PF, hidden_PF, weights_SK, w2_EDF, *gate_and_up = (
+            ctx.saved_tensors
+        )
         needs_x, needs_weights, needs_w1, needs_w2, needs_w3, _ = ctx.needs_input_grad
 
         # Gradients of w2 and of the routing weights, which are zero for padding.
         gradient_PD = places.rows_of(gradients[0])
         dhidden_PF = places.product(gradient_PD, w2_EDF)
-        dweights_SK = _row_products(dhidden_PF, hidden_PF, places, weights_SK) if needs_weights else None
+        dweights_SK = (
+            _row_products(dhidden_PF, hidden_PF, places, weights_SK) if needs_weights else None
+        )
         weights_P = hidden_PF.new_zeros(places.num_places)
         weights_P.index_copy_(0, places.place_R, weights_SK.flatten().to(hidden_PF.dtype))
         dw1_EFD = dw2_EDF = dw3_EFD = None
         if needs_w2:
-            dw2_EDF = places.out_of_order(places.weight_gradient(gradient_PD, hidden_PF * weights_P.unsqueeze(1)))
+            dw2_EDF = places.out_of_order(
+                places.weight_gradient(gradient_PD, hidden_PF * weights_P.unsqueeze(1))
+            )
         # Rows of width D take most of the memory. Free them before the next ones are allocated.
         del gradient_PD
         dhidden_PF.mul_(weights_P.unsqueeze(1))
@@ -329,7 +360,9 @@ class _Mix(torch.autograd.Function):
         return dx_SD, dweights_SK, dw1_EFD, dw2_EDF, dw3_EFD, None
 
 
-def _row_products(dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights_SK: Tensor) -> Tensor:
+def _row_products(
+    dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights_SK: Tensor
+) -> Tensor:
     """Return the gradient of the routing weights, (S, K). It is summed in float32 and rounded once.
 
     g (w2 h) is computed as (g w2) h, with shorter rows.
@@ -337,5 +370,7 @@ def _row_products(dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights
     # Dot product of each row of one tensor with the same row of the other. embedding_bag's gradient of
     # per-sample weights computes this if each bag has one entry.
     row_P = torch.arange(hidden_PF.size(0))
-    sum_P = torch.ops.aten._embedding_bag_per_sample_weights_backward(dhidden_PF, hidden_PF, row_P, row_P, row_P, _SUM)
+    sum_P = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        dhidden_PF, hidden_PF, row_P, row_P, row_P, _SUM
+    )
     return sum_P.index_select(0, places.place_R).view_as(weights_SK).to(weights_SK.dtype)

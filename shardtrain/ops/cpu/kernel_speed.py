@@ -90,12 +90,16 @@ def measure() -> Kernels:
     linear = weight_gradient = 0.0
     if onednn_linear.is_available():
         x_RI, weight_OI, gradient_RO = (
-            torch.randn(*shape, generator=generator) for shape in ((2048, 256), (256, 256), (2048, 256))
+            torch.randn(*shape, generator=generator)
+            for shape in ((2048, 256), (256, 256), (2048, 256))
         )
         linear = _measured(
             "linear layers by oneDNN",
             lambda: (F.linear(x_RI, weight_OI), gradient_RO @ weight_OI),
-            lambda: (onednn_linear.product(x_RI, weight_OI), onednn_linear.product(gradient_RO, weight_OI.t())),
+            lambda: (
+                onednn_linear.product(x_RI, weight_OI),
+                onednn_linear.product(gradient_RO, weight_OI.t()),
+            ),
         )
         weight_gradient = _measured(
             "gradients of weights by oneDNN",
@@ -104,12 +108,16 @@ def measure() -> Kernels:
         )
 
     # Attention by blocks, in both dtypes. A result for few rows in float32 would not be representative.
-    in_bfloat16 = _attention_speed("attention in bfloat16 by blocks", torch.bfloat16, NARROW_HEAD, 1, generator)
+    in_bfloat16 = _attention_speed(
+        "attention in bfloat16 by blocks", torch.bfloat16, NARROW_HEAD, 1, generator
+    )
 
     narrow = _attention_speed(
         "attention in float32 with narrow heads by blocks", torch.float32, NARROW_HEAD, 2, generator
     )
-    wide = _attention_speed("attention in float32 with wide heads by blocks", torch.float32, WIDE_HEAD, 1, generator)
+    wide = _attention_speed(
+        "attention in float32 with wide heads by blocks", torch.float32, WIDE_HEAD, 1, generator
+    )
 
     # RMSNorm, with more rows than fit into caches. In a cache, PyTorch's passes over entire tensors would
     # be cheap.
@@ -137,16 +145,21 @@ def measure() -> Kernels:
     )
 
 
-def _attention_speed(name: str, dtype: torch.dtype, width: int, times: int, generator: torch.Generator) -> float:
+def _attention_speed(
+    name: str, dtype: torch.dtype, width: int, times: int, generator: torch.Generator
+) -> float:
     """Return the speedup of attention by blocks over the flash kernel.
 
     ``times`` multiplies rows and heads.
     """
     # Shapes are (B, T, heads, H), with two query heads per key-value head.
     q, k, v, gradient = (
-        torch.randn(times, 512, times * heads, width, generator=generator).to(dtype) for heads in (4, 2, 2, 4)
+        torch.randn(times, 512, times * heads, width, generator=generator).to(dtype)
+        for heads in (4, 2, 2, 4)
     )
-    return _measured(name, partial(_flash, q, k, v, gradient), partial(_in_blocks, q, k, v, gradient))
+    return _measured(
+        name, partial(_flash, q, k, v, gradient), partial(_in_blocks, q, k, v, gradient)
+    )
 
 
 def _packed_speed(dtype: torch.dtype, generator: torch.Generator) -> float:
@@ -235,4 +248,6 @@ def _is_short_of_memory() -> bool:
 
 def _cache_file(threads: int) -> Path:
     kernels = " ".join(field.name for field in fields(Kernels))
-    return user_cache.folder() / f"cpu_kernels-{machine_key(str(threads), kernels, _KERNELS_OF)}.json"
+    return (
+        user_cache.folder() / f"cpu_kernels-{machine_key(str(threads), kernels, _KERNELS_OF)}.json"
+    )

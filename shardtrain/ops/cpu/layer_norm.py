@@ -27,7 +27,9 @@ class Float32SumLayerNorm(nn.LayerNorm):
         if self.bias is not None:
             tensors.append(self.bias)
         # Use PyTorch for DTensors, other devices and other dtypes.
-        is_plain = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+        is_plain = all(
+            type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors
+        )
         is_16_bit = all(x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
         is_last_dimension = len(self.normalized_shape) == 1
         if torch.compiler.is_compiling() or not (is_plain and is_16_bit and is_last_dimension):

@@ -104,7 +104,9 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
     ctx.has_bias = inputs[2] is not None
 
 
-def _differentiate(ctx: Any, gradient_xO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _differentiate(
+    ctx: Any, gradient_xO: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x_xI, weight_OI = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
     dx_xI = dweight_OI = dbias_O = None

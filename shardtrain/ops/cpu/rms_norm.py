@@ -31,11 +31,19 @@ class RowwiseRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize (..., D)."""
         # Use PyTorch for DTensors, other devices, other dtypes and small tensors.
-        is_plain = all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, self.weight))
-        has_known_dtype = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        is_plain = all(
+            type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, self.weight)
+        )
+        has_known_dtype = x.dtype == self.weight.dtype and x.dtype in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        )
         is_large = x.numel() >= SMALLEST_NUMEL
         is_last_dimension = len(self.normalized_shape) == 1
-        if torch.compiler.is_compiling() or not (is_plain and has_known_dtype and is_large and is_last_dimension):
+        if torch.compiler.is_compiling() or not (
+            is_plain and has_known_dtype and is_large and is_last_dimension
+        ):
             return super().forward(x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return _RMSNorm.apply(x, self.weight, eps)  # type: ignore[no-any-return]

@@ -70,7 +70,10 @@ class Guard:
         must also exceed ``NORM_FACTOR`` times the mean.
         """
         spikes = []
-        series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
+        series = (
+            ("loss", loss, self.losses, 0.0),
+            ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR),
+        )
         for name, value, values, factor in series:
             # Too few values do not show the usual spread.
             if len(values) < min(window, max(MIN_VALUES, window // 2)):
@@ -91,7 +94,9 @@ class Guard:
 
     def leaves_out(self, first_row: int, end_row: int) -> bool:
         """True if a rollback excluded any row in [first_row, end_row). The entire step is then skipped."""
-        return any(rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds)
+        return any(
+            rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds
+        )
 
     def steps_left_out(self, first_row: int, end_row: int, rows_per_step: int) -> int:
         """Return the number of skipped steps among the steps that consist of the rows [first_row, end_row)."""
@@ -133,10 +138,14 @@ class Guard:
             and _are_counts(skipped)
             and _are_counts([spikes])
             and isinstance(rewinds, list)
-            and all(_are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds)
+            and all(
+                _are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds
+            )
         )
         if not is_valid:
-            raise CheckpointError("the guard's state in the checkpoint is invalid; use another checkpoint")
+            raise CheckpointError(
+                "the guard's state in the checkpoint is invalid; use another checkpoint"
+            )
         # mypy does not see that the types are checked above.
         self.losses = list(losses)  # type: ignore[arg-type]
         self.grad_norms = list(norms)  # type: ignore[arg-type]
@@ -171,7 +180,9 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
         guard.spikes += 1
         if training.spike_policy == "rewind":
             # Repeated rollbacks from nearly the same step would never end.
-            near = sum(abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds)
+            near = sum(
+                abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds
+            )
             if near < training.max_rewinds:
                 raise RollbackRequested(f"step {step}: {spike}")
             raise NumericalError(
@@ -191,7 +202,9 @@ def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> b
 
 
 def _are_finite(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) and math.isfinite(value) for value in values)
+    return isinstance(values, list) and all(
+        type(value) in (int, float) and math.isfinite(value) for value in values
+    )
 
 
 def _are_counts(values: Any) -> bool:

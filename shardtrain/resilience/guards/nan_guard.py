@@ -31,7 +31,9 @@ def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.B
     culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
     # In float16, an occasional overflow at this loss scale is expected.
     if run.scaler and run.scaler.can_shrink:
-        logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
+        logger.warning(
+            f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}"
+        )
         return
     # All ranks run a second forward pass to find the first non-finite tensor.
     first, advice = nonfinite_tensor.find(run, local, in_loss=bool(ranks))

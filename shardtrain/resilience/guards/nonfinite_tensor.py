@@ -129,7 +129,13 @@ def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
     """
     mesh = run.mesh
     first_module: list[str] = []
-    seed_step(run.config.debug.seed, run.state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
+    seed_step(
+        run.config.debug.seed,
+        run.state.step,
+        mesh.rank("pp"),
+        mesh.rank(*BATCH_AXES),
+        mesh.rank("cp", "tp"),
+    )
     # A pipeline processes all micro-batches of a step as one batch.
     batches = [_joined(local)] if mesh.size("pp") > 1 and local else local
     # A compiled layer does not call hooks that were registered after it was compiled.
@@ -141,7 +147,9 @@ def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
             if watch.first is not None and not first_module:
                 first_module = [watch.first]
                 ids = batch.sample_ids_B.tolist()
-                logger.error(f"step {run.state.step + 1}: micro-batch {number}, {watch.first}: sample ids {ids}")
+                logger.error(
+                    f"step {run.state.step + 1}: micro-batch {number}, {watch.first}: sample ids {ids}"
+                )
     for part in run.runner.parts:
         free_gathered(part)  # normally backward frees them
     return first_module
@@ -186,7 +194,9 @@ def _tensors(output: object) -> Iterator[Tensor]:
 def _joined(batches: list[data.Batch]) -> data.Batch:
     """Concatenate the micro-batches of a step."""
     columns = ((b.tokens_BT, b.targets_BT, b.positions_BT, b.sample_ids_B) for b in batches)
-    tokens_BT, targets_BT, positions_BT, sample_ids_B = (torch.cat(column) for column in zip(*columns, strict=True))
+    tokens_BT, targets_BT, positions_BT, sample_ids_B = (
+        torch.cat(column) for column in zip(*columns, strict=True)
+    )
     documents = [b.documents_BT for b in batches if b.documents_BT is not None]
     documents_BT = torch.cat(documents) if documents else None
     return data.Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT)

@@ -75,7 +75,10 @@ class HeartbeatExchange:
 
         Without one, this rank writes to the store itself.
         """
-        if isinstance(self._store, FolderStore) or variables.number(environment, "LOCAL_WORLD_SIZE", "1") < 2:
+        if (
+            isinstance(self._store, FolderStore)
+            or variables.number(environment, "LOCAL_WORLD_SIZE", "1") < 2
+        ):
             return
         # Two hosts may have the same name, but their boot IDs differ.
         node = f"folder/{socket.gethostname()}/{process_identity.boot_id()}"
@@ -191,7 +194,9 @@ class HeartbeatExchange:
                     time.sleep(0.05)
                 return
             # Use a separate thread, because the store may not answer.
-            thread = threading.Thread(target=self._count_others, args=(living, deadline), daemon=True)
+            thread = threading.Thread(
+                target=self._count_others, args=(living, deadline), daemon=True
+            )
             thread.start()
             thread.join(seconds)
             if self._node is not None:
@@ -243,7 +248,11 @@ class HeartbeatExchange:
 
     def _ranks(self, prefix: str) -> list[int]:
         assert self._folder is not None
-        return sorted(int(name.removeprefix(prefix)) for name in os.listdir(self._folder) if name.startswith(prefix))
+        return sorted(
+            int(name.removeprefix(prefix))
+            for name in os.listdir(self._folder)
+            if name.startswith(prefix)
+        )
 
     def _post(self, text: str) -> None:
         """Write a text to this rank's or node's key of the store. The first call reserves the key."""

@@ -70,11 +70,16 @@ class HangDetector:
     Times are in seconds of the caller's clock, so clocks of hosts are never compared.
     """
 
-    def __init__(self, world_size: int, beat_seconds: float, cold_limit: float, warm_limit: float) -> None:
+    def __init__(
+        self, world_size: int, beat_seconds: float, cold_limit: float, warm_limit: float
+    ) -> None:
         """``cold_limit`` and ``warm_limit`` are timeouts of collectives before and after the first step, in seconds."""
         self._size = world_size
         self._beat = beat_seconds
-        self._collective_limits = {True: OF_COLLECTIVES * cold_limit, False: OF_COLLECTIVES * warm_limit}
+        self._collective_limits = {
+            True: OF_COLLECTIVES * cold_limit,
+            False: OF_COLLECTIVES * warm_limit,
+        }
         self._seen: dict[int, _Seen] = {}
         self._last = 0.0
         self._limit = 0.0
@@ -160,7 +165,9 @@ class HangDetector:
         behind = silent or _furthest_behind(signs, busy)
         if left and not behind:
             sign = left[min(left)]
-            message = f"has left in phase {sign.phase} of step {sign.step}, but other ranks wait for it"
+            message = (
+                f"has left in phase {sign.phase} of step {sign.step}, but other ranks wait for it"
+            )
             return HangReport(min(left), sign.host, sign.phase, message, table)
         if behind:
             first = min(behind)
@@ -201,8 +208,12 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
         message = f"waits, like all ranks, in {sign.waits_in} of step {sign.step}: no rank is behind; check the network"
     else:
         shown = sorted(groups, key=lambda place: len(groups[place]))[:MOST_LINES]
-        places = ", ".join(f"{_name(groups[place])} in {place}" for place in groups if place in shown)
-        message = f"waits in a different collective in phase {sign.phase} of step {sign.step}: {places}"
+        places = ", ".join(
+            f"{_name(groups[place])} in {place}" for place in groups if place in shown
+        )
+        message = (
+            f"waits in a different collective in phase {sign.phase} of step {sign.step}: {places}"
+        )
     return HangReport(odd[0], sign.host, sign.phase, message, table)
 
 
@@ -243,6 +254,8 @@ def spans(numbers: Iterable[int]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    text = ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:MOST_RANGES])
+    text = ",".join(
+        str(low) if low == high else f"{low}-{high}" for low, high in ranges[:MOST_RANGES]
+    )
     num_others = sum(high - low + 1 for low, high in ranges[MOST_RANGES:])
     return f"{text} and {num_others} more" if num_others else text

@@ -20,7 +20,10 @@ import shardtrain
 _OURS = str(Path(shardtrain.__file__).parent)
 _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py")
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+)
 _BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "cpu" / "shared_barrier.py")
 """File in which ranks of one machine wait for each other, in exchanges through shared memory."""
 _HOST_COLLECTIVES = str(Path(shardtrain.__file__).parent / "ops" / "host_collectives.py")
@@ -105,7 +108,8 @@ def _collective(frame: FrameType, device_type: str) -> str:
         if "/torch/" not in file:
             if collective:
                 return collective
-            line = linecache.getline(file, inner.f_lineno or 0)  # f_lineno is None between two lines
+            # f_lineno is None between two lines
+            line = linecache.getline(file, inner.f_lineno or 0)
             # Compiled code calls collectives directly.
             if "wait_tensor" in line or "_c10d_functional" in line:
                 return "wait_tensor"
@@ -122,7 +126,9 @@ def _collective(frame: FrameType, device_type: str) -> str:
 
 
 def _is_own(file: str) -> bool:
-    return file.startswith(_OURS) or not any(part in file for part in ("/torch/", "/lib/python", "<frozen"))
+    return file.startswith(_OURS) or not any(
+        part in file for part in ("/torch/", "/lib/python", "<frozen")
+    )
 
 
 def _outwards(frame: FrameType) -> Iterator[FrameType]:

@@ -49,8 +49,10 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
         descriptions.append(f"{label} {spans(ranks)}: {facts}")
     counters = "; ".join(descriptions)
     sign = signs[odd[0]]
+    common_steps = marks[odd[0]].begun
     message = (
-        f"has counters that differ from those of the other ranks after {marks[odd[0]].begun} common steps: {counters}"
+        f"has counters that differ from those of the other ranks after {common_steps} common steps: "
+        f"{counters}"
     )
     return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
 
@@ -81,7 +83,9 @@ class Stragglers:
         self._before: Mapping[int, Mark] = {}
         self._strikes: dict[int, int] = {}
 
-    def add(self, marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> list[Straggler] | None:
+    def add(
+        self, marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]
+    ) -> list[Straggler] | None:
         """Return the ranks that were slow in five consecutive windows, or None if the window has too few samples."""
         if not self._before:
             self._before = marks
@@ -96,7 +100,9 @@ class Stragglers:
         self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
         return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
 
-    def _slow(self, windows: Mapping[int, _Window], signs: Mapping[int, Heartbeat]) -> Iterator[Straggler]:
+    def _slow(
+        self, windows: Mapping[int, _Window], signs: Mapping[int, Heartbeat]
+    ) -> Iterator[Straggler]:
         stages: dict[int, list[float]] = {}
         for rank, window in windows.items():
             stages.setdefault(rank // self._per_stage, []).append(window.work)
@@ -107,7 +113,10 @@ class Stragglers:
             if len(works) == 1:
                 continue  # no peer does the same work
             usual = median_without(works, window.work)
-            if window.work > RATIO * usual and window.work - usual > SHARE_OF_STEP * window.step_seconds:
+            if (
+                window.work > RATIO * usual
+                and window.work - usual > SHARE_OF_STEP * window.step_seconds
+            ):
                 yield Straggler(rank, signs[rank].host, window.work, usual, window.phase)
 
 

@@ -31,7 +31,12 @@ from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.launch import exit_report, failure, signals
 from shardtrain.resilience.watchdog import stack
 from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
-from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
+from shardtrain.resilience.watchdog.hang_detector import (
+    HangDetector,
+    HangReport,
+    from_json,
+    to_json,
+)
 from shardtrain.resilience.watchdog.rank_heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
 from shardtrain.utils import activity, atomic_io, process_identity, variables
@@ -78,7 +83,9 @@ def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
 
     A detected hang ends the process, which ends the run.
     """
-    if world.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
+    if world.store is None or not (
+        config.comm.hang_timeout_seconds or config.comm.straggler_window_steps
+    ):
         yield
         return
     process_group_store: Any = world.store
@@ -104,7 +111,9 @@ class Watchdog:
     ``store`` must be a separate connection that no other code uses.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str
+    ) -> None:
         comm = config.comm
         self._rank = rank
         self._size = world_size
@@ -114,14 +123,18 @@ class Watchdog:
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
         # The store receives one message per node and interval, and supports a limited number per second.
-        num_nodes = math.ceil(world_size / variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1))
+        num_nodes = math.ceil(
+            world_size / variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
+        )
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._meets_in_folder = isinstance(store, FolderStore)
         self._others = HeartbeatExchange(store, rank, world_size, self._beat)
         self._host = socket.gethostname()
         self._moving = activity.restart(comm.straggler_window_steps)
         self._stop = signals.current()
-        self._judge = HangDetector(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
+        self._judge = HangDetector(
+            world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds
+        )
         self._stragglers = Stragglers(world_size, config.parallelism.pipeline_parallel_degree)
         self._named: set[int] = set()
         self._compared = 0
@@ -147,7 +160,8 @@ class Watchdog:
         """Stop the threads, and report to the other ranks that this rank has left."""
         self._closed.set()
         for thread in self._threads:
-            thread.join(2 * self._beat)  # the first thread may be blocked by a dead store, but is a daemon
+            # the first thread may be blocked by a dead store, but is a daemon
+            thread.join(2 * self._beat)
 
     def is_first_to_report(self) -> bool:
         """Return True in the first rank of the run that calls this."""
@@ -238,7 +252,9 @@ class Watchdog:
             text = to_json(HangReport(**{**vars(verdict), "declared_by": self._rank}))
             self._die(from_json(self._others.declare(text)))
 
-    def _name_stragglers(self, marks: dict[int, activity.Mark], signs: dict[int, Heartbeat]) -> None:
+    def _name_stragglers(
+        self, marks: dict[int, activity.Mark], signs: dict[int, Heartbeat]
+    ) -> None:
         stragglers = self._stragglers.add(marks, signs)
         if stragglers is None:
             return
@@ -342,10 +358,14 @@ class Watchdog:
             # Blame the host of the store, which is the host of rank 0 or of the launcher.
             rank = 0
             host = os.environ.get("MASTER_ADDR", self._host)
-            message = f"or its launcher, which serves the store, has not answered for {seconds:.0f} s"
+            message = (
+                f"or its launcher, which serves the store, has not answered for {seconds:.0f} s"
+            )
             message = f"{message}; rank {self._rank} {waits}"
         num_silent = int(rank != self._rank)
-        report = HangReport(rank, host, self._phases.name, message, declared_by=self._rank, num_silent=num_silent)
+        report = HangReport(
+            rank, host, self._phases.name, message, declared_by=self._rank, num_silent=num_silent
+        )
         self._others.send_to_node(to_json(report).encode())
         return report
 
@@ -380,7 +400,9 @@ class Watchdog:
             phase=verdict.phase,
         )
         with contextlib.suppress(Exception):
-            exit_report.record(reported, self._log, self._folder, self._size, verdict.declared_by == self._rank)
+            exit_report.record(
+                reported, self._log, self._folder, self._size, verdict.declared_by == self._rank
+            )
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):

@@ -30,7 +30,9 @@ def main(words: Sequence[str]) -> int:
         help="a run, a step-N folder, or a PEFT folder",
     )
     parser.add_argument("--step", type=step_name, help=HELP)
-    parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument(
+        "--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder"
+    )
     parser.add_argument(
         "--base",
         type=Path,
@@ -53,11 +55,15 @@ def main(words: Sequence[str]) -> int:
         reject_step(options.step, options.adapters)
         _merge_peft(options)
     elif is_hub_folder(options.adapters):
-        raise ConfigError(f"{options.adapters} is a full model without adapters; use it without merging")
+        raise ConfigError(
+            f"{options.adapters} is a full model without adapters; use it without merging"
+        )
     else:
         options.adapters = step_of(options.adapters, options.config, options.step)
         _merge_checkpoint(options)
-    print(f"{options.to} contains the full model; shardtrain export {options.to} --to HF_DIR exports it")
+    print(
+        f"{options.to} contains the full model; shardtrain export {options.to} --to HF_DIR exports it"
+    )
     return 0
 
 
@@ -92,7 +98,9 @@ def _merge_peft(options: Any) -> None:
         source = None
         if weights.path is not None:
             source = origin.of_path(weights.path, module, shape)
-        merging.merge(weights, adapters.spec, adapters.read, options.to, options.dtype, facts, source)
+        merging.merge(
+            weights, adapters.spec, adapters.read, options.to, options.dtype, facts, source
+        )
 
 
 def _merge_checkpoint(options: Any) -> None:
@@ -110,7 +118,9 @@ def _merge_checkpoint(options: Any) -> None:
     module, shape = models.configured(config.model)
     facts = _model_facts(config)
     labels = adapters.num_labels(module)
-    with frozen.find(adapters.stored.facts, path, config, options.base, module, shape, labels) as weights:
+    with frozen.find(
+        adapters.stored.facts, path, config, options.base, module, shape, labels
+    ) as weights:
         source = None
         if weights.path is not None:
             source = origin.of_path(weights.path, module, shape)
@@ -119,7 +129,9 @@ def _merge_checkpoint(options: Any) -> None:
             # data now.
             tokens = tokens_of_run(config, options.config is not None)
             source, _ = with_tokens(source, tokens)
-        merging.merge(weights, adapters.spec, adapters.read, options.to, options.dtype, facts, source)
+        merging.merge(
+            weights, adapters.spec, adapters.read, options.to, options.dtype, facts, source
+        )
 
 
 def _model_facts(config: Config) -> dict[str, Any]:
@@ -157,4 +169,6 @@ def export_adapter(options: Any, checkpoint: Path, module: Any, shape: Any, base
     changed = changed_fields(getattr(module, "HUB", None), shape, source)
     if changed:
         fields = ", ".join(changed)
-        print(f"PEFT files cannot store these options; set them in config.json of the base model: {fields}")
+        print(
+            f"PEFT files cannot store these options; set them in config.json of the base model: {fields}"
+        )

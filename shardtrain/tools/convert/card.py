@@ -69,7 +69,9 @@ class Card:
         lines = self._front_matter()
         base_model = ""
         if self.base_model:
-            base_model = f" Base model: [{self.base_model}](https://huggingface.co/{self.base_model})."
+            base_model = (
+                f" Base model: [{self.base_model}](https://huggingface.co/{self.base_model})."
+            )
         lines += ["", f"# {self.name}", "", f"Trained with shardtrain.{base_model}", ""]
         if self.facts:
             lines += ["| | |", "|---|---|"]
@@ -238,7 +240,9 @@ def _measured(path: Path, step: int, title: str) -> list[tuple[str, str]]:
         "cross_entropy",
         "divergence",
     )
-    texts = [f"{name} {last[name]:.4g}" for name in names if isinstance(last.get(name), int | float)]
+    texts = [
+        f"{name} {last[name]:.4g}" for name in names if isinstance(last.get(name), int | float)
+    ]
     if not texts:
         return []
     return [(title, f"{', '.join(texts)} (step {last['step']:,})")]

@@ -76,7 +76,9 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     }
 
 
-def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) -> dict[str, list[int]]:
+def tokens_of_run(
+    config: Config, is_trusted: bool, folder: Path | None = None
+) -> dict[str, list[int]]:
     """Return the special tokens of a run from its tokenizer, or from the tokenizer in ``folder``.
 
     If the tokenizer cannot be opened, or is a Python file of a configuration that is not trusted, print a
@@ -96,5 +98,7 @@ def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) 
             return trained_tokens(tokenizer_of(config), config)
         except ShardtrainError as error:
             reason = f"cannot be opened ({error})"
-    print(f"bos, eos and pad keep their values from before training, because the tokenizer {path} {reason}")
+    print(
+        f"bos, eos and pad keep their values from before training, because the tokenizer {path} {reason}"
+    )
     return {}

@@ -42,14 +42,18 @@ def import_main(words: Sequence[str]) -> int:
         metavar="HF_DIR",
         help="folder with config.json and safetensors files",
     )
-    parser.add_argument("--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder")
+    parser.add_argument(
+        "--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder"
+    )
     parser.add_argument(
         "--dtype",
         choices=COMPUTE_DTYPES,
         default="",
         help="dtype of the weights (default: from the file)",
     )
-    parser.add_argument("--vocab_size", type=int, default=0, help="extend the vocabulary to this many rows")
+    parser.add_argument(
+        "--vocab_size", type=int, default=0, help="extend the vocabulary to this many rows"
+    )
     parser.add_argument(
         "--legacy_bin",
         action="store_true",
@@ -83,7 +87,9 @@ def import_main(words: Sequence[str]) -> int:
             obstacle = "the vocabulary has grown"
         export = Export(options.to, options.folder, models.find(model.name), model.config)
         _check_logits(export, options.check == "logits", obstacle)
-    print(f"{options.to} contains the weights of {options.folder}; train from them with\n\n{model.toml()}\n")
+    print(
+        f"{options.to} contains the weights of {options.folder}; train from them with\n\n{model.toml()}\n"
+    )
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{options.to}"')
     return 0
 
@@ -105,7 +111,9 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
         ) from None
     num_ids = max(vocabulary.values(), default=-1) + 1
     if num_ids > num_rows:
-        source = f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={num_rows} of {CONFIG}"
+        source = (
+            f"--vocab_size={vocab_size}" if vocab_size else f"vocab_size={num_rows} of {CONFIG}"
+        )
         raise ConfigError(
             f"{file} has {num_ids} token IDs, but {source} has fewer rows; "
             f"import with --vocab_size {num_ids}, or replace the tokenizer by that of the model"
@@ -138,16 +146,24 @@ def export_main(words: Sequence[str]) -> int:
         type=Path,
         help="folder whose tokenizer files are copied (default: the run's)",
     )
-    rarer.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
+    rarer.add_argument(
+        "--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)"
+    )
     rarer.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
-    parser.add_argument("--adapter", action="store_true", help="write only the adapters, as a PEFT folder")
+    parser.add_argument(
+        "--adapter", action="store_true", help="write only the adapters, as a PEFT folder"
+    )
     base = "base model to name in adapter_config.json and the card (default: from the run)"
     rarer.add_argument("--base_model", default="", help=base)
     parser.add_argument("--check", choices=CHECKS, default="auto", help="see docs/hub.md")
-    parser.add_argument("--card", action="store_true", help="write README.md, a model card of the run")
+    parser.add_argument(
+        "--card", action="store_true", help="write README.md, a model card of the run"
+    )
     hub = "upload the folder, with a card, to this repository of the Hugging Face Hub (token: HF_TOKEN)"
     parser.add_argument("--push", default="", metavar="ORG/NAME", help=hub)
-    rarer.add_argument("--private", action="store_true", help="with --push, create a private repository")
+    rarer.add_argument(
+        "--private", action="store_true", help="with --push, create a private repository"
+    )
     overwrite = "with --push, replace the repository's card even if somebody wrote or changed it"
     rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
     refuse_token(words, "shardtrain export")
@@ -224,7 +240,9 @@ def _to_folder(options: Any, push: Any) -> int:
             rule = f"has no effect, because {options.checkpoint} is a Hugging Face folder with its own config.json"
             raise ConfigError(Problem(f"--{name}", str(value), rule=rule, fix="remove it"))
     options.to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.to.parent, prefix=f"{options.to.name}.tmp-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=options.to.parent, prefix=f"{options.to.name}.tmp-"
+    ) as folder:
         checkpoint = Path(folder) / "step-0"
         importing.to_checkpoint(options.checkpoint, checkpoint)
         return _export(options, checkpoint)
@@ -235,7 +253,9 @@ def _identity(options: Any, checkpoint: Path) -> str:
     from shardtrain.tools.convert import card
 
     tokenizer = str(options.tokenizer or "")
-    return card.identity(checkpoint, options.dtype, options.shard_gigabytes, options.adapter, tokenizer)
+    return card.identity(
+        checkpoint, options.dtype, options.shard_gigabytes, options.adapter, tokenizer
+    )
 
 
 def _write_card(options: Any, checkpoint: Path, source: Any) -> None:
@@ -264,7 +284,9 @@ def _export(options: Any, path: Path) -> int:
     checkpoint = step_of(path, options.config, options.step)
     model = model_options(checkpoint, options.config)
     module = models.find(model["name"])
-    config = models.shape_of(module, model["flavor"], model["overrides"], model.get("norm_type", "rmsnorm"))
+    config = models.shape_of(
+        module, model["flavor"], model["overrides"], model.get("norm_type", "rmsnorm")
+    )
     if options.adapter:
         from shardtrain.tools.convert.adapters import export_adapter
 
@@ -274,7 +296,9 @@ def _export(options: Any, path: Path) -> int:
     stored = manifest.read(checkpoint)
     if FACT in stored.facts:
         rule = "contains adapters, but no full model"
-        raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
+        raise ConfigError(
+            f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)"
+        )
 
     # Find the folder of the initial weights, in the notes of an import or the run's configuration. It
     # provides the dtypes, config.json and the tokenizer.
@@ -309,7 +333,9 @@ def _export(options: Any, path: Path) -> int:
             reason = f"{request.tokenizer} has no tokenizer files"
         elif "assets" in model:
             reason = f"the tokenizer of the run is {model['assets']!r}, not a folder"
-        print(f"the folder has no tokenizer: {reason}; copy one there, or name a folder with --tokenizer")
+        print(
+            f"the folder has no tokenizer: {reason}; copy one there, or name a folder with --tokenizer"
+        )
     if options.check != "weights":
         _check_logits(request, options.check == "logits")
     _write_card(options, checkpoint, initial)
@@ -337,4 +363,6 @@ def _check_logits(export: Export, is_required: bool, obstacle: str = "") -> None
             f"{export.output}: transformers' logits differ by {error:.2e}, "
             f"with logits up to {scale:.2g}; do not use this folder"
         )
-    print(f"transformers returns the same logits: largest error {error:.2e}, with logits up to {scale:.2g}")
+    print(
+        f"transformers returns the same logits: largest error {error:.2e}, with logits up to {scale:.2g}"
+    )

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 T = TypeVar("T")
-_WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHTS = re.compile(
+    r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
 """Weight files that ``from_pretrained`` would load instead of, or in addition to, the new weights."""
 
 
@@ -49,7 +51,9 @@ class Push:
         try:
             validate_repo_id(repo_id)
         except HFValidationError:
-            raise self._wrong("is not a valid repository name", "use the form ORGANIZATION/NAME") from None
+            raise self._wrong(
+                "is not a valid repository name", "use the form ORGANIZATION/NAME"
+            ) from None
         if repo_id.count("/") != 1:
             raise self._wrong("has no organization", "use the form ORGANIZATION/NAME")
         self._hub = Hub(repo_id)
@@ -72,7 +76,9 @@ class Push:
         account = self._ask(self._api.whoami)
         role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
-            raise self._wrong("is not writable with the current token, which is read-only", self._write_fix())
+            raise self._wrong(
+                "is not writable with the current token, which is read-only", self._write_fix()
+            )
         self.head, self.theirs, self.card = self._look()
 
     def _wrong(self, rule: str, fix: str) -> ConfigError:
@@ -130,10 +136,14 @@ class Push:
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 
-        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if _is_sent(path, folder))
+        names = sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if _is_sent(path, folder)
+        )
         if self.keeps_card and CARD in names:
             names.remove(CARD)
-            tell(f"{CARD} of {self.repo_id} was not written by shardtrain, so it is kept; --overwrite_card replaces it")
+            tell(
+                f"{CARD} of {self.repo_id} was not written by shardtrain, so it is kept; --overwrite_card replaces it"
+            )
         if self.head is None:
             # The hub's default visibility, unless the user requested a private repository.
             private = True if self._private else None
@@ -149,7 +159,9 @@ class Push:
             addition = CommitOperationAdd(name, str(folder / name))
             try:
                 self._call(
-                    partial(self._api.preupload_lfs_files, self.repo_id, [addition], free_memory=False),
+                    partial(
+                        self._api.preupload_lfs_files, self.repo_id, [addition], free_memory=False
+                    ),
                 )
             except ShardtrainError as error:
                 raise self._not_all(error, stored, names) from error
@@ -178,7 +190,9 @@ class Push:
 
     def _verify(self, folder: Path, names: list[str], commit: str) -> None:
         """Compare the hash of every file at the commit. Raise DataError if one differs."""
-        info = self._ask(lambda: self._api.model_info(self.repo_id, revision=commit, files_metadata=True))
+        info = self._ask(
+            lambda: self._api.model_info(self.repo_id, revision=commit, files_metadata=True)
+        )
         files = {str(file.rfilename): file for file in info.siblings or []}
         for name in names:
             problem = ""
@@ -193,7 +207,9 @@ class Push:
                     f"{name} {problem} {self.repo_id} at {commit}; check its .gitignore, and push again",
                 )
 
-    def _not_all(self, error: ShardtrainError, stored: list[str], names: list[str]) -> ShardtrainError:
+    def _not_all(
+        self, error: ShardtrainError, stored: list[str], names: list[str]
+    ) -> ShardtrainError:
         """Return the error with the files that are already stored. They remain for the next attempt."""
         progress = "no large file is stored"
         if stored:
@@ -224,9 +240,13 @@ class Push:
             return self._hub.explain(error)
         status = response.status_code
         if status in (401, 403):
-            return self._wrong(f"is not writable with the current token (status {status})", self._write_fix())
+            return self._wrong(
+                f"is not writable with the current token (status {status})", self._write_fix()
+            )
         if status == 404:
-            return self._wrong("does not exist, or is not visible with the current token", self._write_fix())
+            return self._wrong(
+                "does not exist, or is not visible with the current token", self._write_fix()
+            )
         if status in (409, 412):
             fix = "check the change, and run the same command again"
             return self._wrong("was changed by somebody else during the upload", fix)

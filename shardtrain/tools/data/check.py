@@ -117,7 +117,9 @@ def examine(config: Config, world_size: int) -> Report:
 
     training = list(surveys(config, config.training, tokenizer))
     packings = _packings(config, config.training, tokenizer)
-    for survey, epoch in zip(training, _epochs(config, training, packings, world_size), strict=True):
+    for survey, epoch in zip(
+        training, _epochs(config, training, packings, world_size), strict=True
+    ):
         packing = packings.get(survey.name)
         report.tables[survey.name] = _facts(survey, packing) | epoch
         _judge(survey, vocab_size, packing, BadRows.of(config.data), report)
@@ -149,7 +151,9 @@ def examine(config: Config, world_size: int) -> Report:
     return report
 
 
-def _packings(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> dict[str, Packing]:
+def _packings(
+    config: Config, section: Training | Validation, tokenizer: Tokenizer
+) -> dict[str, Packing]:
     """Return the packing of each source, by its name. A task of rows has none."""
     packings: dict[str, Packing] = {}
     if config.task.name in OF_NEXT_TOKENS:
@@ -158,7 +162,9 @@ def _packings(config: Config, section: Training | Validation, tokenizer: Tokeniz
     return packings
 
 
-def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> Iterator[Survey]:
+def surveys(
+    config: Config, section: Training | Validation, tokenizer: Tokenizer
+) -> Iterator[Survey]:
     """Read the datasets of a section, one after the other."""
     for named in build_dataset.named_sources(config, section):
         module = sources.find(named.source.dataset, named.dataset_option)
@@ -334,7 +340,9 @@ def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, An
     return table
 
 
-def _judge(survey: Survey, vocab_size: int, packing: Packing | None, policy: BadRows, report: Report) -> None:
+def _judge(
+    survey: Survey, vocab_size: int, packing: Packing | None, policy: BadRows, report: Report
+) -> None:
     """Add the problems of one dataset to the report."""
     tally = survey.tally
     title = f"dataset {survey.name}"
@@ -362,9 +370,13 @@ def _judge(survey: Survey, vocab_size: int, packing: Packing | None, policy: Bad
             report.bad.append(f"{title} has no token that counts in the loss; check data.format")
         elif not packed.num_rows:
             rule = f"has no sequence with packing {packed.packing.kind} and seq_len {packed.packing.seq_len}"
-            report.bad.append(f"{title} {rule}; check data.long_documents, and documents of one token")
+            report.bad.append(
+                f"{title} {rule}; check data.long_documents, and documents of one token"
+            )
     if packed:
-        report.warnings.extend(f"{title}: {lost}" for lost in lost_documents(packed, tally.documents))
+        report.warnings.extend(
+            f"{title}: {lost}" for lost in lost_documents(packed, tally.documents)
+        )
     if survey.max_id >= vocab_size:
         report.problems.append(
             f"{title} has the id {survey.max_id}, but the model's vocabulary has {vocab_size} ids; set "
@@ -373,7 +385,9 @@ def _judge(survey: Survey, vocab_size: int, packing: Packing | None, policy: Bad
     num_duplicates, _ = survey.duplicates()
     if num_duplicates > DUPLICATES_WARN * max(1, tally.documents):
         share = 100 * num_duplicates / tally.documents
-        report.warnings.append(f"{title}: {share:.1f} % of the documents are exact copies of earlier ones")
+        report.warnings.append(
+            f"{title}: {share:.1f} % of the documents are exact copies of earlier ones"
+        )
 
 
 def _as_text(report: Report) -> Iterator[str]:

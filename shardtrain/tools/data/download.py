@@ -143,7 +143,9 @@ def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, t
             path = hub.download(name, commit, staging, force=True)
             actual = hash_of_file(path, kind)
             if actual != value:
-                raise DataError(f"{name} has the hash {actual} instead of {value}; it was deleted, try again")
+                raise DataError(
+                    f"{name} has the hash {actual} instead of {value}; it was deleted, try again"
+                )
     size = path.stat().st_size
     target.parent.mkdir(parents=True, exist_ok=True)
     os.replace(path, target)
@@ -221,7 +223,9 @@ def _choose(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     return list(chosen)
 
 
-def _no_file(options: argparse.Namespace, kind: str, prefix: str, names: Sequence[str]) -> ConfigError:
+def _no_file(
+    options: argparse.Namespace, kind: str, prefix: str, names: Sequence[str]
+) -> ConfigError:
     where = f"{options.repo_id}/{prefix}".rstrip("/")
     some_names = ", ".join(sorted(names)[:8]) or "no files"
     if len(names) > 8:
@@ -251,7 +255,9 @@ def _parser() -> StrictArgumentParser:
         f"{PROGRAM} --repo_id meta-llama/Llama-3.1-8B --assets tokenizer",
         first="--repo_id",
     )
-    parser.add_argument("--repo_id", required=True, metavar="ORG/NAME", help="e.g. meta-llama/Llama-3.1-8B")
+    parser.add_argument(
+        "--repo_id", required=True, metavar="ORG/NAME", help="e.g. meta-llama/Llama-3.1-8B"
+    )
     kinds = ", ".join(ASSETS)
     parser.add_argument(
         "--assets",

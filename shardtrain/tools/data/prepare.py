@@ -154,7 +154,9 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Pre
         target = folder / named.name if config.data.sources else folder
         kind = named.source.format or config.data.format
         packing = build_dataset.packing_of(config, config.training, tokenizer, named)
-        yield PrepareJob(named.name, config, kind, source, encoder, target, shard_tokens, packing, facts)
+        yield PrepareJob(
+            named.name, config, kind, source, encoder, target, shard_tokens, packing, facts
+        )
 
 
 def prepare(job: PrepareJob, processes: int) -> str:
@@ -232,7 +234,9 @@ def _fit(job: PrepareJob, processes: int) -> list[str]:
     waiting: dict[int, list[dict[str, Any]]] = {}
     num_written = 0
     with storing(job.folder):
-        writer = FitTableWriter(job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, num_blocks)
+        writer = FitTableWriter(
+            job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, num_blocks
+        )
         try:
             with WorkProgress(f"fitting {job.name}", None) as progress:
                 for number, news in pool.run(len(starts), set(), work, processes):
@@ -271,7 +275,9 @@ class _Work:
         self._saved = time.monotonic()
         # The last unit may be smaller, which a progress bar can ignore.
         self._share_done = (self.merged + len(self._waiting)) / max(1, len(self._units))
-        self.progress = WorkProgress(f"preparing {job.name}", job.source.total_bytes, self._share_done)
+        self.progress = WorkProgress(
+            f"preparing {job.name}", job.source.total_bytes, self._share_done
+        )
 
     def run(self, processes: int) -> None:
         """Tokenize all units and append them to the shards."""
@@ -512,6 +518,8 @@ def _contents(index: ShardIndex) -> str:
     learned = index.tally.get("learned", index.num_tokens)
     if learned != index.num_tokens:
         tokens += f" ({learned:,} learned)"
-    shards = f"{len(index.shards)} shards" if len(index.shards) > 1 else f"{len(index.shards)} shard"
+    shards = (
+        f"{len(index.shards)} shards" if len(index.shards) > 1 else f"{len(index.shards)} shard"
+    )
     size = format_bytes(sum(file.bytes for file in index.files()))
     return f"{index.num_documents:,} documents, {tokens} in {shards}, {size}"

@@ -151,7 +151,9 @@ def probe(
     return ProbeReport(changes, wrong)
 
 
-def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> TokenChange:
+def _change(
+    document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor
+) -> TokenChange:
     """Describe a change by the tokens whose logits moved."""
     leaks: dict[int, list[int]] = {}
     for moved in moved_T.nonzero().flatten().tolist():
@@ -222,9 +224,13 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
         start = f"document {change.document}, token at place {change.place} changed:"
         faults = []
         for other, places in change.leaks.items():
-            faults.append(f"LEAK from document {change.document} into document {other}: {_ranges(places)}")
+            faults.append(
+                f"LEAK from document {change.document} into document {other}: {_ranges(places)}"
+            )
         if change.blind:
-            faults.append("BLIND: the logits of the changed document did not change, so this model cannot be probed")
+            faults.append(
+                "BLIND: the logits of the changed document did not change, so this model cannot be probed"
+            )
         num_faults += len(faults)
         if not faults:
             own_places = _ranges(range(change.place, change.stop))
@@ -245,7 +251,9 @@ def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
     ]
 
 
-def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: int = 8) -> list[str]:
+def show_boundaries(
+    batch: Batch, tokenizer: Tokenizer, around: int = 4, most: int = 8
+) -> list[str]:
     """Return lines with ``around`` tokens on each side of the first ``most`` document boundaries of the first row."""
     from shardtrain.data import IGNORE
 
@@ -303,7 +311,9 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
 
     module = models.find(config.model.name)
     models.check_documents(module, config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    shape = models.shape_of(
+        module, config.model.flavor, config.model.overrides, config.model.norm_type
+    )
     model = models.build(module, shape)
     billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     max_billions = MAX_PARAMETERS / 1e9

@@ -151,7 +151,9 @@ def _print_sequences(config: Config, first: int, count: int, as_json: bool, colo
     return num_shown
 
 
-def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) -> tuple[Config, int]:
+def _open(
+    path: str | None, overrides: tuple[str, ...], world_size: int | None
+) -> tuple[Config, int]:
     """Load a configuration file, or the configuration and number of ranks of a run folder."""
     if path is not None and Path(path).is_dir():
         run = RunFolder(Path(path))
@@ -182,7 +184,9 @@ def open_rows(config: Config) -> data.DataLoader:
     )
 
 
-def rows(loader: data.DataLoader, config: Config, first: int, count: int) -> Iterator[ShownSequence]:
+def rows(
+    loader: data.DataLoader, config: Config, first: int, count: int
+) -> Iterator[ShownSequence]:
     """Yield ``count`` sequences in the order of training from ``first`` on."""
     names = list(config.data.sources) or [config.training.dataset]
     loader.seek(first)
@@ -200,7 +204,9 @@ def padding_line(fraction: float, of_sources: Mapping[str, float]) -> str:
     'padding: 25.0 % of these sequences, 3.1 % of all of jsonl'
     """
     shares = [f"{100 * fraction:.1f} % of these sequences"]
-    shares += [f"{100 * of_source:.1f} % of all of {name}" for name, of_source in of_sources.items()]
+    shares += [
+        f"{100 * of_source:.1f} % of all of {name}" for name, of_source in of_sources.items()
+    ]
     return "padding: " + ", ".join(shares)
 
 
@@ -270,7 +276,9 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
     return ShownSequence(position, dataset, sample, num_targets, parts, filler=len(tokens) - length)
 
 
-def _without_filler(tokens: list[int], targets: list[int], documents: list[int], pad_id: int) -> int:
+def _without_filler(
+    tokens: list[int], targets: list[int], documents: list[int], pad_id: int
+) -> int:
     """Return the number of tokens before the padding.
 
     With document numbers, padding is a separate document.
@@ -298,7 +306,9 @@ def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
     lines = [_framed(f"{title}, {shown.num_targets} targets, {len(shown.parts)} {noun}", color)]
     for number, part in enumerate(shown.parts):
         last = part.first_position + part.num_tokens - 1
-        lines.append(_framed(f"-- document {number}: positions {part.first_position}..{last}", color))
+        lines.append(
+            _framed(f"-- document {number}: positions {part.first_position}..{last}", color)
+        )
         lines.append(_marked(part.pieces, tokenizer, color))
     if shown.filler:
         lines.append(_framed(f"-- {shown.filler} filler tokens", color))

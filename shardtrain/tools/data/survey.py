@@ -88,7 +88,9 @@ class Survey:
 class _Lengths(MemoryTokenBuffer):
     """Token buffer with only the lengths and first targets of documents, which suffices to count rows."""
 
-    def __init__(self, lengths: npt.NDArray[np.int64], first_targets: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, lengths: npt.NDArray[np.int64], first_targets: npt.NDArray[np.int64]
+    ) -> None:
         super().__init__([], 1)
         self._starts = np.cumsum(lengths) - lengths
         self._first_targets = np.append(self._starts + first_targets, -1)
@@ -135,7 +137,9 @@ class _Collector:
         return survey
 
 
-def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Callable[[int], None]) -> Survey:
+def survey_rows(
+    name: str, source: Table | Shards, encoder: Encoder, tick: Callable[[int], None]
+) -> Survey:
     """Read all rows of a source, and skip bad ones.
 
     ``tick`` is called with the number of rows of each part.
@@ -158,8 +162,12 @@ def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Calla
         part = bisect_right(documents_before, number) - 1
         shard, first_row = first_keys[part]
         remaining = number - documents_before[part]
-        for row, content in enumerate(islice(rows_of(source, shard, first_row), 4096), start=first_row):
-            if isinstance(content, BadRow) or not isinstance(encoder.encode([content])[0], Document):
+        for row, content in enumerate(
+            islice(rows_of(source, shard, first_row), 4096), start=first_row
+        ):
+            if isinstance(content, BadRow) or not isinstance(
+                encoder.encode([content])[0], Document
+            ):
                 continue
             if remaining == 0:
                 return place_of(source, (shard, row))

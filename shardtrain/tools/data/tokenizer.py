@@ -47,7 +47,9 @@ class TrainingTexts:
         first: First parts of the text, to measure if there is too little text to hold some out.
     """
 
-    def __init__(self, paths: list[str], dataset: str | None, text_field: str, skip_bad_rows: bool) -> None:
+    def __init__(
+        self, paths: list[str], dataset: str | None, text_field: str, skip_bad_rows: bool
+    ) -> None:
         self._field = text_field
         self._skip = skip_bad_rows
         self._sources = []
@@ -65,7 +67,9 @@ class TrainingTexts:
                 )
             # As for data.text_field, a number selects a column of files without a header.
             header = not text_field.isdecimal()
-            request = Request(path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header)
+            request = Request(
+                path=path, option="--input", max_row_bytes=_LONGEST_TEXT_BYTES, header=header
+            )
             self._sources.append(module.open_source(request))
         self.documents = self.skipped = self.bytes = 0
         self.held_out: list[str] = []
@@ -201,8 +205,12 @@ def _parser() -> StrictArgumentParser:
         metavar="FOLDER",
         help="output folder of tokenizer.json",
     )
-    parser.add_argument("--dataset", metavar="NAME", help="format of the files (default: by their ending)")
-    parser.add_argument("--text_field", default="text", metavar="COLUMN", help='column of the text ("text")')
+    parser.add_argument(
+        "--dataset", metavar="NAME", help="format of the files (default: by their ending)"
+    )
+    parser.add_argument(
+        "--text_field", default="text", metavar="COLUMN", help='column of the text ("text")'
+    )
     parser.add_argument(
         "--special",
         nargs="+",
@@ -210,7 +218,9 @@ def _parser() -> StrictArgumentParser:
         metavar="TOKEN",
         help='additional special tokens, e.g. "<|im_end|>"',
     )
-    parser.add_argument("--skip_bad_rows", action="store_true", help="skip and count rows without text")
+    parser.add_argument(
+        "--skip_bad_rows", action="store_true", help="skip and count rows without text"
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing tokenizer")
     return parser
 
@@ -244,7 +254,9 @@ def _check(options: argparse.Namespace) -> list[str]:
     folder = Path(options.output)
     if folder.is_file():
         problems.append(Problem("--output", options.output, "is a file", "name a folder"))
-    existing = [name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()]
+    existing = [
+        name for name in ("tokenizer.json", "tokenizer_config.json") if (folder / name).exists()
+    ]
     if existing and not options.force:
         problems.append(
             Problem(
@@ -320,9 +332,15 @@ def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Pat
         num_tokens += len(ids)
         num_equal += tokenizer.decode(ids, keep_special=True) == part
     bytes_per_token = num_bytes / max(num_tokens, 1)
-    print(f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows skipped")
+    print(
+        f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows skipped"
+    )
     if tokenizer.vocab_size < wanted:
-        print(f"{tokenizer.vocab_size} ids instead of {wanted}: the text has no more pairs to merge")
-    print(f"{bytes_per_token:.2f} bytes per token on {origin}: {num_bytes} bytes, {num_tokens} tokens")
+        print(
+            f"{tokenizer.vocab_size} ids instead of {wanted}: the text has no more pairs to merge"
+        )
+    print(
+        f"{bytes_per_token:.2f} bytes per token on {origin}: {num_bytes} bytes, {num_tokens} tokens"
+    )
     print(f"{num_equal} of {len(parts)} parts are unchanged after encoding and decoding")
     print(f"wrote {folder / 'tokenizer.json'} with {tokenizer.vocab_size} ids")

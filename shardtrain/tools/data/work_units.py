@@ -180,7 +180,9 @@ def append_unit(folder: Path, unit: Unit, done: Mapping[str, Any], writer: Shard
         masks = None
         if "learned" in done["files"]:
             masks = _blocks(folder / unit_name(unit, "learned"), 1, writer.dtype)
-        for content in _blocks(folder / unit_name(unit, "tokens"), writer.dtype.itemsize, writer.dtype):
+        for content in _blocks(
+            folder / unit_name(unit, "tokens"), writer.dtype.itemsize, writer.dtype
+        ):
             tokens = np.frombuffer(content, dtype=writer.dtype)
             mask = None
             if masks is not None:

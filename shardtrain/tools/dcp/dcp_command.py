@@ -80,7 +80,9 @@ def from_dcp(words: Sequence[str]) -> int:
         print(notice)
     print(f'\n[checkpoint]\nenable = true\ninitial_load_path = "{output}"')
     if result.with_optimizer:
-        print("# with the optimizer's state, the step and the learning rate:\n# initial_load_model_only = false")
+        print(
+            "# with the optimizer's state, the step and the learning rate:\n# initial_load_model_only = false"
+        )
         print('# exclude_from_loading = ["dataloader"]')
     return 0
 
@@ -112,7 +114,9 @@ def to_dcp(words: Sequence[str]) -> int:
         "in the data: move DCP into torchtitan's checkpoint folder as step-N, and set "
         'checkpoint.exclude_from_loading = ["dataloader"].',
     )
-    parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder"
+    )
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("output", type=output_path, metavar="DCP", help="a new folder")
     parser.add_argument(
@@ -156,7 +160,9 @@ def to_dcp(words: Sequence[str]) -> int:
     count, with_optimizer = writing.to_dcp(checkpoint, options.output, model, options.names, groups)
     print(f"{options.output}: {count} tensors, each read back and equal")
     if not with_optimizer:
-        reason = "it needs the learning rates of the run's configuration, which is missing: add --config"
+        reason = (
+            "it needs the learning rates of the run's configuration, which is missing: add --config"
+        )
         if options.model_only:
             reason = "--model-only"
         elif loaded:
@@ -171,7 +177,9 @@ def _groups(config: Config, state: dict[str, Any]) -> Callable[[str], Options]:
 
     optimizer = config.optimizer
     updates = int(state.get("updates", 0))
-    rate = lr_scheduler.learning_rate(optimizer, config.lr_scheduler, config.training.steps, updates)
+    rate = lr_scheduler.learning_rate(
+        optimizer, config.lr_scheduler, config.training.steps, updates
+    )
     betas = (optimizer.beta1, optimizer.beta2)
 
     def group_of(name: str) -> Options:

@@ -81,7 +81,9 @@ def from_dcp(
     result = DcpImport(naming, _step_of_name(folder) if step is None else step, False)
     item_names = [*source.tensors, *source.objects]
     if step is None and any(name.startswith("train_state.step") for name in item_names):
-        result.notices.append(f"train_state.step: not a count; by the folder's name the step is {result.step}")
+        result.notices.append(
+            f"train_state.step: not a count; by the folder's name the step is {result.step}"
+        )
     if naming.kind == TORCHTITAN:
         result.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(source, naming, parameters, with_optimizer, result)
@@ -130,7 +132,9 @@ def _check_tied(source: Folder, head: str, embed: str) -> None:
     # Compare the small entries first, because the tensors may be large.
     is_equal = (head_entry.shape, head_entry.dtype) == (embed_entry.shape, embed_entry.dtype)
     if not is_equal or not source.tensor(head).equal(source.tensor(embed)):
-        raise CheckpointError(f"{source.folder}: {head} differs from the embedding, but this model ties them")
+        raise CheckpointError(
+            f"{source.folder}: {head} differs from the embedding, but this model ties them"
+        )
 
 
 def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
@@ -141,7 +145,9 @@ def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
     """
     # State of the other program is skipped, such as the position of its data loader.
     states = ("optimizer", "optim.", "train_state.", "lr_scheduler", "dataloader")
-    surplus = sorted(name for name in source.tensors if name not in used and not name.startswith(states))
+    surplus = sorted(
+        name for name in source.tensors if name not in used and not name.startswith(states)
+    )
     if surplus:
         fix = "name the model, flavor and overrides that it was trained with"
         if all(name.endswith(".moe.expert_bias") for name in surplus):
@@ -167,7 +173,9 @@ def _skipped(source: Folder, used: Set[str], model: Model) -> list[str]:
     return notices
 
 
-def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], source: Folder, model: str) -> None:
+def _check(
+    weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], source: Folder, model: str
+) -> None:
     """Raise CheckpointError unless the folder has every weight, with the right shape and a floating-point dtype."""
     missing = []
     integral = []
@@ -214,14 +222,20 @@ def _optimizer(
     return {}
 
 
-def _find_states(source: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], str]:
+def _find_states(
+    source: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, str], str]:
     """Map our names of optimizer states to names in the folder. Also return why they are unusable, or ""."""
-    prefixes = [prefix for prefix in _OPTIMIZER if any(name.startswith(prefix) for name in source.tensors)]
+    prefixes = [
+        prefix for prefix in _OPTIMIZER if any(name.startswith(prefix) for name in source.tensors)
+    ]
     if not prefixes:
         return {}, "it has none"
     prefix = prefixes[0]
     moments = tuple(f".{moment}" for moment in MOMENTS)
-    more = [name for name in source.tensors if name.startswith(prefix) and not name.endswith(moments)]
+    more = [
+        name for name in source.tensors if name.startswith(prefix) and not name.endswith(moments)
+    ]
     if more:
         return {}, f"it is from another optimizer, with {listed(more)}"
 

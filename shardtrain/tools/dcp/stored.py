@@ -51,7 +51,10 @@ _NAMES = {
     *("torch.Size", "torch.device", "torch.serialization._get_layout", "collections.OrderedDict"),
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),
     *(f"{_DCP}.{kind}StorageMetadata" for kind in ("Tensor", "Bytes", "Chunk")),
-    *(f"{_DCP}.{kind}" for kind in ("Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex")),
+    *(
+        f"{_DCP}.{kind}"
+        for kind in ("Metadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "MetadataIndex")
+    ),
     *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
 }
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
@@ -137,7 +140,9 @@ class DcpFolder:
         for file, end in sorted(ends.items()):
             path = self.folder / file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing but named in {METADATA}; copy the entire folder")
+                raise CheckpointError(
+                    f"{path} is missing but named in {METADATA}; copy the entire folder"
+                )
             size = path.stat().st_size
             if size < end:
                 raise CheckpointError(
@@ -156,10 +161,15 @@ class DcpFolder:
         most = 2 * math.prod(entry.shape) * ITEM_BYTES[entry.dtype] + 2**20
         for chunk in entry.chunks:
             if chunk.place.length > most:
-                raise self._bad(f"has a part of {name} with {chunk.place.length} bytes, at most {most} are possible")
+                raise self._bad(
+                    f"has a part of {name} with {chunk.place.length} bytes, at most {most} are possible"
+                )
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for chunk in entry.chunks:
-            box = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            box = tuple(
+                slice(offset, offset + size)
+                for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
             with damage(self._part(chunk.place, name)):
                 tensor[box] = self._tensor_of(chunk.place, name, entry.dtype, chunk.sizes)
         return tensor
@@ -185,7 +195,9 @@ class DcpFolder:
         path = self.folder / METADATA
         try:
             if path.stat().st_size > _MAX_BYTES or not path.is_file():
-                raise CheckpointError(f"{path} is not a file of less than {_MAX_BYTES} bytes; use another checkpoint")
+                raise CheckpointError(
+                    f"{path} is not a file of less than {_MAX_BYTES} bytes; use another checkpoint"
+                )
             return path.read_bytes()
         except OSError as error:
             raise CheckpointError(
@@ -302,7 +314,9 @@ class DcpFolder:
         except ValueError:
             stored = None
         if stored is None or stored.dtype != dtype or stored.shape != sizes:
-            raise CheckpointError(f"{where} is another tensor than {METADATA} describes; use another checkpoint")
+            raise CheckpointError(
+                f"{where} is another tensor than {METADATA} describes; use another checkpoint"
+            )
         data = read(stored.key)
         if stored.last_byte > len(data):
             raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
@@ -371,7 +385,9 @@ def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
     """Return the fields of a pickled dataclass with this name."""
     if not isinstance(value, Made) or str(value.name) != name:
         class_name = name.rpartition(".")[2]
-        raise CheckpointError(f"{where} has something else instead of a {class_name}; use another one")
+        raise CheckpointError(
+            f"{where} has something else instead of a {class_name}; use another one"
+        )
     state = value.state
     # The state of a frozen dataclass with slots is a pair of its dict and its slots.
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
@@ -399,6 +415,10 @@ def _size(value: Any, where: str) -> tuple[int, ...]:
         raise CheckpointError(f"{where} has something else instead of a shape; use another one")
     # torch.Size is called with one tuple.
     counts = value.arguments[0] if len(value.arguments) == 1 else None
-    if not isinstance(counts, tuple | list) or len(counts) > MAX_DIMS or not all(map(_is_count, counts)):
+    if (
+        not isinstance(counts, tuple | list)
+        or len(counts) > MAX_DIMS
+        or not all(map(_is_count, counts))
+    ):
         raise CheckpointError(f"{where} has an invalid shape; use another one")
     return tuple(counts)

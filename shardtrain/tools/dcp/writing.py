@@ -183,7 +183,9 @@ def _write(
         written = DcpFolder(temporary)
         for theirs in sources:
             if not torch.equal(_bits(written.tensor(theirs)), _bits(read(theirs))):
-                raise StorageError(f"{output}: {theirs} differs after it was written; check the disk")
+                raise StorageError(
+                    f"{output}: {theirs} differs after it was written; check the disk"
+                )
 
 
 def _bits(tensor: Tensor) -> Tensor:

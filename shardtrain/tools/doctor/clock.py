@@ -33,7 +33,9 @@ _TIME_ERROR = 5
 
 def collect(context: RankContext, facts: Facts) -> None:
     """Record the clock source, and this rank's time directly after each of several barriers."""
-    facts["source"] = kernel_text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    facts["source"] = kernel_text(
+        "/sys/devices/system/clocksource/clocksource0/current_clocksource"
+    )
     facts["synchronized"] = synchronized()
     facts["moments"] = []
     for number in range(ROUNDS if context.size > 1 else 0):

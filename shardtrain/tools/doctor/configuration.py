@@ -74,7 +74,9 @@ def _ranks_by_text(by_rank: dict[int, Facts], kind: str) -> dict[str, list[int]]
     return ranks
 
 
-def _finding(reports: Reports, subject: str, verdict: Verdict, text: str, ranks: list[int]) -> Finding:
+def _finding(
+    reports: Reports, subject: str, verdict: Verdict, text: str, ranks: list[int]
+) -> Finding:
     # The text of a problem ends with its fix, after the last semicolon.
     measured, _, fix = text.rpartition("; ")
     if not measured:

@@ -154,7 +154,9 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
     accelerators = environment.count_accelerators(loaded.config.training.device)
     choice = environment.choose_processes_here(loaded.config, request.nproc)
     os.environ.setdefault(*_OWN_WORDS)
-    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
+    environment.set_process_defaults(
+        os.environ, choice.count, environment.usable_cores(), alone=True
+    )
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(
         f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})",
@@ -172,7 +174,9 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
                     from shardtrain.tools.doctor import rank  # noqa: F401
 
             words = ["doctor", *words]
-            status = local.launch_verb(launched, choice.count, lambda _: _run(request), words, accelerators)
+            status = local.launch_verb(
+                launched, choice.count, lambda _: _run(request), words, accelerators
+            )
             report = folder / REPORT
             if status or not report.is_file():
                 return status or 1
@@ -186,7 +190,9 @@ def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
     run = loaded.config
     job = dataclasses.replace(run.job, dump_folder=str(folder))
     checkpoint = dataclasses.replace(run.checkpoint, enable=False)
-    return dataclasses.replace(loaded, config=dataclasses.replace(run, job=job, checkpoint=checkpoint))
+    return dataclasses.replace(
+        loaded, config=dataclasses.replace(run, job=job, checkpoint=checkpoint)
+    )
 
 
 def _as_rank(request: DoctorOptions) -> NoReturn:
@@ -202,7 +208,9 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
     os.environ.setdefault(*_OWN_WORDS)
-    environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
+    environment.set_process_defaults(
+        os.environ, _local_size(), environment.usable_cores(), alone=False
+    )
 
     # Below shardtrain's own launcher, rank 0 writes the report to a file, which the launcher prints.
     if parent:

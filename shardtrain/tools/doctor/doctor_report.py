@@ -76,7 +76,9 @@ def text_of(document: dict[str, Any]) -> str:
         last_area = row["area"]
     lines.append("")
     for who, subjects in document["named"].items():
-        lines += textwrap.wrap(f"inspect {who}: {', '.join(subjects)}", WIDTH, subsequent_indent="  ")
+        lines += textwrap.wrap(
+            f"inspect {who}: {', '.join(subjects)}", WIDTH, subsequent_indent="  "
+        )
     totals = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict))
     lines.append(f"{document['verdict']}: {totals}, in {document['seconds']:.1f} s")
     return "\n".join(lines)

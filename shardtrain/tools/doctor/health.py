@@ -123,7 +123,9 @@ def answer(query: Any, uuid: str) -> Facts:
 
 
 def _ask(command: Sequence[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, check=False
+    ).stdout
 
 
 def parse(fields: Sequence[str], text: str) -> Facts:
@@ -274,8 +276,12 @@ def _mig(facts: Facts) -> str:
 
 
 RULES = (
-    HealthRule("memory errors", "fail", _memory_errors, "none", "reset the device or have it replaced"),
-    HealthRule("corrected errors", "warn", _corrected, f"under {_MANY_CORRECTED}", "watch this device"),
+    HealthRule(
+        "memory errors", "fail", _memory_errors, "none", "reset the device or have it replaced"
+    ),
+    HealthRule(
+        "corrected errors", "warn", _corrected, f"under {_MANY_CORRECTED}", "watch this device"
+    ),
     HealthRule("throttled", "fail", _hardware_throttling, "no", "check cooling and power supply"),
     HealthRule("heat", "warn", _driver_throttling, "none", "check the cooling of this host"),
     HealthRule(

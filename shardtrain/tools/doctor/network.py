@@ -52,7 +52,9 @@ def collect(context: RankContext, facts: Facts) -> None:
     timeout = timedelta(seconds=20 * context.limit_seconds)
     store = dist.PrefixStore("doctor-group", context.store)
     backend = accelerator.collectives(context.device)
-    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout
+    )
 
     for axis, divided in groups.of_run(context.loaded, hosts).items():
         facts["collectives"] += _measure_axis(context, axis, divided, timeout)

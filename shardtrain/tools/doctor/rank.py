@@ -125,7 +125,9 @@ def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = 
     return Reports(context.size, answered, missing)
 
 
-def _receive_facts(line: Any, rank: int, names: Sequence[str], is_complete: bool) -> dict[str, Facts]:
+def _receive_facts(
+    line: Any, rank: int, names: Sequence[str], is_complete: bool
+) -> dict[str, Facts]:
     """Return the facts of the areas that a rank has finished."""
     keys = [f"facts-{rank}-{name}" for name in names]
     # Two requests return all facts of a rank that has finished. With thousands of ranks, one request per area
@@ -153,7 +155,9 @@ def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
     for place, ranks in ranks_at.items():
         text = f"{reports.who(ranks)} did not finish, last seen at {place}"
         fix = "check the log of that rank, and that its host is reachable"
-        findings.append(Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks)))
+        findings.append(
+            Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks))
+        )
 
     # A rank that waits for another in one area also waits in the next. Report the same text once.
     for area in areas:

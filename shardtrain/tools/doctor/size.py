@@ -108,7 +108,9 @@ def _backlog(facts: Facts) -> Judged | None:
     num_ranks = facts["num_ranks"]
     needed = min(4096, num_ranks)
     fix = f"sysctl -w net.core.somaxconn={needed} on the first host, which rejects simultaneous connections beyond it"
-    return _verdict(facts["backlog"], needed, f"{num_ranks:,} ranks that connect simultaneously", fix)
+    return _verdict(
+        facts["backlog"], needed, f"{num_ranks:,} ranks that connect simultaneously", fix
+    )
 
 
 def _tracking(facts: Facts) -> Judged | None:
@@ -118,7 +120,9 @@ def _tracking(facts: Facts) -> Judged | None:
     of_ranks = facts["local_size"] * _peers(facts)
     needed = max(0, facts["tracked_now"]) + of_store + of_ranks
     fix = f"sysctl -w net.netfilter.nf_conntrack_max={2 * needed}, or disable connection tracking between nodes"
-    return _verdict(facts["tracked"], needed, f"{num_ranks:,} ranks at the store of the first host", fix)
+    return _verdict(
+        facts["tracked"], needed, f"{num_ranks:,} ranks at the store of the first host", fix
+    )
 
 
 def _neighbours(facts: Facts) -> Judged | None:

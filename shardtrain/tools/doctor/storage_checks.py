@@ -118,7 +118,10 @@ def writable(context: RankContext) -> dict[str, Place]:
 def readable(context: RankContext) -> dict[str, str]:
     """Return local paths of data and weights, by option. URLs and built-in datasets are skipped."""
     config = context.loaded.config
-    paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(context.loaded).items()}
+    paths = {
+        f"{name}.dataset_path": source.dataset_path
+        for name, source in datasets(context.loaded).items()
+    }
     paths["checkpoint.initial_load_path"] = config.checkpoint.initial_load_path
     if context.has_config:
         paths["model.hf_assets_path"] = config.model.hf_assets_path
@@ -209,10 +212,14 @@ def _sign(sign: Place) -> str:
     return ""
 
 
-def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str) -> None:
+def _look(
+    context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str
+) -> None:
     """Record whose files this rank does not see in each folder, after all ranks have written."""
     line = context.line
-    line.send(f"signed-{context.rank}", {option: facts["signed"] for option, facts in by_option.items()})
+    line.send(
+        f"signed-{context.rank}", {option: facts["signed"] for option, facts in by_option.items()}
+    )
     line.meet("storage, written")
 
     # Rank 0 selects the ranks to look for, because thousands of ranks that each read all entries would be
@@ -309,7 +316,9 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
     needs = _checkpoint_bytes(reports)
     if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
-        yield from each(reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)})
+        yield from each(
+            reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)}
+        )
     for option in _options(by_rank, "data"):
         texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}
         yield _data(reports, option, texts)
@@ -415,7 +424,9 @@ def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     needs = _checkpoint_bytes(reports)
     if needs and option == "checkpoint.folder":
         save_seconds = needs / sum(rates.values())
-        text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(save_seconds)} or more"
+        text += (
+            f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(save_seconds)} or more"
+        )
 
     behind = []
     for rank in slow(rates):

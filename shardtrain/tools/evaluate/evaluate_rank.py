@@ -60,7 +60,9 @@ def run(options: EvaluateOptions) -> None:
                     _say(f'{name}: data.format="{row_format}", by its columns')
                 results["sets"][name] = sets.measure(opened_for_set, section, progress)
             if is_first and not options.data:
-                _say(f"{name}: {progress.far()} (validation.steps={opened.config.validation.steps})")
+                _say(
+                    f"{name}: {progress.far()} (validation.steps={opened.config.validation.steps})"
+                )
         if options.tasks:
             from shardtrain.tools.evaluate import tasks
 

@@ -72,9 +72,15 @@ class EvaluateOptions(RowOptions, SetOptions):
         "tokens per sequence in --data (the run's, at most 2048)",
         positional=True,
     )
-    tasks: tuple[str, ...] = option((), "tasks of lm-eval (requires shardtrain[eval])", metavar="A,B")
-    include_path: Path | None = option(None, "folder of your own task files; their code is run", rare=True)
-    num_fewshot: int | None = option(None, "examples before each question of a task (the task's own)")
+    tasks: tuple[str, ...] = option(
+        (), "tasks of lm-eval (requires shardtrain[eval])", metavar="A,B"
+    )
+    include_path: Path | None = option(
+        None, "folder of your own task files; their code is run", rare=True
+    )
+    num_fewshot: int | None = option(
+        None, "examples before each question of a task (the task's own)"
+    )
     limit: int | None = option(None, "questions per task (all)", rare=True)
     output: Path | None = option(
         None, "JSON file for the results, in addition to stdout; must not exist", type=output_path
@@ -173,14 +179,18 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
         path = Path(text)
         if not equals or not name or not text:
             problems.append(
-                _problem("--data", word, "is not NAME=FILE", "write it like --data books=books.jsonl"),
+                _problem(
+                    "--data", word, "is not NAME=FILE", "write it like --data books=books.jsonl"
+                ),
             )
         elif name in paths:
             problems.append(
                 _problem("--data", word, "has the name of another dataset", "choose another name"),
             )
         elif not path.exists():
-            problems.append(_problem("--data", word, "names a file that does not exist", "correct the path"))
+            problems.append(
+                _problem("--data", word, "names a file that does not exist", "correct the path")
+            )
         elif path.is_file() and dataset_of(text) is None:
             fix = f"use a file with one of the endings {known_endings()}"
             problems.append(_problem("--data", word, "has an ending of no known format", fix))
@@ -199,7 +209,9 @@ def _wrong_values(options: EvaluateOptions) -> list[Problem]:
     ):
         value = getattr(options, name)
         if value is not None and value < least:
-            problems.append(_problem(f"--{name}", value, f"must be at least {least}", "write it like 8"))
+            problems.append(
+                _problem(f"--{name}", value, f"must be at least {least}", "write it like 8")
+            )
     if options.seq_len is not None and options.seq_len % max(options.nproc, 1):
         rule = f"is not a multiple of --nproc={options.nproc}, because sequences are split over the processes"
         problems.append(_problem("--seq_len", options.seq_len, rule, "use a multiple"))

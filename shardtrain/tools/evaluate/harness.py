@@ -67,14 +67,18 @@ class Engine(TemplateLM):
         bos = self._opened.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """Tokenize a text. Special tokens spelled in the text are recognized."""
         ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
         if add_special_tokens is False:
             return ids
         return self._ends.begin(ids)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """Return the log-likelihood of each text.
 
         Every token counts once, in windows of at most ``max_length`` tokens.
@@ -163,7 +167,9 @@ class Engine(TemplateLM):
         opened = self._opened
         num_tokens = sum(_read_options(request.args[1])[2] for request in requests)
         num_passes = num_tokens // self._batch_size
-        packed_linear.use_where_it_pays(opened.model, num_passes, min(len(requests), self._batch_size))
+        packed_linear.use_where_it_pays(
+            opened.model, num_passes, min(len(requests), self._batch_size)
+        )
 
         # Group requests by their options.
         groups: dict[str, list[int]] = {}
@@ -173,7 +179,9 @@ class Engine(TemplateLM):
         for numbers in groups.values():
             options = requests[numbers[0]].args[1]
             contexts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(numbers, self._generate(numbers, contexts, options), strict=True):
+            for number, text in zip(
+                numbers, self._generate(numbers, contexts, options), strict=True
+            ):
                 texts[number] = text
         return texts
 
@@ -211,7 +219,9 @@ class Engine(TemplateLM):
         )
         stop_ids = opened.end_ids or frozenset({self.eot_token_id})
         # If a context is too long, its end is more important than its beginning.
-        prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
+        prompts = [
+            self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts
+        ]
         texts = [Text(opened.tokenizer, prompt, stop_ids, stops) for prompt in prompts]
 
         # Batch prompts of similar length.

@@ -163,7 +163,9 @@ def measure(
     loss_sum = loss.item()
     mean = loss_sum / num_tokens
     if not math.isfinite(mean):
-        raise NumericalError(f"the loss on {section.dataset_path} is {mean}; compute in another --dtype")
+        raise NumericalError(
+            f"the loss on {section.dataset_path} is {mean}; compute in another --dtype"
+        )
     num_bytes = text.count()
     bits = loss_sum / math.log(2)
     return {

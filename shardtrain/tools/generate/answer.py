@@ -70,7 +70,9 @@ def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
             unused = unused_settings(opened.settings)
             if unused:
                 advice = "set --temperature, --top_p and other options instead"
-                print(f"ignored generation settings of the model: {unused}; {advice}", file=sys.stderr)
+                print(
+                    f"ignored generation settings of the model: {unused}; {advice}", file=sys.stderr
+                )
 
         answers = Answers(options, opened, is_first)
         if rows is None:
@@ -192,7 +194,9 @@ class Answers:
                 predictions[number] = texts[number].of(new)
         return predictions
 
-    def _generate(self, prompts: list[list[int]], numbers: list[int], watch: Watch) -> list[list[int]]:
+    def _generate(
+        self, prompts: list[list[int]], numbers: list[int], watch: Watch
+    ) -> list[list[int]]:
         max_new_tokens = self._options.max_new_tokens
         seed = self._options.seed
         return self._generator.generate(

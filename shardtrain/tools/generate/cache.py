@@ -180,7 +180,9 @@ class CachedCore(nn.Module):
         values_BKSH[:, :, start:stop] = v_BKTH
         mask = self.cache.mask(q_BTNH.size(1), self.window, self.chunk)
         if self._uses_matmuls:
-            out_BTNH = _attend_with_matmuls(q_BTNH, keys_BKSH, values_BKSH, stop, mask, self._scores.scale)
+            out_BTNH = _attend_with_matmuls(
+                q_BTNH, keys_BKSH, values_BKSH, stop, mask, self._scores.scale
+            )
         else:
             out_BTNH = _attend(
                 q_BTNH,
@@ -200,7 +202,9 @@ class CachedCore(nn.Module):
         """Keep only the keys and values of these rows."""
         if self.keys_BKSH is not None and self.values_BKSH is not None:
             # Index the transposed keys to keep their memory layout.
-            self.keys_BKSH = self.keys_BKSH.mT[index].mT if self._uses_matmuls else self.keys_BKSH[index]
+            self.keys_BKSH = (
+                self.keys_BKSH.mT[index].mT if self._uses_matmuls else self.keys_BKSH[index]
+            )
             self.values_BKSH = self.values_BKSH[index]
 
     def _aligned(self, x_BKTH: Tensor, turned: bool = False) -> Tensor:
@@ -262,9 +266,13 @@ def _attend(
     Query heads are grouped by key-value head, so keys are not repeated.
     """
     if not scores.has_kernel or sinks_N is not None:
-        return masked_attention(q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores, sinks_N)
+        return masked_attention(
+            q_BTNH, k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2), mask, scores, sinks_N
+        )
     q_BKRH, rows = _grouped(q_BTNH, k_BKSH.size(1), mask)
-    out_BKRH = F.scaled_dot_product_attention(q_BKRH, k_BKSH, v_BKSH, attn_mask=rows, scale=scores.scale)
+    out_BKRH = F.scaled_dot_product_attention(
+        q_BKRH, k_BKSH, v_BKSH, attn_mask=rows, scale=scores.scale
+    )
     return _ungrouped(out_BKRH, q_BTNH)
 
 
@@ -297,7 +305,11 @@ def _has_fast_matmuls(q_BTNH: Tensor, numel: int) -> bool:
     Speedup in bfloat16 with 1,088 columns: 1.4 for four query heads per key head of size 64, and 3.5 for one
     query head per key head of size 128. In float32 it is 0.7 to 1.3.
     """
-    return q_BTNH.dtype == torch.bfloat16 and numel >= _SMALLEST_FOR_MATMULS and attends_in_blocks(q_BTNH)
+    return (
+        q_BTNH.dtype == torch.bfloat16
+        and numel >= _SMALLEST_FOR_MATMULS
+        and attends_in_blocks(q_BTNH)
+    )
 
 
 def _grouped(q_BTNH: Tensor, K: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -346,7 +358,9 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
         missing = [name for name in RECURRENCE_METHODS if not hasattr(core, name)]
         if missing:
             rule = f"has no method {missing[0]}, so its state cannot be kept"
-            raise ConfigError(Problem("LAYOUT.recurrence", path, rule, "add --no_cache, or add the method"))
+            raise ConfigError(
+                Problem("LAYOUT.recurrence", path, rule, "add --no_cache, or add the method")
+            )
     cached_attentions = {path: CachedCore(core) for path, core in attentions.items()}
     cached_recurrences = {path: CachedRecurrence(core) for path, core in recurrences.items()}
     cache = Cache([*cached_attentions.values(), *cached_recurrences.values()])
@@ -365,7 +379,9 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
 
 def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Return the modules that a pattern of the layout matches, by path. None for an empty pattern."""
-    return {path: module for path, module in model.named_modules() if pattern and matches(path, pattern)}
+    return {
+        path: module for path, module in model.named_modules() if pattern and matches(path, pattern)
+    }
 
 
 def _check_core(path: str, core: nn.Module) -> None:

@@ -114,7 +114,9 @@ class Cached(Passes):
     def logits(self, rows: Rows, max_new_tokens: int) -> Tensor:
         if not self._next:
             self._next = [len(row) for row in rows]
-            self._cache.begin(self._next, max(self._next) + max_new_tokens + self._width, self._device)
+            self._cache.begin(
+                self._next, max(self._next) + max_new_tokens + self._width, self._device
+            )
             found_BV = self._run(rows, [0] * len(rows))
             self._cache.prompts_read()
             return found_BV

@@ -24,4 +24,6 @@ def main(words: list[str]) -> int:
         return lambda: answer.run(options, rows)
 
     check_output = partial(prompts.check_output, options.output)
-    return start(Verb("generate", words, options.nproc, options.device or "auto", load, check_output))
+    return start(
+        Verb("generate", words, options.nproc, options.device or "auto", load, check_output)
+    )

@@ -27,7 +27,9 @@ class ModelOptions:
 
     source: Path = option(..., "run folder, checkpoint, or HF_DIR", flag="--from", metavar="RUN")
     step: str | None = option(None, HELP, type=step_name)
-    config: Path | None = option(None, "the run's configuration (found near the checkpoint)", rare=True)
+    config: Path | None = option(
+        None, "the run's configuration (found near the checkpoint)", rare=True
+    )
     tokenizer: str | None = option(
         None,
         'for a Hugging Face folder without tokenizer: a path, or "bytes"',
@@ -39,7 +41,9 @@ class ModelOptions:
         rare=True,
         choices=COMPUTE_DTYPES,
     )
-    device: str | None = option(None, "device (the run's training.device)", rare=True, choices=DEVICE_TYPES)
+    device: str | None = option(
+        None, "device (the run's training.device)", rare=True, choices=DEVICE_TYPES
+    )
     nproc: int = option(1, "number of processes; each layer is split over them (1)", rare=True)
 
 
@@ -47,12 +51,20 @@ class ModelOptions:
 class PromptOptions(ModelOptions):
     """Command-line options for prompts and the output file."""
 
-    base: Path | None = option(None, "frozen weights of a run with adapters, if they were moved", rare=True)
-    adapter: Path | None = option(None, "PEFT folder whose adapters are added to the model", rare=True)
+    base: Path | None = option(
+        None, "frozen weights of a run with adapters, if they were moved", rare=True
+    )
+    adapter: Path | None = option(
+        None, "PEFT folder whose adapters are added to the model", rare=True
+    )
     prompt: str | None = option(None, "a text to continue")
     input: Path | None = option(None, "JSONL file of prompts")
-    output: Path | None = option(None, "JSONL file to write, which must not exist", type=output_path)
-    field: str = option("prompt", "field of the prompt (prompt); a.b is field b of the object a", rare=True)
+    output: Path | None = option(
+        None, "JSONL file to write, which must not exist", type=output_path
+    )
+    field: str = option(
+        "prompt", "field of the prompt (prompt); a.b is field b of the object a", rare=True
+    )
     prediction_field: str = option("prediction", "name of the added field (prediction)", rare=True)
     add_bos: bool | None = option(None, "begin texts with bos (as in training)", rare=True)
 
@@ -62,11 +74,17 @@ class TextOptions:
     """Options for generation, shared by the command line and the Python function."""
 
     chat: bool = option(False, "render the prompt, a text or messages, with the chat template")
-    max_new_tokens: int = option(128, "at most this many new tokens per prompt (128)", positional=True)
+    max_new_tokens: int = option(
+        128, "at most this many new tokens per prompt (128)", positional=True
+    )
     temperature: float = option(0.0, "0 chooses the most likely token, above 0 samples (0)")
-    top_k: int = option(0, "sample from this number of the most likely tokens; 0 for all (0)", rare=True)
+    top_k: int = option(
+        0, "sample from this number of the most likely tokens; 0 for all (0)", rare=True
+    )
     top_p: float = option(1.0, "sample from the most likely tokens with this total probability (1)")
-    repetition_penalty: float = option(1.0, "above 1 makes earlier tokens less likely (1)", rare=True)
+    repetition_penalty: float = option(
+        1.0, "above 1 makes earlier tokens less likely (1)", rare=True
+    )
     stop: str | Sequence[str] = option(
         (),
         "end before this text; may be repeated",
@@ -139,7 +157,9 @@ def _prompt_problems(o: GenerateOptions) -> Iterator[Problem]:
     if not o.field:
         yield _problem("--field", o.field, "must be a name", "name the field of the prompt")
     if not o.prediction_field:
-        yield _problem("--prediction_field", o.prediction_field, "must be a name", "name a new field")
+        yield _problem(
+            "--prediction_field", o.prediction_field, "must be a name", "name a new field"
+        )
 
 
 _ABOVE_0 = math.ulp(0.0)

@@ -21,7 +21,9 @@ _LEVELS = 4
 """Number of folders searched for the configuration, from step-N up to job.dump_folder."""
 
 
-def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str | None = None) -> Loaded:
+def load_config(
+    path: Path, config_file: Path | None = None, tokenizer_path: str | None = None
+) -> Loaded:
     """Load a model's configuration from ``config_file``, or find it from a run, checkpoint or hub folder."""
     if is_hub_folder(path):
         if config_file is not None:

@@ -61,7 +61,9 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
         if data.strip():
             rows.append(read_row(data, f"{path}:{number}", field, prediction_field))
     if not rows:
-        raise DataError(f"{path} has no rows; each line must be a JSON object with the field {field!r}")
+        raise DataError(
+            f"{path} has no rows; each line must be a JSON object with the field {field!r}"
+        )
     return rows
 
 
@@ -75,7 +77,9 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: the line is not JSON ({str(error)[:100]})") from None
     if not isinstance(values, dict):
-        raise DataError(f"{place}: the line is not a JSON object; write one object per line, with the field {field!r}")
+        raise DataError(
+            f"{place}: the line is not a JSON object; write one object per line, with the field {field!r}"
+        )
     try:
         value = column(values, field)
         if not isinstance(value, list):
@@ -92,7 +96,9 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Prom
 class GenerationPrompts:
     """Encodes prompts: texts begin with BOS as in training, conversations use the chat template."""
 
-    def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._conversations = conversations
         self._ends = ends_of(tokenizer, replace(data, add_eos=None, separator=None))
@@ -148,7 +154,9 @@ def check_output(path: Path | None) -> None:
         )
 
 
-def write_rows(path: Path, rows: Sequence[PromptRow], predictions: Sequence[str], field: str) -> None:
+def write_rows(
+    path: Path, rows: Sequence[PromptRow], predictions: Sequence[str], field: str
+) -> None:
     """Write all rows with their predictions atomically."""
     lines = []
     for row, prediction in zip(rows, predictions, strict=True):

@@ -158,7 +158,9 @@ def open_model(
         mixing = token_mixing.outside_of_cores(model, module.LAYOUT)
     weights.adapt(model)
 
-    open_tokenizer = functools.cache(functools.partial(_open_tokenizer, path, config, shape.vocab_size))
+    open_tokenizer = functools.cache(
+        functools.partial(_open_tokenizer, path, config, shape.vocab_size)
+    )
     if needs_text or tokenizer_path is not None:
         open_tokenizer()
 
@@ -221,7 +223,9 @@ def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokeniz
     return tokenizer
 
 
-def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:
+def _split(
+    model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World
+) -> None:
     """Split each layer over all ranks, as in training.
 
     Use expert parallelism if the number of experts is divisible.
@@ -283,7 +287,9 @@ class _StoredWeights:
         self._module = module
         self._shape = shape
         self._base = base
-        self._spec = None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
+        self._spec = (
+            None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
+        )
         if self._spec is None and base is not None:
             raise ConfigError(
                 Problem(

@@ -59,7 +59,9 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     accelerators = environment.count_accelerators(config.training.device)
     choice = environment.choose_processes_here(config, asked.nproc)
     _require(asked.loaded, choice.count, accelerators)
-    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
+    environment.set_process_defaults(
+        os.environ, choice.count, environment.usable_cores(), alone=True
+    )
     with heartbeat("importing PyTorch"):  # before the fork, so ranks share the imports
         from shardtrain.tools.held_out_eval import held_out_eval_rank
 
@@ -82,7 +84,9 @@ def _as_rank(asked: HeldOutOptions) -> NoReturn:
 
     if has_parent:
         local.leave(local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked)))
-    _require(asked.loaded, size, environment.count_accelerators(asked.loaded.config.training.device))
+    _require(
+        asked.loaded, size, environment.count_accelerators(asked.loaded.config.training.device)
+    )
     local.leave(local.run_rank(asked.launched, lambda _: held_out_eval_rank.main(asked), size))
 
 
@@ -131,4 +135,6 @@ def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
                 fix="use one of them",
             )
         )
-    return HeldOutOptions(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))
+    return HeldOutOptions(
+        loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output)
+    )

@@ -50,9 +50,13 @@ def main(asked: HeldOutOptions) -> None:
                 found, labelled = measure(built, config, mesh, SPLITS[name])
             files |= files_of(name, built.task, found, labelled)
             values = {"rows": found.rows, **(found.values if labelled else {})}
-            logger.info(f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items()))
+            logger.info(
+                f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items())
+            )
         first_rank(lambda: _write(asked.output, files))
-        logger.info(f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}")
+        logger.info(
+            f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}"
+        )
 
 
 def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
@@ -68,7 +72,9 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
     options = dataclasses.replace(config.checkpoint, enable=True, load_only=True, load_step=-1)
     checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
     try:
-        chosen = checkpoints.choose(wanted) if wanted is None or is_step_name(wanted) else place(wanted)
+        chosen = (
+            checkpoints.choose(wanted) if wanted is None or is_step_name(wanted) else place(wanted)
+        )
         path = chosen.path if isinstance(chosen, ChosenCheckpoint) else chosen
         logger.info(f"testing the weights of {chosen}")
         if built.adapters is not None:
@@ -119,7 +125,10 @@ def files_of(
         results = json.dumps(values) + "\n"
     files = {f"{name}_results.json": results}
     if isinstance(task, tasks.RowTask) and found.predictions:
-        rows = [{key: values[row] for key, values in found.predictions.items()} for row in range(found.rows)]
+        rows = [
+            {key: values[row] for key, values in found.predictions.items()}
+            for row in range(found.rows)
+        ]
         files[f"{name}_prediction.txt"] = "".join(f"{task.prediction_text(row)}\n" for row in rows)
     return files
 

@@ -39,7 +39,9 @@ class HeldOutOptions:
     def launched(self) -> Loaded:
         """Configuration for the launcher, with a separate log folder and without saving checkpoints."""
         config = self.loaded.config
-        job = dataclasses.replace(config.job, dump_folder=str(Path(config.job.dump_folder) / FOLDER))
+        job = dataclasses.replace(
+            config.job, dump_folder=str(Path(config.job.dump_folder) / FOLDER)
+        )
         checkpoint = dataclasses.replace(config.checkpoint, enable=False)
         return Loaded(dataclasses.replace(config, job=job, checkpoint=checkpoint))
 

@@ -24,7 +24,9 @@ _SMALL_GIB = 1.0
 """Largest memory of kernel workspaces in GiB. A plan does not include them."""
 
 
-def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_bytes: int = 0) -> list[str]:
+def after_out_of_memory(
+    config: Config, world_size: int, is_cpu: bool, memory_bytes: int = 0
+) -> list[str]:
     """Return lines for the user with changes that need less than ``memory_bytes`` per rank (0 if unknown).
 
     Empty if there are no such changes, or if planning fails. The plan is for a CPU or an H100,
@@ -54,7 +56,9 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
         known = devices.find(device_name)
         if known is None:
             return []
-        metrics = {name: list(series.values) for name, series in run_files.read(folder).metrics.items()}
+        metrics = {
+            name: list(series.values) for name, series in run_files.read(folder).metrics.items()
+        }
         if len(metrics.get("tps", [])) < FEWEST_STEPS:
             return []
         config = configs.load(str(folder / "config.resolved.toml"), []).config

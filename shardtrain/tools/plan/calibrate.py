@@ -124,7 +124,9 @@ def learn_report(path: Path, device: Device) -> Measured:
         ConfigError: the file is not such a report, or is about another device.
     """
 
-    def wrong(rule: str, fix: str = "write one with shardtrain doctor --json > report.json") -> ConfigError:
+    def wrong(
+        rule: str, fix: str = "write one with shardtrain doctor --json > report.json"
+    ) -> ConfigError:
         return ConfigError(Problem("--calibrate", str(path), rule, fix, "command line"))
 
     try:
@@ -151,7 +153,9 @@ def learn_report(path: Path, device: Device) -> Measured:
     # the planned one.
     found = "cpu" if rates.get("type") == "cpu" else devices.find(name)
     if found is not None and found != device.name and device.name in devices.names():
-        raise wrong(f"is about {name[:80]}, not {device.name}", f"plan for it with --device {found}")
+        raise wrong(
+            f"is about {name[:80]}, not {device.name}", f"plan for it with --device {found}"
+        )
     return _with_rates(device, flops, threads, collectives, wrong)
 
 

@@ -37,7 +37,9 @@ class GatheredBytes:
 
         # Elements. A tied head is the same tensor as the embedding, so it counts as zero.
         layers = [unsharded(parameters, job.tp, job.ep) for parameters in parameters_by_layer]
-        layer_gradients = [unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_layer]
+        layer_gradients = [
+            unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_layer
+        ]
         embed = unsharded(model.first, job.tp, job.ep) if is_first else 0
         head = unsharded(model.last, job.tp, job.ep) if is_last else 0
         embed_gradient = 0
@@ -88,7 +90,9 @@ class GatheredBytes:
             self.backward_of_layer = (embed + first_layer) * compute + largest_gradient * reduce
             self.backward_of_embed = embed * compute + embed_gradient * reduce
             copies_of_last_layer = 1 if is_last else 2
-            self.most = (sum(layers) + embed + 2 * head) * compute + last_layer * compute * copies_of_last_layer
+            self.most = (
+                sum(layers) + embed + 2 * head
+            ) * compute + last_layer * compute * copies_of_last_layer
             return
 
         # Weights are freed after their forward, so at most two layers are gathered: the one in use and the
@@ -111,7 +115,9 @@ class GatheredBytes:
         self.loss = at_loss * compute
         self.backward_of_head = (head + pair + root) * compute
         self.backward_of_last = (pair + root) * compute + _reduced(head_gradient, ranks) * reduce
-        self.backward_of_layer = (pair // 2 + root) * compute + _reduced(largest_gradient, ranks) * reduce
+        self.backward_of_layer = (pair // 2 + root) * compute + _reduced(
+            largest_gradient, ranks
+        ) * reduce
         self.backward_of_embed = _reduced(embed_gradient, ranks) * reduce
         if job.tp > 1:
             self.backward_of_embed += embed_gradient * compute
@@ -131,7 +137,9 @@ class GatheredBytes:
         head_trained: Iterable[ParameterShape],
     ) -> None:
         """Set the bytes of reduced gradients."""
-        layer_shards = [_gradient_shards(trained(parameters), job) for parameters in parameters_by_layer]
+        layer_shards = [
+            _gradient_shards(trained(parameters), job) for parameters in parameters_by_layer
+        ]
         self.layer_shard = layer_shards[0] if layer_shards else 0
         self.head_shard = _gradient_shards(head_trained, job)
         self.embed_shard = _gradient_shards(embed_trained, job)

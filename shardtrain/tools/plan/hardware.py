@@ -245,8 +245,12 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
     for key in ("memory_gib", "memory_bytes_per_second", "devices_per_node", *may_be_zero):
         _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in may_be_zero)
     if not isinstance(row["source"], str):
-        raise _wrong(f"{path}.source", row["source"], "is not text", "write the origin of the numbers", where)
-    _check_shares(row, ("matmul_efficiency", "attention_efficiency", "memory_efficiency"), path, where)
+        raise _wrong(
+            f"{path}.source", row["source"], "is not text", "write the origin of the numbers", where
+        )
+    _check_shares(
+        row, ("matmul_efficiency", "attention_efficiency", "memory_efficiency"), path, where
+    )
     for key in ("devices_per_node", "devices_per_link"):
         if row[key] != int(row[key]):
             raise _wrong(f"{path}.{key}", row[key], "is not a whole number", "correct it", where)
@@ -276,7 +280,9 @@ def _link(name: Any, links: Mapping[str, Any], path: str, where: str) -> Link:
     _check_number(f"{table}.peers", peers, _LARGEST["devices_per_node"], where, zero=True)
     source = row["source"]
     if not isinstance(source, str):
-        raise _wrong(f"{table}.source", source, "is not text", "write the origin of the numbers", where)
+        raise _wrong(
+            f"{table}.source", source, "is not text", "write the origin of the numbers", where
+        )
     if peers != int(peers):
         raise _wrong(f"{table}.peers", peers, "is not a whole number", "correct it", where)
     return Link(name, **row)
@@ -296,7 +302,9 @@ def _check_keys(row: Mapping[str, Any], wanted: set[str], path: str, where: str)
 
 
 def _check_number(path: str, value: Any, largest: float, where: str, zero: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not is_number or value < 0 or (value == 0 and not zero) or value > largest:
         raise _wrong(
             path,
@@ -309,8 +317,14 @@ def _check_number(path: str, value: Any, largest: float, where: str, zero: bool 
 
 def _check_shares(row: Mapping[str, Any], keys: tuple[str, ...], path: str, where: str) -> None:
     for key in keys:
-        if isinstance(row[key], bool) or not isinstance(row[key], int | float) or not 0 < row[key] <= 1:
-            raise _wrong(f"{path}.{key}", row[key], "must be above 0 and at most 1", "correct it", where)
+        if (
+            isinstance(row[key], bool)
+            or not isinstance(row[key], int | float)
+            or not 0 < row[key] <= 1
+        ):
+            raise _wrong(
+                f"{path}.{key}", row[key], "must be above 0 and at most 1", "correct it", where
+            )
 
 
 def _wrong(path: str, value: Any, rule: str, fix: str, where: str) -> ConfigError:

@@ -164,7 +164,9 @@ def of_config(
         rows = parallelism.pipeline_parallel_microbatch_size
     compute = derived.compute_dtype(config)
     has_work_for_fsdp = world_size > 1 or compute != training.dtype or training.enable_cpu_offload
-    recompute_mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
+    recompute_mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(
+        recompute.mode, "none"
+    )
     schedule, schedule_notes = _schedule(parallelism)
     precision = _LowPrecision.of_config(config)
 
@@ -197,7 +199,8 @@ def of_config(
         stages=layers_of_stages(parallelism, num_layers),
         recompute=recompute_mode,
         reshard=parallelism.fsdp_reshard_after_forward,
-        shard_states=parallelism.shard_optimizer_states and parallelism.data_parallel_replicate_degree > 1,
+        shard_states=parallelism.shard_optimizer_states
+        and parallelism.data_parallel_replicate_degree > 1,
         loss_parallel=not parallelism.disable_loss_parallel,
         stored_width=ITEM_BYTES[training.dtype],
         compute_width=ITEM_BYTES[compute],
@@ -234,9 +237,13 @@ def _uncounted(config: Config) -> list[str]:
     if config.optimizer.name.endswith(".py"):
         notes.append("the optimizer is a file: its state is counted as AdamW's")
     if config.task.name in ("distillation", "preference", "kto"):
-        notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
+        notes.append(
+            f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it"
+        )
     if recompute.cpu_offload:
-        notes.append("activation_checkpoint.cpu_offload: offloaded activations are counted as device memory")
+        notes.append(
+            "activation_checkpoint.cpu_offload: offloaded activations are counted as device memory"
+        )
     return notes
 
 
@@ -290,7 +297,9 @@ class _LowPrecision:
                 )
         if not all(runs_in_8_bits.values()):
             name = "MX" if has_mx else "float8"
-            notes.append(f"{name} is emulated, which is slower than the planned products in the compute type")
+            notes.append(
+                f"{name} is emulated, which is slower than the planned products in the compute type"
+            )
 
         filters = linear.mx.filter_fqns if has_mx else linear.float8.filter_fqns
         is_head_excluded = any(name in ("head", "output") for name in filters)

@@ -99,7 +99,9 @@ def layer_bytes(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Ker
     return LayerBytes(full, kept, working)
 
 
-def _block_norm_bytes(layer: Layer, tokens: int, dim: int, job: PlannedJob, kernels: Kernels) -> int:
+def _block_norm_bytes(
+    layer: Layer, tokens: int, dim: int, job: PlannedJob, kernels: Kernels
+) -> int:
     """Return the bytes that the norm before attention or before the feed-forward saves."""
     numel = tokens * dim
     size = norm_bytes(numel, tokens, job, kernels, layer.layer_norm)
@@ -150,7 +152,9 @@ def _attention_bytes(
     score_matrices = 0
     if not job.flash:
         # Softmax, the mask of dropout and its result (Korthikanti et al. 2022, section 4.1).
-        score_matrices = tokens * min(job.seq_len, layer.limit or job.seq_len) * heads * (2 * width + 1)
+        score_matrices = (
+            tokens * min(job.seq_len, layer.limit or job.seq_len) * heads * (2 * width + 1)
+        )
     saved = norm + q + k + v + out + cut_out + log_sum_exp + score_matrices
     if job.repeats_kv:
         saved += 2 * (tokens * heads * layer.qk_dim * width) - k - v
@@ -284,7 +288,9 @@ def _expert_mix_bytes(experts: ExpertShape, tokens: int, dim: int, width: int) -
     return _FeedForwardBytes(saved, gradients)
 
 
-def _expert_bytes(experts: ExpertShape, tokens: int, dim: int, job: PlannedJob) -> _FeedForwardBytes:
+def _expert_bytes(
+    experts: ExpertShape, tokens: int, dim: int, job: PlannedJob
+) -> _FeedForwardBytes:
     """Count experts that run as grouped products."""
     width = job.compute_width
     rows = tokens * experts.top_k

@@ -83,10 +83,16 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
 
     # Products. Selective recomputation keeps every second one, and a frozen weight needs no gradient.
     linears = [linear for linear in layer.linears if linear.style != "router"]
-    seconds_of_products = [product_seconds(linear, job, device, tokens, job.tp) for linear in linears]
+    seconds_of_products = [
+        product_seconds(linear, job, device, tokens, job.tp) for linear in linears
+    ]
     matmul = sum(seconds_of_products)
     kept = sum(seconds_of_products[::2])
-    frozen = sum(seconds for linear, seconds in zip(linears, seconds_of_products, strict=True) if not linear.trained)
+    frozen = sum(
+        seconds
+        for linear, seconds in zip(linears, seconds_of_products, strict=True)
+        if not linear.trained
+    )
     cast_forward = 0.0
     cast_backward = 0.0
     if _is_float8(job, device):
@@ -176,7 +182,8 @@ def product_seconds(linear: Linear, job: PlannedJob, device: Device, tokens: int
     half_size = HALF_SIZE
     if is_float8:
         peak = peak * FLOAT8_SHARE
-        half_size = 2 * HALF_SIZE  # float8 halves the time of the matmul, but not its launch overhead
+        # float8 halves the time of the matmul, but not its launch overhead
+        half_size = 2 * HALF_SIZE
     if not device.is_cpu:
         efficiency = math.prod(size / (size + half_size) for size in (tokens, rows, columns))
     elif job.tp > 1 and job.compute_dtype == "float32":
@@ -262,7 +269,9 @@ def _recurrence_seconds(shape: RecurrenceShape, job: PlannedJob, device: Device)
     if job.cp > 1:
         per_value_head += 4 * key_dim * (key_dim + value_dim)
     flops = job.local_tokens * (of_key_heads + per_value_head * shape.value_heads) / job.tp
-    moved_numel = 10 * shape.key_heads * key_dim + shape.value_heads * (9 * value_dim + 4 * key_dim + 5 * BLOCK)
+    moved_numel = 10 * shape.key_heads * key_dim + shape.value_heads * (
+        9 * value_dim + 4 * key_dim + 5 * BLOCK
+    )
     moved_bytes = 2 * 4 * job.local_tokens * moved_numel / job.tp
     peak = device.peak("float32") * device.matmul_efficiency
     return flops / peak + moved_bytes / memory_rate(device)

@@ -100,7 +100,9 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
     )
     place = ""
     if plan.job.pp > 1:
-        place = f" of pipeline rank {rank.pp_rank} ({rank.layers} layers, {rank.in_flight} in flight)"
+        place = (
+            f" of pipeline rank {rank.pp_rank} ({rank.layers} layers, {rank.in_flight} in flight)"
+        )
     yield f"peak memory{place}, reached in {rank.when}"
     for name, size in rows:
         yield f"  {name:<{label}}{format_bytes(size):>12}"
@@ -184,7 +186,9 @@ def _budget(
             cost = ""
             if dollars_per_hour:
                 cost = f", ${longer * 24 * plan.world_size * dollars_per_hour:,.0f}"
-            took = f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
+            took = (
+                f"{longer:,.1f} days with {count:,.0f} failures, goodput {days / longer:.1%}{cost}"
+            )
         text = (
             f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, "
             f"as in the run of Llama 3 405B; saved every {format_seconds(save_seconds)}, "

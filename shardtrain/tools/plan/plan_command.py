@@ -55,7 +55,9 @@ ASSUMED_STALL_SECONDS = 5.0
 
 
 def _count(text: str) -> int:
-    if not is_whole_number(text) or not 0 < int(text) <= 1_000_000:  # planning.MOST_DEVICES, which would import torch
+    if (
+        not is_whole_number(text) or not 0 < int(text) <= 1_000_000
+    ):  # planning.MOST_DEVICES, which would import torch
         raise ValueError("must be a whole number from 1 to 1000000")
     return int(text)
 
@@ -120,7 +122,9 @@ class PlanOptions:
             return ConfigError(Problem(name, value, rule, fix, "command line"))
 
         if {"--gpus", "--nodes"} <= given.keys():
-            raise wrong("--nodes", "cannot be combined with --gpus", "use one of them", given["--nodes"])
+            raise wrong(
+                "--nodes", "cannot be combined with --gpus", "use one of them", given["--nodes"]
+            )
         needs = {
             "--float8": "--search",
             "--top": "--search",
@@ -183,7 +187,11 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.tools.plan import calibrate
 
         source = Path(options.calibrate)
-        learned = calibrate.learn_report(source, device) if source.is_file() else calibrate.learn(source, device)
+        learned = (
+            calibrate.learn_report(source, device)
+            if source.is_file()
+            else calibrate.learn(source, device)
+        )
         device = learned.device
         print(learned.line(options.calibrate), file=sys.stderr)
     if options.nodes is not None:
@@ -219,7 +227,9 @@ def main(words: Sequence[str]) -> int:
     if options.json:
         more: dict[str, Any] = {"largest": largest} if largest else {}
         if options.tokens:
-            count, days = plan.failures(options.tokens, save_seconds) if save_seconds else (None, None)
+            count, days = (
+                plan.failures(options.tokens, save_seconds) if save_seconds else (None, None)
+            )
             is_endless = days is None or math.isinf(days)
             more["budget"] = {
                 "tokens": options.tokens,
@@ -241,7 +251,9 @@ def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
     """Return the seconds between checkpoints. 0 without checkpoints."""
     if not saves.enable or saves.load_only:
         return 0.0
-    if saves.interval_type == "automatic":  # Young's interval, as the run finds it from the wait that it measures
+    if (
+        saves.interval_type == "automatic"
+    ):  # Young's interval, as the run finds it from the wait that it measures
         return math.sqrt(2 * ASSUMED_STALL_SECONDS * saves.mean_time_to_failure_hours * 3600)
     if saves.interval_type == "steps":
         return saves.interval * step_seconds

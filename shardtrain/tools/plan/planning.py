@@ -189,7 +189,9 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     return replace(plan, fixes=tuple(fixes))
 
 
-def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels) -> Plan:
+def of_job(
+    model: ModelShape, job: PlannedJob, device: Device, kernels: rank_memory.Kernels
+) -> Plan:
     """Plan a job. The plan has no suggested fixes."""
     orders = schedule.orders(
         job.schedule,
@@ -339,7 +341,9 @@ def lighter(config: Config, world_size: int, device: Device, memory_bytes: int =
     if now.peak_bytes < _FILLS * memory_bytes:
         return []
     limit = min(0.9 * now.peak_bytes, memory_bytes or math.inf)
-    changes = [change for change in _changes(model, job, device, config) if change.plan.peak_bytes < limit]
+    changes = [
+        change for change in _changes(model, job, device, config) if change.plan.peak_bytes < limit
+    ]
     changes.sort(key=_fewest_devices_then_fastest)
     current = format_bytes(now.peak_bytes)
     texts = []

@@ -118,7 +118,9 @@ def of_rank(
     parameters_by_stage = [parameters_of_stage(model, job, index) for index in stages]
     if model.tied and job.pp == 1:
         # The rank has both ends of the model, which are one tensor.
-        without_head = [parameter for parameter in parameters_by_stage[0] if parameter.style != "head"]
+        without_head = [
+            parameter for parameter in parameters_by_stage[0] if parameter.style != "head"
+        ]
         parameters_by_stage = [without_head]
     # Parameters, with the low-bit copies of frozen ones, then optimizer states and gradients.
     parameters = 0
@@ -129,7 +131,9 @@ def of_rank(
         parameters += sum(model.layers[number].low_bits_bytes for number in job.stages[index])
     trained_parameters = trained(parameter for group in parameters_by_stage for parameter in group)
     optimizer = _optimizer_bytes(trained_parameters, job)
-    gradients, accumulated = _gradient_bytes(model, job, stages, parameters_by_stage, trained_parameters)
+    gradients, accumulated = _gradient_bytes(
+        model, job, stages, parameters_by_stage, trained_parameters
+    )
 
     # Activations and FSDP's buffers, at each moment of a step.
     bytes_by_stage = {index: stage_bytes(model, job, index, kernels) for index in stages}
@@ -151,10 +155,14 @@ def of_rank(
 
     # Updates in backward free gradients, and offloaded gradients are in host memory.
     if job.early_step:
-        moments = [replace(moment, gradients=min(moment.gradients, gradients)) for moment in moments]
+        moments = [
+            replace(moment, gradients=min(moment.gradients, gradients)) for moment in moments
+        ]
     if job.offload == "all":
         moments = [replace(moment, gradients=gradients) for moment in moments]
-    on_host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[job.offload]
+    on_host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[
+        job.offload
+    ]
     peak = max(moments, key=lambda moment: moment.activations + moment.gathered + moment.gradients)
     return RankMemory(
         pp_rank=rank,
@@ -175,7 +183,9 @@ def of_rank(
 
 def _optimizer_bytes(trained_parameters: Sequence[ParameterShape], job: PlannedJob) -> int:
     """Return the bytes of this rank's optimizer states."""
-    states = sum(_state_bytes(parameter, sharded(parameter, job), job) for parameter in trained_parameters)
+    states = sum(
+        _state_bytes(parameter, sharded(parameter, job), job) for parameter in trained_parameters
+    )
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
     # PyTorch counts the steps of each parameter in a separate tensor of 4 bytes.
@@ -193,14 +203,18 @@ def _gradient_bytes(
     if job.early_step:
         gradients = _gradients_before_early_step(model, job, stages) * job.gradient_bytes
     else:
-        gradients = sum(sharded(parameter, job) for parameter in trained_parameters) * job.gradient_bytes
+        gradients = (
+            sum(sharded(parameter, job) for parameter in trained_parameters) * job.gradient_bytes
+        )
     if job.num_microbatches == 1:
         return gradients, 0
     if not job.fsdp or not job.reduces_once:
         return gradients, gradients
     # FSDP reduces gradients after the last micro-batch. Until then they are unsharded, in the dtype
     # of the reduction.
-    numel = sum(unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_stage)
+    numel = sum(
+        unsharded(trained(parameters), job.tp, job.ep) for parameters in parameters_by_stage
+    )
     return gradients, numel * job.reduce_width
 
 

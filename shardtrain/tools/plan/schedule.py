@@ -59,9 +59,10 @@ def orders(
         return tuple(order)
     if schedule == "1F1B":
         return tuple(_one_f_one_b(rank, degree, num_microbatches) for rank in range(degree))
+    # takes a second to import
     from torch.distributed.pipelining.schedules import (
         get_schedule_class,
-    )  # takes a second to import
+    )
 
     def stage(index: int) -> Any:
         return SimpleNamespace(
@@ -73,8 +74,12 @@ def orders(
     # A schedule of PyTorch lists the actions of all ranks when it is created. It needs only these
     # attributes of a stage.
     schedule_class: Any = get_schedule_class(schedule)
-    stages_of_first_rank = [stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)]
-    created = schedule_class(stages_of_first_rank, n_microbatches=num_microbatches, loss_fn=lambda *_: 0)
+    stages_of_first_rank = [
+        stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)
+    ]
+    created = schedule_class(
+        stages_of_first_rank, n_microbatches=num_microbatches, loss_fn=lambda *_: 0
+    )
     order = []
     order = []
     for rank in range(degree):

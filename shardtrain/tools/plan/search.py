@@ -131,7 +131,9 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
             options = {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
         # Inner stages must have layers. The first and the last have the embedding and the head.
-        job = job_sizes.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
+        job = job_sizes.of_config(
+            changed, world_size, len(model.layers), sequences, model.has_experts
+        )
         has_empty_stage = any(len(layers) == 0 for layers in job.stages[1:-1])
         if has_empty_stage or job.num_microbatches < 1:
             continue
@@ -329,7 +331,9 @@ def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str
         step = format_seconds(plan.time.seconds)
         memory = format_bytes(plan.peak_bytes)
         answer.append(f"{place:>3} {plan.tps:>15,.0f}{plan.mfu:>7.1%}{step:>9}{memory:>11}")
-        answer += textwrap.wrap(candidate.name(), width, initial_indent="      ", subsequent_indent="      ")
+        answer += textwrap.wrap(
+            candidate.name(), width, initial_indent="      ", subsequent_indent="      "
+        )
     if len(found.ranked) > 1:
         answer += textwrap.wrap(why(best, found.ranked[1].plan), width)
     # The fastest for each amount of memory, as bars.
@@ -366,7 +370,9 @@ def why(best: Plan, other: Plan) -> str:
 def pareto(ranked: list[Ranked]) -> list[Ranked]:
     """Return the candidates that no other beats in both speed and memory, in the order of memory."""
     front: list[Ranked] = []
-    by_memory = sorted(ranked, key=lambda candidate: (candidate.plan.peak_bytes, -candidate.plan.tps))
+    by_memory = sorted(
+        ranked, key=lambda candidate: (candidate.plan.peak_bytes, -candidate.plan.tps)
+    )
     for candidate in by_memory:
         is_faster = not front or candidate.plan.tps > front[-1].plan.tps
         if is_faster:

@@ -156,7 +156,9 @@ class Layer:
         block = self.recurrence.block if self.recurrence else "attn"
         chosen = []
         for linear in self.linears:
-            if (block in linear.path.split(".")[0]) == is_attention and (is_attention or linear.style != "router"):
+            if (block in linear.path.split(".")[0]) == is_attention and (
+                is_attention or linear.style != "router"
+            ):
                 chosen.append(linear)
         return tuple(chosen)
 
@@ -230,7 +232,9 @@ def read(config: Config) -> ModelShape:
         if kind not in layer_by_kind:
             layer_shape = _layer(layer, f"{layout.layers}.{name}", layout, shape)
             if base_dtype != "training":
-                numels = [linear.in_features * linear.out_features for linear in quantize.held(layer)]
+                numels = [
+                    linear.in_features * linear.out_features for linear in quantize.held(layer)
+                ]
                 layer_shape = replace(
                     layer_shape,
                     low_bits_bytes=quantize.count(layer, config),
@@ -383,7 +387,9 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         v_dim = recurrence.value_dim
     # A gated feed-forward has two input linears: gate and up.
     mixer = recurrence.block if recurrence else "attn"
-    ffn_inputs = [linear for linear in linears if linear.style == "colwise" and mixer not in linear.path]
+    ffn_inputs = [
+        linear for linear in linears if linear.style == "colwise" and mixer not in linear.path
+    ]
     modules = list(layer.modules())
     return Layer(
         parameters=tuple(_parameters(layer, None, layout, path)),
@@ -403,7 +409,9 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     )
 
 
-def _recurrence(layer: nn.Module, path: str, layout: Layout, shape: object) -> RecurrenceShape | None:
+def _recurrence(
+    layer: nn.Module, path: str, layout: Layout, shape: object
+) -> RecurrenceShape | None:
     """Return the shape of a layer's recurrence. None if the layer has attention."""
     core = _first_matching(layer, path, layout.recurrence)
     if core is None:

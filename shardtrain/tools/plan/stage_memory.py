@@ -102,25 +102,33 @@ def stage_bytes(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels
         kept_logits = 0 if head.products else head.logits
         weight_gradient = unsharded(trained(model.last), job.tp, job.ep) * width
         of_head = kept_logits + weight_gradient + tokens * model.dim * width
-        moments.append(Moment("backward of the head", kept + head.norm + of_head, buffers.backward_of_head))
+        moments.append(
+            Moment("backward of the head", kept + head.norm + of_head, buffers.backward_of_head)
+        )
         end_bytes = head.norm + kept_logits
         # PyTorch's pipeline stage holds its output until its backward pass ends.
         output = kept_logits if job.pp > 1 else 0
 
     if layers:
         of_last = kept + layers[-1].working - layers[-1].kept
-        moments.append(Moment("backward of a layer", of_last, buffers.backward_of_last, buffers.head_shard))
+        moments.append(
+            Moment("backward of a layer", of_last, buffers.backward_of_last, buffers.head_shard)
+        )
     if len(layers) > 1:
         reduced = buffers.all_shards - buffers.embed_shard - buffers.layer_shard
         of_first = angles + layers[0].working
-        moments.append(Moment("backward of the first layer", of_first, buffers.backward_of_layer, reduced))
+        moments.append(
+            Moment("backward of the first layer", of_first, buffers.backward_of_layer, reduced)
+        )
     if is_first and trained(model.first):
         # CPU kernels add up the gradient of an embedding in float32 and then cast it.
         is_rounded = kernels != "cuda" and width < 4
         bytes_per_element = 4 + width if is_rounded else width
         of_embedding = unsharded(model.first, job.tp, job.ep) * bytes_per_element + stream
         reduced = buffers.all_shards - buffers.embed_shard
-        moments.append(Moment("backward of the embedding", of_embedding, buffers.backward_of_embed, reduced))
+        moments.append(
+            Moment("backward of the embedding", of_embedding, buffers.backward_of_embed, reduced)
+        )
 
     extra = output
     if index > 0 and job.stages[index] and (kernels == "cuda" or recomputes(job, 0) != "none"):
@@ -158,7 +166,9 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
     tokens = job.local_tokens
     tokens_per_tensor_rank = tokens // job.tp
     is_layer_norm = model.layers[-1].layer_norm
-    norm = norm_bytes(tokens_per_tensor_rank * model.dim, tokens_per_tensor_rank, job, kernels, is_layer_norm)
+    norm = norm_bytes(
+        tokens_per_tensor_rank * model.dim, tokens_per_tensor_rank, job, kernels, is_layer_norm
+    )
     norm += gathered_input_bytes(job, stream)
     columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
     logits = tokens * columns * width
@@ -168,7 +178,10 @@ def _head_bytes(model: ModelShape, job: PlannedJob, stream: int, kernels: Kernel
         # A float32 copy, its log-softmax and its gradient. The compiler needs one less.
         num_copies = 2 if job.fused else 3
         return _HeadBytes(norm, logits, tokens * columns * 4 * num_copies, 0)
-    if job.loss == "at head" and saved_bytes(tokens, model.dim, model.vocab, width) >= WORTH_IT_BYTES:
+    if (
+        job.loss == "at head"
+        and saved_bytes(tokens, model.dim, model.vocab, width) >= WORTH_IT_BYTES
+    ):
         # Each chunk of logits gives the gradients of the head's weight and input immediately and is
         # then freed.
         rows = rows_of_chunk(tokens, model.vocab)

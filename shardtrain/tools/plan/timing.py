@@ -100,7 +100,9 @@ def of_step(
         # Estimate by a formula: the time of the busiest rank, and the share of it that is the pipeline bubble.
         backward_of_rank: dict[int, float] = {}
         for rank in range(job.pp):
-            backward_of_rank[rank] = sum(sum(backward[index].values()) for index in job.stages_of_rank(rank))
+            backward_of_rank[rank] = sum(
+                sum(backward[index].values()) for index in job.stages_of_rank(rank)
+            )
         busiest = max(backward_of_rank, key=lambda rank: backward_of_rank[rank])
         for index in job.stages_of_rank(busiest):
             _add(costs, forward[index], job.num_microbatches)
@@ -150,7 +152,9 @@ def _with_threads(device: Device, ranks: int) -> Device:
     if threads == 1:
         return device
     faster = device.slower(threads**-THREADS_EXPONENT)
-    return replace(faster, launch_seconds=device.launch_seconds, link=device.link, network=device.network)
+    return replace(
+        faster, launch_seconds=device.launch_seconds, link=device.link, network=device.network
+    )
 
 
 def _stage(
@@ -265,7 +269,9 @@ def _once_a_step(
         replica_stride = stride(job, "dp_replicate")
         num_units = sum(len(job.stages[index]) for index in stages) + 2
         gather = held * job.stored_width / bandwidth(device, job.dp_replicate, replica_stride)
-        seconds["optimizer"] += gather + num_units * ring_seconds(device, job.dp_replicate, replica_stride)
+        seconds["optimizer"] += gather + num_units * ring_seconds(
+            device, job.dp_replicate, replica_stride
+        )
     # With offload, the host updates, and gradients and weights move between device and host.
     if job.offload != "nothing":
         seconds["optimizer"] = (moved_bytes * 2) / HOST_BYTES_PER_SECOND
@@ -295,7 +301,9 @@ def _layer_elements(model: ModelShape, job: PlannedJob, index: int) -> int:
     return count
 
 
-def _overlap(costs: dict[str, float], seconds: float, name: str, layers: int, device: Device) -> None:
+def _overlap(
+    costs: dict[str, float], seconds: float, name: str, layers: int, device: Device
+) -> None:
     """Add the cost of a collective that overlaps with the computation of a pass.
 
     The part that does not overlap counts in full. The rest slows down the computation.
@@ -328,7 +336,9 @@ def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: i
     return transfer + num_units * latency + copies
 
 
-def _reduce_seconds(model: ModelShape, job: PlannedJob, device: Device, stages: Sequence[int]) -> float:
+def _reduce_seconds(
+    model: ModelShape, job: PlannedJob, device: Device, stages: Sequence[int]
+) -> float:
     """Return the seconds of reducing all gradients of some stages once, over shards and replicas."""
     num_trained = 0
     for index in stages:

@@ -45,7 +45,9 @@ def main(words: Sequence[str]) -> int:
     events_of_run, bad_lines = events.read(folder)
     attempts = attempts_of(events_of_run)
     if bad_lines:
-        print(f"ignored {_counted(bad_lines, 'incomplete or damaged line')} of {folder / events.FILE}")
+        print(
+            f"ignored {_counted(bad_lines, 'incomplete or damaged line')} of {folder / events.FILE}"
+        )
     # Do not wrap a table in a file or pipe.
     width = sys.maxsize
     if sys.stdout.isatty():
@@ -95,7 +97,9 @@ def table(attempts: Sequence[Attempt], division: Account) -> list[str]:
     lines.append(f"{'idle':<11} {division.idle_seconds:12.1f} s           {MEANINGS['idle']}")
 
     lines += ["", f"goodput {100 * division.goodput:.1f} %: productive of running time"]
-    ettr = f"ETTR    {100 * division.ettr:.1f} %: running time without saves, lost steps and recovery"
+    ettr = (
+        f"ETTR    {100 * division.ettr:.1f} %: running time without saves, lost steps and recovery"
+    )
     predicted = division.predicted_ettr()
     if predicted is not None:
         ettr += f"; predicted from these numbers: {100 * predicted:.1f} %"

@@ -273,7 +273,12 @@ def read(path: Path) -> RunRecord:
     record.bad_lines += _read_series(folder.validation, record.validation)
     record.samples = _samples(folder.samples)
     for name, pair in read_object(folder.planned).items():
-        if isinstance(pair, list) and len(pair) == 2 and _is_number(pair[0]) and _is_number(pair[1]):
+        if (
+            isinstance(pair, list)
+            and len(pair) == 2
+            and _is_number(pair[0])
+            and _is_number(pair[1])
+        ):
             record.planned[name[:100]] = (float(pair[0]), float(pair[1]))
     record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
     record.options = folder.options()

@@ -66,7 +66,9 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.tools.verify import certificate
         from shardtrain.tools.verify.certificate.mesh_engine import MeshEngine
 
-        return certificate.main(request, loaded, MeshEngine(comparable, plan, _probe_in_float32, verify, small_copy))
+        return certificate.main(
+            request, loaded, MeshEngine(comparable, plan, _probe_in_float32, verify, small_copy)
+        )
     loaded = load(request)
     if request.real:
         from shardtrain.tools.verify import real
@@ -95,7 +97,11 @@ def main(words: Sequence[str]) -> int:
 
     status = verify_report.exit_code(rows, request)
     if request.json:
-        print(verify_report.document(model_name(task.reference), [*task.notes, *probe_notes], rows, status))
+        print(
+            verify_report.document(
+                model_name(task.reference), [*task.notes, *probe_notes], rows, status
+            )
+        )
     else:
         print(verify_report.table(rows))
     return status
@@ -156,13 +162,21 @@ def comparable(loaded: Loaded) -> Loaded:
     # a masked language model is verified with the task language_model. The masking of rows is not compared.
     default = Config()
     training = dataclasses.replace(
-        config.training, dataset=default.training.dataset, dataset_path=default.training.dataset_path
+        config.training,
+        dataset=default.training.dataset,
+        dataset_path=default.training.dataset_path,
     )
     config = dataclasses.replace(
-        config, task=default.task, data=default.data, validation=default.validation, training=training
+        config,
+        task=default.task,
+        data=default.data,
+        validation=default.validation,
+        training=training,
     )
     note = "task: masked_language_model as language_model, whose loss is the same sum, on data-parallel meshes"
-    return _require_valid(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
+    return _require_valid(
+        dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note))
+    )
 
 
 def smallest(facts: configs.ModelFacts) -> str:
@@ -195,7 +209,9 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
             lacks devices.
     """
     if request.meshes:
-        plans = meshes.requested(loaded, request.meshes, request.schedules, request.allow_impossible)
+        plans = meshes.requested(
+            loaded, request.meshes, request.schedules, request.allow_impossible
+        )
     else:
         plans = meshes.default(loaded, request.schedules)
 
@@ -217,11 +233,17 @@ def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
         from shardtrain.launch import environment
 
         available = environment.count_accelerators(device)
-        needed = max((mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem), default=1)
+        needed = max(
+            (mesh_plan.num_ranks for mesh_plan in task.plans if not mesh_plan.problem), default=1
+        )
         if available < needed:
             rule = f"requires {needed} devices, but this machine has {available}"
             problems.append(
-                str(Problem("training.device", device, rule, 'use "cpu", or smaller meshes with --mesh')),
+                str(
+                    Problem(
+                        "training.device", device, rule, 'use "cpu", or smaller meshes with --mesh'
+                    )
+                ),
             )
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -279,7 +301,12 @@ def probe(
             arguments = (config, str(peers))
             try:
                 forked_workers.run(
-                    2, probes.run_with_peers, *arguments, folder=peers, backend="gloo", limit_seconds=limit
+                    2,
+                    probes.run_with_peers,
+                    *arguments,
+                    folder=peers,
+                    backend="gloo",
+                    limit_seconds=limit,
                 )
             except forked_workers.RankFailed as error:
                 (peers / "error").write_text(str(error), encoding="utf-8")
@@ -301,7 +328,11 @@ def probe(
     # A plan with an axis that the model does not support still has a row in the table.
     plans = []
     for mesh_plan in task.plans:
-        reasons = [reason for axis, reason in answer["impossible"].items() if mesh_plan.degrees.get(axis, 1) > 1]
+        reasons = [
+            reason
+            for axis, reason in answer["impossible"].items()
+            if mesh_plan.degrees.get(axis, 1) > 1
+        ]
         if reasons and not mesh_plan.problem:
             mesh_plan = dataclasses.replace(mesh_plan, problem="\n".join(reasons))
         plans.append(mesh_plan)
@@ -348,7 +379,9 @@ def _run_on_one_process(
 
     record_folder.mkdir(parents=True)
     try:
-        _run_ranks(1, partial(run_steps, shaken=shaken), trainer, task.reference, task, record_folder)
+        _run_ranks(
+            1, partial(run_steps, shaken=shaken), trainer, task.reference, task, record_folder
+        )
     except forked_workers.RankFailed as error:
         raise ConfigError(f"the model does not train on one process: {error}") from error
 
@@ -370,7 +403,9 @@ def _run_ranks(
     if task.unit_gain:
         limit = forked_workers.TIMEOUT_SECONDS
     arguments = (trainer, config, task, str(folder))
-    forked_workers.run(count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit)
+    forked_workers.run(
+        count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit
+    )
 
 
 def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path) -> MeshResult:
@@ -394,10 +429,19 @@ def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path
     # rounding. Most comparisons do not need that run, so run it when it is first needed, and keep
     # it for the other meshes.
     config = one.loaded.config
-    arguments = (config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
+    arguments = (
+        config,
+        dict(one.degrees),
+        str(folder / "reference"),
+        str(ranks),
+        one.num_ranks,
+        task.steps,
+    )
     (fields,) = forked_workers.run(1, judge, *arguments, folder=ranks)
     if fields is None:
-        (fields,) = forked_workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
+        (fields,) = forked_workers.run(
+            1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks
+        )
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if fields["first"] else "same"
     seconds = time.perf_counter() - started

@@ -46,7 +46,14 @@ class SyntheticStream:
     step_hash = 0
 
     def __init__(
-        self, seed: int, tokens: int, vocabulary: int, global_batch: int, local_batch: int, rank: int, ranks: int
+        self,
+        seed: int,
+        tokens: int,
+        vocabulary: int,
+        global_batch: int,
+        local_batch: int,
+        rank: int,
+        ranks: int,
     ) -> None:
         self.global_batch = global_batch
         rows = global_batch // ranks
@@ -75,6 +82,11 @@ class SyntheticStream:
             batch = whole_batch(seed, step, self.global_batch, tokens, vocabulary)
             for start in range(self._first, self._first + self._rows, self._local):
                 rows = slice(start, start + self._local)
-                columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.sample_ids_B)
+                columns = (
+                    batch.tokens_BT,
+                    batch.targets_BT,
+                    batch.positions_BT,
+                    batch.sample_ids_B,
+                )
                 yield Batch(*(column[rows] for column in columns))
             step += 1

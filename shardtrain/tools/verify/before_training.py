@@ -81,7 +81,9 @@ def judge(config: Config) -> VerifyVerdict:
         # Messages name the sizes in which the compared model is smaller.
         configured = config.model.overrides
         small_sizes = task.reference.model.overrides.items()
-        changed_sizes = [f"{name} {value}" for name, value in small_sizes if configured.get(name) != value]
+        changed_sizes = [
+            f"{name} {value}" for name, value in small_sizes if configured.get(name) != value
+        ]
         copy = "the model"
         if changed_sizes:
             copy = f"a copy with {', '.join(changed_sizes)}"
@@ -130,7 +132,9 @@ def _add_result(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
     elif row.cause.startswith(BLIND):
         verdict.left_out.append(f"{row.mesh}: {row.first}; {row.cause}")
     elif row.verdict == "differs":
-        verdict.refused.append(f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}")
+        verdict.refused.append(
+            f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}"
+        )
     elif any(phrase in row.cause for phrase in forked_workers.NO_ANSWER):
         verdict.left_out.append(f"{row.mesh}: {row.cause}")
     else:
@@ -159,7 +163,9 @@ def _model_and_mesh_only(config: Config) -> Loaded:
     default = Config()
     recompute = config.activation_checkpoint
     if recompute.mode == "memory_budget":  # needs torch.compile
-        recompute = dataclasses.replace(recompute, mode="full", visualize_memory_budget_pareto=False)
+        recompute = dataclasses.replace(
+            recompute, mode="full", visualize_memory_budget_pareto=False
+        )
     training = dataclasses.replace(default.training, seq_len=config.training.seq_len, device="cpu")
     model = dataclasses.replace(
         config.model,

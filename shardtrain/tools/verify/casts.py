@@ -63,7 +63,12 @@ def off(wide: torch.dtype = torch.float32) -> Iterator[None]:
         return original_type(self, dtype, *arguments, **named)
 
     def disabled_autocast(
-        self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *_: Any, **__: Any
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        *_: Any,
+        **__: Any,
     ) -> None:
         if enabled:
             _note_cast(torch.zeros(()), dtype or torch.bfloat16)

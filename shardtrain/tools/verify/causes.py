@@ -88,7 +88,10 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
         sources = " or ".join(names)
         if size == e.num_micro:
             sources += ", or the number of micro-batches"
-        yield 1 / size, f"scaled by 1/{size}, the size of axis {sources}: averaged where it must be summed"
+        yield (
+            1 / size,
+            f"scaled by 1/{size}, the size of axis {sources}: averaged where it must be summed",
+        )
         yield float(size), f"scaled by {size}, the size of axis {sources}: counted {size} times"
     num_micro = e.num_micro
     if num_micro > 1:
@@ -178,7 +181,9 @@ def same_samples(e: Evidence) -> str | None:
         # The number of targets, which divides the loss, may or may not have been summed over the ranks.
         for factor in (e.size(axis), e.batch.num_targets / num_targets):
             if e.explains_on_all_ranks(e.suspect, part * factor):
-                return f"same samples on every rank of axis {axis}: all read those of its first rank"
+                return (
+                    f"same samples on every rank of axis {axis}: all read those of its first rank"
+                )
     return None
 
 
@@ -235,7 +240,9 @@ def expert_dropped(e: Evidence) -> str | None:
         is_dropped = has_none & is_used
         if bool(is_dropped.any()) and not bool(is_dropped.all()):
             experts = ", ".join(str(i) for i in is_dropped.nonzero().flatten().tolist())
-            return f"expert {experts} of {name} gets no tokens: they are dropped before they reach it"
+            return (
+                f"expert {experts} of {name} gets no tokens: they are dropped before they reach it"
+            )
     return None
 
 

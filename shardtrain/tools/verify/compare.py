@@ -90,7 +90,9 @@ class Expected:
         self.record = record
         names = [key.removeprefix("initial/") for key in record.parts if key.startswith("initial/")]
         self.names = forward_order(names, layout)
-        self.buffers = [key.removeprefix("buffers/0/") for key in record.parts if key.startswith("buffers/0/")]
+        self.buffers = [
+            key.removeprefix("buffers/0/") for key in record.parts if key.startswith("buffers/0/")
+        ]
 
     def whole(self, kind: str, name: str) -> Tensor:
         """Return a full tensor, by kind ("initial", "weights/STEP", ...) and name."""
@@ -112,7 +114,9 @@ class Expected:
         # The 1e-6 comes from PyTorch's clip_grads_with_norm_. The trainer's clipping also uses it.
         return min(1.0, MAX_NORM / (self.record.norms[step] + 1e-6))
 
-    def error(self, kind: str, name: str, part: Tensor, slices: tuple[slice, ...], scale: float) -> float:
+    def error(
+        self, kind: str, name: str, part: Tensor, slices: tuple[slice, ...], scale: float
+    ) -> float:
         """Return the norm of the difference of a part, divided by ``scale``. NaN counts as infinity."""
         wanted = self.whole(kind, name)[slices]
         if wanted.shape != part.shape:
@@ -172,7 +176,10 @@ def tolerances(moved: Sequence[Errors]) -> list[Errors]:
 
 
 def compare(
-    expected: Expected, records: Sequence[RankRecord], steps: int, allowed: Sequence[Errors] | None = None
+    expected: Expected,
+    records: Sequence[RankRecord],
+    steps: int,
+    allowed: Sequence[Errors] | None = None,
 ) -> Differences:
     """Compare the ranks of a mesh with one process.
 
@@ -184,7 +191,9 @@ def compare(
     # Initial weights must be bitwise equal, because they are drawn block by block on any mesh. Compare "own",
     # the initial weights of training, last, so it replaces "initial" as the first difference.
     for kind in ("initial", "own"):
-        unequal = [name for name in expected.names if not _is_bitwise_equal(expected, records, kind, name)]
+        unequal = [
+            name for name in expected.names if not _is_bitwise_equal(expected, records, kind, name)
+        ]
         differences.initial = max(differences.initial, len(unequal))
         if unequal:
             differences.first = First(kind, 0, unequal, 0.0)
@@ -198,7 +207,9 @@ def compare(
     return differences
 
 
-def _is_bitwise_equal(expected: Expected, records: Sequence[RankRecord], kind: str, name: str) -> bool:
+def _is_bitwise_equal(
+    expected: Expected, records: Sequence[RankRecord], kind: str, name: str
+) -> bool:
     """True if at least one rank has a part of this tensor and all parts are bitwise equal to one
     process's.
     """
@@ -227,9 +238,15 @@ class _StepErrors:
     def __init__(self, expected: Expected, records: Sequence[RankRecord], step: int) -> None:
         theirs = expected.record
         their_norm = theirs.norms[step]
-        self.gradients = {name: gradient_error(expected, records, step, name) for name in expected.names}
-        self.weights = {name: weight_error(expected, records, step, name) for name in expected.names}
-        loss_errors = [_distance(record.losses[step], theirs.losses[step], 1.0) for record in records]
+        self.gradients = {
+            name: gradient_error(expected, records, step, name) for name in expected.names
+        }
+        self.weights = {
+            name: weight_error(expected, records, step, name) for name in expected.names
+        }
+        loss_errors = [
+            _distance(record.losses[step], theirs.losses[step], 1.0) for record in records
+        ]
         norm_errors = [_distance(record.norms[step], their_norm, their_norm) for record in records]
         self.largest = Errors(
             loss=max(loss_errors),
@@ -240,7 +257,11 @@ class _StepErrors:
 
 
 def _first_of_step(
-    expected: Expected, records: Sequence[RankRecord], step: int, errors: _StepErrors, allowed: Errors
+    expected: Expected,
+    records: Sequence[RankRecord],
+    step: int,
+    errors: _StepErrors,
+    allowed: Errors,
 ) -> First | None:
     """Return the first difference of a step, or None if all errors are within the tolerance."""
     # Report a wrong gradient before a wrong loss: it identifies tensors, and the same fault usually
@@ -248,7 +269,9 @@ def _first_of_step(
     loss_differs = errors.largest.loss > allowed.loss
     wrong_gradients = [name for name, error in errors.gradients.items() if error > allowed.gradient]
     if wrong_gradients:
-        return First("gradient", step, wrong_gradients, errors.gradients[wrong_gradients[0]], loss_differs)
+        return First(
+            "gradient", step, wrong_gradients, errors.gradients[wrong_gradients[0]], loss_differs
+        )
     if loss_differs:
         return First("loss", step, [], errors.largest.loss, loss_differs)
     if errors.largest.norm > allowed.norm:
@@ -284,7 +307,9 @@ def scale_of(expected: Expected, step: int, name: str) -> float:
     return max(norm, SMALL * expected.total(step) * expected.clipping(step))
 
 
-def gradient_error(expected: Expected, records: Sequence[RankRecord], step: int, name: str) -> float:
+def gradient_error(
+    expected: Expected, records: Sequence[RankRecord], step: int, name: str
+) -> float:
     """Return the largest relative error over the ranks with a part of a gradient.
 
     Return infinity if a rank with the parameter lacks the gradient, or if only the mesh has a gradient.

@@ -72,7 +72,9 @@ def _explain_initial_weights(e: Evidence) -> str:
             wrong.append(record)
     if len(wrong) < len(holders):
         ranks = ", ".join(str(record.rank) for record in wrong)
-        return f"initial weights depend on the rank: rank {ranks} uses another seed or random stream"
+        return (
+            f"initial weights depend on the rank: rank {ranks} uses another seed or random stream"
+        )
     return "initial weights depend on the mesh: no rank has the weights of one process"
 
 
@@ -119,7 +121,9 @@ def _explain_loss(e: Evidence) -> str:
         for factor in (size, 1 / size):
             if e.explains_loss(factor * theirs, 1e-5):
                 return f"the reported loss is scaled by {factor:g}, by the size of axis {axis}; the gradients agree"
-    return f"only the reported loss differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
+    return (
+        f"only the reported loss differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
+    )
 
 
 def _explain_weights(e: Evidence) -> str:
@@ -128,7 +132,9 @@ def _explain_weights(e: Evidence) -> str:
     after = f"weights/{step}/{name}"
     before = f"initial/{name}" if step == 0 else f"weights/{step - 1}/{name}"
     holders = [record for record in e.records if after in record.parts]
-    is_updated = any(not torch.equal(record.parts[after], record.parts[before]) for record in holders)
+    is_updated = any(
+        not torch.equal(record.parts[after], record.parts[before]) for record in holders
+    )
     if not is_updated:
         return "not updated: the step did not change the parameter, although its gradient agrees"
     for one, other in itertools.combinations(holders, 2):
@@ -189,7 +195,9 @@ def _explain_norm(e: Evidence) -> str:
                 return f"norm counts whole tensors once for each rank of axis {axis}; the gradients agree"
     mine = e.records[0].norms[step]
     theirs = e.expected.total(step)
-    return f"only the gradient norm differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
+    return (
+        f"only the gradient norm differs: {mine:.7g} instead of {theirs:.7g}; the gradients agree"
+    )
 
 
 def _vectors_of(records: Sequence[RankRecord], prefix: str) -> set[str]:

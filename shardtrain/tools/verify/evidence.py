@@ -127,7 +127,11 @@ class Evidence:
     def holders(self, name: str) -> list[tuple[RankRecord, Tensor, tuple[slice, ...]]]:
         """Return each rank with a part of a gradient, the part, and its place in the full tensor."""
         key = f"gradient/{self.first.step}/{name}"
-        return [(record, record.parts[key], record.slices[key]) for record in self.records if key in record.parts]
+        return [
+            (record, record.parts[key], record.slices[key])
+            for record in self.records
+            if key in record.parts
+        ]
 
     def explains(self, name: str, candidate: Callable[[RankRecord], Tensor | None]) -> bool:
         """True if each rank's gradient is the one that a hypothesis predicts, and one process's is not.
@@ -184,7 +188,10 @@ class Evidence:
         num_replicas = self.size("dp_replicate")
         num_shards = self.size("dp_shard")
         for replica, shard in itertools.product(range(num_replicas), range(num_shards)):
-            is_chosen = fixed.get("dp_replicate", replica) == replica and fixed.get("dp_shard", shard) == shard
+            is_chosen = (
+                fixed.get("dp_replicate", replica) == replica
+                and fixed.get("dp_shard", shard) == shard
+            )
             if is_chosen:
                 chosen += self.rows_of_rank(replica * num_shards + shard)
         return chosen

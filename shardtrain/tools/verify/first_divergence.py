@@ -60,7 +60,9 @@ def _first_from_integers(e: Evidence) -> str:
             if path not in calls:
                 continue
             if _agree(e, record, f"trace/{calls.index(path)}/out", f"trace/{number}/out") is False:
-                place = f"the forward pass first differs on rank {record.rank} in {_described(e, path)}"
+                place = (
+                    f"the forward pass first differs on rank {record.rank} in {_described(e, path)}"
+                )
                 return f"{place}: check its input, which is not recorded, and its output"
     return ""
 
@@ -105,7 +107,9 @@ def _module_with_another_input(e: Evidence, outer: str) -> str:
             if path in record.facts["calls"]:
                 call = record.facts["calls"].index(path)
                 for kind, side in (("trace", "in"), ("back", "out")):
-                    agreements.append(_agree(e, record, f"{kind}/{call}/{side}", f"{kind}/{number}/{side}"))
+                    agreements.append(
+                        _agree(e, record, f"{kind}/{call}/{side}", f"{kind}/{number}/{side}")
+                    )
         if agreements and all(agreements):
             return path
     return ""
@@ -212,7 +216,9 @@ def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | No
     return agree
 
 
-def _part_of_rank(e: Evidence, record: RankRecord, full: Tensor, shape: Sequence[int]) -> Tensor | None:
+def _part_of_rank(
+    e: Evidence, record: RankRecord, full: Tensor, shape: Sequence[int]
+) -> Tensor | None:
     """Select the part of a full tensor that a rank should have, given the shape of the rank's tensor.
 
     Return None if the shape does not result from a known split.

@@ -103,7 +103,9 @@ def _collect(
         while waiting:
             # Also wait for the end of processes, because forks of other ranks may keep the pipe of
             # a dead process open.
-            receiver_by_sentinel = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
+            receiver_by_sentinel = {
+                processes[rank].sentinel: receiver for receiver, rank in waiting.items()
+            }
             timeout = max(0.0, end - time.monotonic())
             if heartbeat.timeout is not None:
                 timeout = min(timeout, heartbeat.timeout)
@@ -191,7 +193,9 @@ def _child(
         if backend:
             store = dist.FileStore(str(folder / "store"), num_ranks)
             limit = timedelta(seconds=limit_seconds)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=num_ranks, timeout=limit
+            )
         answer = {"sentence": "", "refused": False, "value": function(rank, num_ranks, *arguments)}
     except ConfigError as error:
         answer = {"sentence": str(error), "refused": True, "value": None}

@@ -74,7 +74,9 @@ def judge(
                 "compare with fewer steps, layers or tokens"
             )
         else:
-            evidence = Evidence(config, sizes, expected, records, differences.first, shaken, allowed[step])
+            evidence = Evidence(
+                config, sizes, expected, records, differences.first, shaken, allowed[step]
+            )
             cause = diagnose(evidence)
     elif shaken is not None:
         most = allowed[-1]
@@ -88,7 +90,10 @@ def judge(
     # diverge in training.
     if not first:
         first, cause = same_dropout_input(records) or ("", "")
-    errors = {name: getattr(differences, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
+    errors = {
+        name: getattr(differences, name)
+        for name in ("initial", "loss", "gradient", "norm", "weights")
+    }
     return {**errors, "first": first, "cause": cause, "rounding": rounding}
 
 
@@ -107,7 +112,9 @@ def same_dropout_input(records: Sequence[RankRecord]) -> tuple[str, str] | None:
         axes = axes_that_differ(one, other)
         if len(axes) != 1 or axes[0] not in names:
             continue
-        for number, (mine, theirs) in enumerate(zip(one.facts["drops"], other.facts["drops"], strict=False)):
+        for number, (mine, theirs) in enumerate(
+            zip(one.facts["drops"], other.facts["drops"], strict=False)
+        ):
             if tuple(mine) != tuple(theirs):
                 continue
             key = f"dropped/{number}"

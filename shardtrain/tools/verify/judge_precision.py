@@ -12,7 +12,14 @@ from typing import Any
 from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.tools.verify import dropout, update_rounding, verify_report
-from shardtrain.tools.verify.compare import USUAL, Errors, Expected, First, gradient_error, weight_error
+from shardtrain.tools.verify.compare import (
+    USUAL,
+    Errors,
+    Expected,
+    First,
+    gradient_error,
+    weight_error,
+)
 from shardtrain.tools.verify.diagnose import diagnose
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.judge import describe
@@ -31,7 +38,14 @@ KINDS = tuple(verify_report.USUAL)
 
 
 def judge_precision(
-    _rank: int, _num: int, config: Config, degrees: dict[str, int], folder: str, ranks: str, num_ranks: int, steps: int
+    _rank: int,
+    _num: int,
+    config: Config,
+    degrees: dict[str, int],
+    folder: str,
+    ranks: str,
+    num_ranks: int,
+    steps: int,
 ) -> dict[str, Any]:
     """Compare the records of a mesh with the float32 reference. Runs in a separate process.
 
@@ -74,11 +88,15 @@ def judge_precision(
     layout = models.find(config.model.name).LAYOUT
     place = describe(first, expected, records[0].losses, layout.layers)
     place += f"; rounding explains {allowed[wrong[0]]:.2g}"
-    evidence = Evidence(config, degrees, expected, records, first, noisy[0], _of_step(allowed, first_step))
+    evidence = Evidence(
+        config, degrees, expected, records, first, noisy[0], _of_step(allowed, first_step)
+    )
     return fields | {"first": place, "cause": diagnose(evidence)}
 
 
-def tolerances_of(_rank: int, _num: int, config: Config, folder: str, steps: int) -> dict[str, float]:
+def tolerances_of(
+    _rank: int, _num: int, config: Config, folder: str, steps: int
+) -> dict[str, float]:
     """Return ``allowed_errors`` of the records in ``folder``. Runs in a separate process."""
     expected, noisy = _references(config, Path(folder))
     return allowed_errors(expected, noisy, steps)
@@ -115,7 +133,9 @@ def allowed_errors(expected: Expected, noisy: Sequence[RankRecord], steps: int) 
         for step in range(steps):
             # The norm changes by at most as much as the gradients do. By chance it may change far less.
             key = f"norm/{step}"
-            allowed[key] = max(allowed[key], FACTOR * _distance_of_gradients(expected, record, step))
+            allowed[key] = max(
+                allowed[key], FACTOR * _distance_of_gradients(expected, record, step)
+            )
     # A loss may also agree by chance, so all steps have the tolerance of the largest error.
     loss_keys = [f"loss/{step}" for step in range(steps)]
     largest = max(allowed[key] for key in loss_keys)
@@ -219,4 +239,11 @@ def _summary(errors: Mapping[str, float], allowed: Mapping[str, float]) -> dict[
         _, step, name = too_wide[0].split("/", 2)
         unproven = f"{BLIND} for {len(too_wide)} of {len(gradients)} gradients"
         unproven += f", the first of them {name} in step {int(step) + 1}"
-    return {"initial": None, "first": "", "cause": "", **largest, "rounding": rounding, "unproven": unproven}
+    return {
+        "initial": None,
+        "first": "",
+        "cause": "",
+        **largest,
+        "rounding": rounding,
+        "unproven": unproven,
+    }

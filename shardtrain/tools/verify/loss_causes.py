@@ -84,7 +84,9 @@ def targets_of_other_parts(e: Evidence) -> str | None:
         logits_BTV = e.shares.logits_BTV.detach()
         loss = float(e.shares.losses_BT(logits_BTV, targets_BT).sum()) / e.batch.num_targets
         if e.explains_loss(loss, CLOSE):
-            return "targets of another part of the sequence: each rank of cp has those of another rank"
+            return (
+                "targets of another part of the sequence: each rank of cp has those of another rank"
+            )
     return None
 
 

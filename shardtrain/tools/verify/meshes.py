@@ -80,7 +80,9 @@ class MeshPlan:
         if RESHARD in self.options:
             parts.append(f"reshard {self.options[RESHARD]}")
         if RECOMPUTE in self.options:
-            parts.append((f"recompute {self.options[RECOMPUTE]} {self.options.get(SELECTIVE, '')}").strip())
+            parts.append(
+                (f"recompute {self.options[RECOMPUTE]} {self.options.get(SELECTIVE, '')}").strip()
+            )
         return ", ".join(parts)
 
     @property
@@ -120,7 +122,9 @@ def read(text: str) -> dict[str, int]:
         if axis in degrees:
             raise _mesh_error(text, f"names {axis} twice", "name it once")
         if not is_whole_number(degree) or int(degree) < 1:
-            raise _mesh_error(text, f'has an invalid degree "{degree}" of {axis}', f"write it like {axis}=2")
+            raise _mesh_error(
+                text, f'has an invalid degree "{degree}" of {axis}', f"write it like {axis}=2"
+            )
         degrees[axis] = int(degree)
 
     experts = degrees.get("ep", 1)
@@ -146,7 +150,10 @@ def _axis_fix(text: str, part: str, axis: str) -> str:
 
 
 def requested(
-    loaded: Loaded, meshes: Iterable[str], schedules: tuple[str, ...], allow_impossible: bool = False
+    loaded: Loaded,
+    meshes: Iterable[str],
+    schedules: tuple[str, ...],
+    allow_impossible: bool = False,
 ) -> list[MeshPlan]:
     """Return the plans of ``--mesh`` and ``--schedule``.
 
@@ -258,7 +265,11 @@ def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[MeshPl
 
 
 def _plan(
-    loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int], options: Mapping[str, Any] | None = None
+    loaded: Loaded,
+    mesh: str,
+    schedule: str,
+    degrees: Mapping[str, int],
+    options: Mapping[str, Any] | None = None,
 ) -> MeshPlan:
     """Build the configuration of a mesh and check it."""
     parallelism: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
@@ -299,7 +310,9 @@ def rows_per_data_rank(degrees: Mapping[str, int]) -> int:
     return 2 * degrees.get("pp", 1)
 
 
-def changed(loaded: Loaded, sections: Mapping[str, Mapping[str, Any]], given: set[str], where: str) -> Loaded:
+def changed(
+    loaded: Loaded, sections: Mapping[str, Mapping[str, Any]], given: set[str], where: str
+) -> Loaded:
     """Return a copy with other values of options.
 
     Messages show the origin ``where`` for the options in ``given``.

@@ -39,7 +39,13 @@ from shardtrain.tools.verify import casts, dropout
 from shardtrain.tools.verify.batches import whole_batch
 from shardtrain.tools.verify.rounding_limits import DRAWS, MARGIN, Deviation, deviation, distance
 from shardtrain.tools.verify.rounding_noise import ROUNDOFF, perturbed, unit_roundoff
-from shardtrain.tools.verify.verify_rank import device_of, draws_of, make_rows_uneven, model_of, plain_model
+from shardtrain.tools.verify.verify_rank import (
+    device_of,
+    draws_of,
+    make_rows_uneven,
+    model_of,
+    plain_model,
+)
 
 OWN_CODE_ROUNDINGS = 4
 """Number of roundings of the code between two submodules: residual sums, rotary angles, activations."""
@@ -77,7 +83,9 @@ class Excess:
     cause: str
 
 
-def check_modules(_rank: int, _num: int, config: Config, seed: int, unit_gain: bool) -> dict[str, Any]:
+def check_modules(
+    _rank: int, _num: int, config: Config, seed: int, unit_gain: bool
+) -> dict[str, Any]:
     """Check one micro-batch of one process in the precision of ``config``.
 
     Returns:
@@ -110,7 +118,12 @@ def check_modules(_rank: int, _num: int, config: Config, seed: int, unit_gain: b
 
     # The loss is computed after the modules, so its errors come last.
     excess = [vars(one) for one in (*replay.excess, *of_loss)]
-    return {"excess": excess, "outputs": _output_dtypes(recorded), "products": products, "skipped": skipped}
+    return {
+        "excess": excess,
+        "outputs": _output_dtypes(recorded),
+        "products": products,
+        "skipped": skipped,
+    }
 
 
 def _output_dtypes(recorded: Recorded) -> dict[str, str]:
@@ -197,7 +210,10 @@ def _check_loss(
     """Compare the loss and its gradient with float64, for the logits of the run."""
     exact_BTV = logits_BTV.double().requires_grad_()
     targets_N = batch.targets_BT.flatten()
-    exact = F.cross_entropy(exact_BTV.flatten(0, 1), targets_N, ignore_index=IGNORE, reduction="sum") * weight
+    exact = (
+        F.cross_entropy(exact_BTV.flatten(0, 1), targets_N, ignore_index=IGNORE, reduction="sum")
+        * weight
+    )
     exact.backward()  # type: ignore[no-untyped-call]
     error = abs(loss - float(exact)) / abs(float(exact))
     if not error <= LOSS_MARGIN:
@@ -230,7 +246,9 @@ class Replay:
         excess: Results with too large an error.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, recorded: Recorded, products: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, recorded: Recorded, products: Sequence[str]
+    ) -> None:
         self.excess: list[Excess] = []
         self._model = model
         self._layout = layout
@@ -286,7 +304,9 @@ class Replay:
 
         return replace_outputs
 
-    def _compare_own_code(self, path: str, what: str, computed: list[Tensor], recorded: list[Tensor]) -> None:
+    def _compare_own_code(
+        self, path: str, what: str, computed: list[Tensor], recorded: list[Tensor]
+    ) -> None:
         if len(computed) != len(recorded):
             return
         for exact, actual in zip(computed, recorded, strict=True):
@@ -302,7 +322,9 @@ class Replay:
             found = deviation(actual, exact, OWN_CODE_ROUNDINGS, is_by_row=False)
             self._note(path, what, found, actual, exact)
 
-    def _compare_leaf(self, path: str, module: nn.Module, inputs: Any, computed: Any, recorded: list[Tensor]) -> None:
+    def _compare_leaf(
+        self, path: str, module: nn.Module, inputs: Any, computed: Any, recorded: list[Tensor]
+    ) -> None:
         if len(computed) != len(recorded):
             return
         is_core = bool(self._layout.context) and matches(path, self._layout.context)

@@ -96,7 +96,9 @@ class ModuleWatch:
                 "x.new_zeros), and combine gathered tensors with others only after a linear"
             )
         fix = "correct the style, or its forward for a part of the heads or of the sequence"
-        return f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
+        return (
+            f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
+        )
 
     def _enter(self, path: str, _: nn.Module, positional: Any, named: Any) -> None:
         # Activation checkpointing ends a recomputation early with an exception, so forward hooks are skipped.
@@ -163,11 +165,15 @@ def local_copy(tensor: Tensor) -> Tensor:
 
 def _copy_unless_partial(tensor: Tensor) -> Tensor | None:
     """Copy this rank's part of a tensor, or return None if the part is a partial sum."""
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+    if isinstance(tensor, DTensor) and any(
+        placement.is_partial() for placement in tensor.placements
+    ):
         return None
     return local_copy(tensor)
 
 
 def _float_tensors(value: Any) -> list[Tensor]:
     """Return the floating-point tensors of a nested structure."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]

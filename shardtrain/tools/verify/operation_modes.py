@@ -68,7 +68,9 @@ class DrawRecorder(LocatingMode):
         self.draws: list[tuple[str, bytes]] = []
         dropout.listeners.append(self._record_dropout)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         before = _torch_state()
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
@@ -95,7 +97,9 @@ class ShortDtypeFinder(LocatingMode):
 
     first: tuple[str, str] | None = None
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if self.first is not None or not isinstance(leaf, Tensor):

@@ -31,7 +31,9 @@ TOKENS = 32
 
 _COUNT = re.compile(r"(^|_)(n|num|number)_|(heads|layers|groups|experts|top_k|topk)$")
 _LENGTH = re.compile(r"seq|ctx|context|block_size|position|max_tokens|max_len")
-_NOT_A_SIZE = re.compile(r"theta|base|window|_id$|rope|orig|seed|period|interval|every|stride|kernel")
+_NOT_A_SIZE = re.compile(
+    r"theta|base|window|_id$|rope|orig|seed|period|interval|every|stride|kernel"
+)
 _MOST_POSITIONS = 256
 _EXPERTS = 16
 
@@ -60,7 +62,12 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     notes: list[str] = []
 
     def answer(given: Mapping[str, int], why: str = "") -> dict[str, Any]:
-        return {"given": given, "sizes": {name: sizes[name] for name in given}, "notes": notes, "why": why}
+        return {
+            "given": given,
+            "sizes": {name: sizes[name] for name in given},
+            "notes": notes,
+            "why": why,
+        }
 
     def failure(model: nn.Module, given: Mapping[str, int]) -> str:
         return _failure(model, _shape(module, config, {**overrides, **given}))
@@ -137,7 +144,12 @@ def _kinds(module: Any, model: nn.Module) -> set[str]:
 
 
 def _depth(
-    module: Any, config: Config, overrides: Mapping[str, Any], full: nn.Module, sizes: Mapping[str, int], least: int
+    module: Any,
+    config: Config,
+    overrides: Mapping[str, Any],
+    full: nn.Module,
+    sizes: Mapping[str, int],
+    least: int,
 ) -> tuple[dict[str, int], list[str]]:
     """Find the field with the number of layers, and its smallest value of at least ``least`` with
     every kind of layer.
@@ -191,7 +203,9 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
             divisors.append(number)
 
     seen: list[dict[str, int]] = []
-    for clamp, factor, head_divisor in itertools.product((True, False), (64, 32, 16, 8, 4, 2), divisors):
+    for clamp, factor, head_divisor in itertools.product(
+        (True, False), (64, 32, 16, 8, 4, 2), divisors
+    ):
         if head_divisor > factor:
             continue
         change = {}
@@ -201,7 +215,9 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
             if name not in heads:
                 change |= _smaller_size(name, value, factor, head_divisor, tp, heads, clamp)
         # Each head keeps at least 4 features.
-        head_widths = [width for name, width in change.items() if "head" in name and name not in heads]
+        head_widths = [
+            width for name, width in change.items() if "head" in name and name not in heads
+        ]
         has_narrow_heads = any(width < 4 for width in head_widths)
         if change and change not in seen and not has_narrow_heads:
             seen.append(change)
@@ -209,7 +225,13 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
 
 
 def _smaller_size(
-    name: str, value: int, factor: int, head_divisor: int, tp: int, heads: Mapping[str, int], clamp: bool
+    name: str,
+    value: int,
+    factor: int,
+    head_divisor: int,
+    tp: int,
+    heads: Mapping[str, int],
+    clamp: bool,
 ) -> dict[str, int]:
     """Return the smaller value of a field that is not a number of heads, or {} if it does not change.
 
@@ -249,7 +271,9 @@ def _failure(model: nn.Module, shape: Any) -> str:
     """Run a copy. Return the reason why it does not compute logits, or ""."""
     vocabulary = shape.vocab_size
     fill(model)
-    tokens_BT = torch.randint(0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens_BT = torch.randint(
+        0, vocabulary, (2, TOKENS), generator=torch.Generator().manual_seed(0)
+    )
     positions_BT = torch.arange(TOKENS).expand(2, TOKENS).contiguous()
     if len(inspect.signature(model.forward).parameters) < 2:
         return ""  # promises.py reports this

@@ -48,7 +48,9 @@ def tolerances(task: VerifyTask, trainer: Trainer, folder: Path) -> Mapping[str,
         ConfigError: the model does not train on one process.
     """
     _record_references(task, trainer, folder, _check_modules(task, folder))
-    (allowed,) = forked_workers.run(1, tolerances_of, task.own, str(folder), task.steps, folder=folder)
+    (allowed,) = forked_workers.run(
+        1, tolerances_of, task.own, str(folder), task.steps, folder=folder
+    )
     return dict(allowed)
 
 
@@ -73,13 +75,17 @@ def _check_modules(task: VerifyTask, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     arguments = (task.own, task.own.debug.seed, task.unit_gain)
     try:
-        (answer,) = forked_workers.run(1, module_rounding.check_modules, *arguments, folder=folder, backend="gloo")
+        (answer,) = forked_workers.run(
+            1, module_rounding.check_modules, *arguments, folder=folder, backend="gloo"
+        )
     except forked_workers.RankFailed as error:
         raise ConfigError(f"the model does not train on one process: {error}") from error
     return dict(answer)
 
 
-def _record_references(task: VerifyTask, trainer: Trainer, folder: Path, modules: Mapping[str, Any]) -> None:
+def _record_references(
+    task: VerifyTask, trainer: Trainer, folder: Path, modules: Mapping[str, Any]
+) -> None:
     """Record one process in float32, without and with simulated rounding.
 
     ``modules`` is the result of ``module_rounding.check_modules``.
@@ -104,14 +110,22 @@ def _record_references(task: VerifyTask, trainer: Trainer, folder: Path, modules
 
 
 def _run_in_float32(
-    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: VerifyTask, folder: str, noise: RoundingNoise
+    rank: int,
+    num_ranks: int,
+    trainer: Trainer,
+    config: Config,
+    task: VerifyTask,
+    folder: str,
+    noise: RoundingNoise,
 ) -> None:
     """Run the steps with all casts to shorter dtypes disabled, also those of a fault in the engine."""
     with casts.off():
         run_steps(rank, num_ranks, trainer, config, task, folder, noise=noise)
 
 
-def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: VerifyTask, folder: Path) -> None:
+def _run_ranks(
+    count: int, steps: Any, trainer: Trainer, config: Config, task: VerifyTask, folder: Path
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     device = config.training.device
     backend = accelerator.collectives("cpu" if device == "auto" else device)
@@ -119,10 +133,14 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: V
     if task.unit_gain:
         limit = forked_workers.TIMEOUT_SECONDS
     arguments = (trainer, config, task, str(folder))
-    forked_workers.run(count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit)
+    forked_workers.run(
+        count, steps, *arguments, folder=folder, backend=backend, limit_seconds=limit
+    )
 
 
-def _on_one_process(task: VerifyTask, trainer: Trainer, folder: Path, modules: Mapping[str, Any]) -> MeshResult:
+def _on_one_process(
+    task: VerifyTask, trainer: Trainer, folder: Path, modules: Mapping[str, Any]
+) -> MeshResult:
     """Compare one process, with several micro-batches, with the float32 reference.
 
     Also add the differences of single modules from float64. Meshes do not, because they would show the same errors.

@@ -30,7 +30,12 @@ from shardtrain.ops.tied import tied_names
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.meshes import OPTIONS
-from shardtrain.tools.verify.operation_modes import DrawRecorder, ShortDtypeFinder, generator_states, seed_generators
+from shardtrain.tools.verify.operation_modes import (
+    DrawRecorder,
+    ShortDtypeFinder,
+    generator_states,
+    seed_generators,
+)
 from shardtrain.tools.verify.probe_inputs import ROWS, fill, num_tokens, tokens_of
 from shardtrain.tools.verify.probe_tensors import (
     entire,
@@ -109,7 +114,11 @@ def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
     count = num_tokens(model, config.training.seq_len)
     tokens_BT, positions_BT = tokens_of(count, shape.vocab_size)
     row = slice(rank, rank + 1)
-    facts: dict[str, Any] = {"draws": _initial_draws(module, shape), "parameters": _sizes(model), "calls": []}
+    facts: dict[str, Any] = {
+        "draws": _initial_draws(module, shape),
+        "parameters": _sizes(model),
+        "calls": [],
+    }
     tensors: dict[str, Tensor] = {}
     try:
         recording = trace(model, tokens_BT[row], positions_BT[row])
@@ -199,7 +208,8 @@ class Prober:
                 break
         if dropout.used:
             self.result.notes.insert(
-                0, f"dropout: switched off ({', '.join(dropout.used)}), because each mesh drops different elements"
+                0,
+                f"dropout: switched off ({', '.join(dropout.used)}), because each mesh drops different elements",
             )
         return self.result
 
@@ -264,7 +274,9 @@ class Prober:
     def _check_repeats(self) -> None:
         """Require the same output from repeated passes, and from a second model built by the same file."""
         fill(self._model)  # earlier passes may have changed weights
-        weights = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        weights = {
+            name: parameter.detach().clone() for name, parameter in self._model.named_parameters()
+        }
         tokens_before = self._tokens_BT.clone()
         positions_before = self._positions_BT.clone()
         with trial(self._model) as state:
@@ -274,7 +286,9 @@ class Prober:
             has_same_tokens = torch.equal(tokens_before, self._tokens_BT)
             if not has_same_tokens or not torch.equal(positions_before, self._positions_BT):
                 rule = "modifies the tokens or positions in place, but micro-batches and recomputation read them again"
-                return self._break(rule, "write positions = positions + 2 instead of positions += 2")
+                return self._break(
+                    rule, "write positions = positions + 2 instead of positions += 2"
+                )
             for name, weight in self._model.named_parameters():
                 if torch.equal(weight, weights[name]):
                     continue
@@ -298,7 +312,8 @@ class Prober:
         # Some buffers change without affecting the output, such as running statistics during training.
         if changed_buffers:
             rule = (
-                f"changes the buffer {changed_buffers[0]} in forward, so copies diverge on ranks with different tokens"
+                f"changes the buffer {changed_buffers[0]} in forward, "
+                "so copies diverge on ranks with different tokens"
             )
             return self._break(rule, "keep no running statistics; compute only from the inputs")
 
@@ -349,7 +364,8 @@ class Prober:
         else:
             rule += f", first in {where}"
         fix = (
-            "compute only from the inputs, because the number of calls differs with pipelines and gradient accumulation"
+            "compute only from the inputs, "
+            "because the number of calls differs with pipelines and gradient accumulation"
         )
         return self._break(rule, fix)
 
@@ -430,7 +446,9 @@ class Prober:
                 return self._break(f"{rule} mixes rows", fix)
             if path in self._drawing:
                 fix = "draw no random numbers in forward: each rank has only some rows, so it draws different numbers"
-                return self._break(f"{rule} draws random numbers that depend on the number of rows", fix)
+                return self._break(
+                    f"{rule} draws random numbers that depend on the number of rows", fix
+                )
             return self._break(
                 f"{rule} depends on the number of rows",
                 "make no output depend on the batch size",
@@ -469,7 +487,9 @@ class Prober:
             self.result.notes.append(
                 f"tokens see later tokens in {where}: correct for an encoder, but in a language model the targets leak"
             )
-            rule = f"is not causal, but attention over a split sequence is: {where} sees later tokens"
+            rule = (
+                f"is not causal, but attention over a split sequence is: {where} sees later tokens"
+            )
             self._exclude("cp", rule, "do not split sequences")
             return
         # Only context parallelism changes the result then. Other meshes leak the targets in the
@@ -592,7 +612,11 @@ class Prober:
     def _outermost_cores(self) -> list[str]:
         """Return the paths of attention cores that are not submodules of another core."""
         paths = [path for path, _ in self._model.named_modules()]
-        return [path for path in paths if self._is_core(path) and not self._is_core(path.rpartition(".")[0])]
+        return [
+            path
+            for path in paths
+            if self._is_core(path) and not self._is_core(path.rpartition(".")[0])
+        ]
 
     def _mixing_module(self, fixed: Sequence[str]) -> str | None:
         """Return a module in which changing half of the tokens affects the other half, or None.
@@ -609,7 +633,10 @@ class Prober:
             run = self._run(tokens_BT, self._positions_BT, replay=replay, fit=replay_unchanged)
             pick = unchanged_tokens(self._count, kept)
             if differs(run.out[:, kept], original.out[:, kept], CLOSE):
-                return blame(original, run, pick, CLOSE, skip=lambda path: _is_within(path, fixed)) or ""
+                return (
+                    blame(original, run, pick, CLOSE, skip=lambda path: _is_within(path, fixed))
+                    or ""
+                )
             # Mixing directly before a fixed module does not reach the output, so compare the inputs of the
             # fixed modules.
             affected = first_with_other_inputs(original, run, fixed, pick, CLOSE)
@@ -625,7 +652,11 @@ class Prober:
             return None
         fixed = self._outermost_cores()
         if not fixed:
-            fixed = [path for path, _ in self._model.named_modules() if style_of(self._layout, path) == "gather"]
+            fixed = [
+                path
+                for path, _ in self._model.named_modules()
+                if style_of(self._layout, path) == "gather"
+            ]
         # Half of a sequence needs the attention outputs of the full sequence. They cannot be replayed if the
         # layout does not locate the attention.
         if not fixed and self._mixing_module([]) is not None:
@@ -652,10 +683,14 @@ class Prober:
             f"returns other outputs for {half} of a sequence, with its positions, "
             f"than in the full sequence, {first or second}"
         )
-        fix = "make outputs independent of the number of tokens in a row and of their first position"
+        fix = (
+            "make outputs independent of the number of tokens in a row and of their first position"
+        )
         return self._break(f"{rule}: a cp rank has a part of the row", fix, "cp")
 
-    def _run_half(self, full: Trace, fixed: Sequence[str], start: int, first_position: int) -> Trace:
+    def _run_half(
+        self, full: Trace, fixed: Sequence[str], start: int, first_position: int
+    ) -> Trace:
         """Run half of the sequence, starting at token ``start``, with positions that start at
         ``first_position``.
 

@@ -70,7 +70,9 @@ def probe(
             return {"broken": broken, "notes": [], "impossible": {}}
         # Run the probes first, because a model that fails one of them also fails the checks below, for a
         # misleading reason.
-        result = probes.run_probes(config, module, shape, model, Path(folder) if folder else None, kinds)
+        result = probes.run_probes(
+            config, module, shape, model, Path(folder) if folder else None, kinds
+        )
         broken = result.broken or checker.check_all()
         impossible = result.impossible
         if not broken and (kinds is None or "pp" in kinds):
@@ -110,7 +112,9 @@ class _PromiseChecker:
     def check_runs(self) -> list[str]:
         """Require that the model runs on the batch and on a part of it. All other checks depend on this."""
         if len(inspect.signature(self._model.forward).parameters) < 2:
-            return [self._problem("takes no positions", "write forward(self, tokens_BT, positions_BT)")]
+            return [
+                self._problem("takes no positions", "write forward(self, tokens_BT, positions_BT)")
+            ]
         try:
             _, error, place = self._run(self._model, self._tokens_BT, self._positions_BT)
             if error:
@@ -155,7 +159,9 @@ class _PromiseChecker:
 
         for path, module in model.named_modules():
             handles.append(
-                module.register_forward_pre_hook(lambda *_, path=path: stack.append(path or "the model")),
+                module.register_forward_pre_hook(
+                    lambda *_, path=path: stack.append(path or "the model")
+                ),
             )
             handles.append(module.register_forward_hook(leave))
         try:
@@ -175,8 +181,14 @@ class _PromiseChecker:
     def _check_weightless_core(self) -> list[str]:
         """Require that cores have no parameters, because cp replaces them with its own."""
         kinds = {
-            self._layout.context: ("attention core", "move it out of the core, which may only compute softmax(q k) v"),
-            self._layout.recurrence: ("recurrence core", "pass it to the core as one of its weights"),
+            self._layout.context: (
+                "attention core",
+                "move it out of the core, which may only compute softmax(q k) v",
+            ),
+            self._layout.recurrence: (
+                "recurrence core",
+                "pass it to the core as one of its weights",
+            ),
         }
         problems = []
         for pattern, (kind, fix) in kinds.items():
@@ -210,7 +222,9 @@ class _PromiseChecker:
         if hasattr(self._model, "tensor_plan"):
             return ""  # a network of the transformers library
         expected, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
-        promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
+        promise = (
+            "breaks the promise that forward is a chain of first modules, layers and last modules"
+        )
         fix = "pass only x from one to the next, with no other path around them, or leave pp at 1"
         # Build one stage for each link of the chain, like the pipeline builds its stages.
         stages = [[*self._layout.first]]
@@ -324,7 +338,11 @@ class _PromiseChecker:
                 halved.set_submodule(path, nn.Identity())
             if style == "rowwise" and is_embedding:
                 return None  # a rank has the rows of some tokens, and outputs are summed
-            if path.startswith(f"{self._layout.layers}.") and style in ("colwise", "rowwise", "per_head"):
+            if path.startswith(f"{self._layout.layers}.") and style in (
+                "colwise",
+                "rowwise",
+                "per_head",
+            ):
                 dim = 0
                 if style == "rowwise" or (style == "colwise" and is_embedding):
                     dim = 1
@@ -342,7 +360,9 @@ class _PromiseChecker:
         while True:
             _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
             failing = dict(halved.named_modules()).get(place)
-            is_rowwise_linear = isinstance(failing, nn.Linear) and style_of(self._layout, place) == "rowwise"
+            is_rowwise_linear = (
+                isinstance(failing, nn.Linear) and style_of(self._layout, place) == "rowwise"
+            )
             if not error or not is_rowwise_linear:
                 return error, place
             assert failing is not None
@@ -363,7 +383,8 @@ class _PromiseChecker:
                 return self._problem(f"{rule}: under tp=2 {error}", fix)
             if style == "colwise" or self._runs_if_halved(halved, place, 1):
                 rule = (
-                    f'declares {place} "{style}" in LAYOUT.tensor, but its input is sharded along the feature dimension'
+                    f'declares {place} "{style}" in LAYOUT.tensor, '
+                    "but its input is sharded along the feature dimension"
                 )
                 return self._problem(f"{rule}: under tp=2 {error}", 'declare it "rowwise"')
         replicated = self._replicated_next_to_sharded(halved)
@@ -375,7 +396,9 @@ class _PromiseChecker:
             )
             return self._problem(f"{rule}: under tp=2 {error}", 'declare it "colwise"')
         rule = f"fails with half of the columns of its linears, as under tp=2, in {place}: {error}"
-        return self._problem(rule, f"correct the styles in LAYOUT.tensor; if they are right, {_SHAPE_FIX}")
+        return self._problem(
+            rule, f"correct the styles in LAYOUT.tensor; if they are right, {_SHAPE_FIX}"
+        )
 
     def _runs_if_halved(self, halved: nn.Module, path: str, dim: int) -> bool:
         """True if layers run with half of the outputs (dim 0) or inputs (dim 1) of the linear at ``path``.

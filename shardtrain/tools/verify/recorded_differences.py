@@ -85,12 +85,18 @@ def compare(a: Recording, b: Recording, rounding: Recording | None = None) -> Co
     """
     for other in (b, rounding):
         if other is not None and other.seed != a.seed:
-            rule = f"has projections of seed {other.seed}, but {a.folder} has those of seed {a.seed}"
-            raise ConfigError(Problem("recording", str(other.folder), rule, "record both with the same seed"))
+            rule = (
+                f"has projections of seed {other.seed}, but {a.folder} has those of seed {a.seed}"
+            )
+            raise ConfigError(
+                Problem("recording", str(other.folder), rule, "record both with the same seed")
+            )
     pairs = _common_steps(a, b)
     if not pairs:
         rule = f"has no step in common with {a.folder}"
-        raise ConfigError(Problem("recording", str(b.folder), rule, "number the steps of both runs alike"))
+        raise ConfigError(
+            Problem("recording", str(b.folder), rule, "number the steps of both runs alike")
+        )
     if not any(step_a.gradients for step_a, _ in pairs):
         rule = f"has no gradient in common with {a.folder}"
         fix = "create the Recorder after wrapping and sharding the model, and call write before zero_grad"
@@ -134,13 +140,17 @@ def _with_same_names(step_a: Step, step_b: Step, names: Sequence[str]) -> tuple[
     has_gradient = step_a.gradients.keys() | step_b.gradients.keys()
     limited = []
     for step in (step_a, step_b):
-        gradients = {name: step.gradients.get(name, NO_GRADIENT) for name in names if name in has_gradient}
+        gradients = {
+            name: step.gradients.get(name, NO_GRADIENT) for name in names if name in has_gradient
+        }
         weights = {name: step.weights[name] for name in names if name in step.weights}
         limited.append(replace(step, gradients=gradients, weights=weights))
     return limited[0], limited[1]
 
 
-def _only_rounding(one: Mapping[str, Vector], other: Mapping[str, Vector], tolerance: float) -> set[str]:
+def _only_rounding(
+    one: Mapping[str, Vector], other: Mapping[str, Vector], tolerance: float
+) -> set[str]:
     """Return the tensors whose gradient is so small that it may consist of rounding errors only.
 
     An example is the bias of the keys of attention, whose exact gradient is 0. Adam divides a gradient by its own
@@ -156,7 +166,9 @@ def _only_rounding(one: Mapping[str, Vector], other: Mapping[str, Vector], toler
 
 
 def _total_norm(vectors: Mapping[str, Vector]) -> float:
-    return math.sqrt(sum(vector.norm**2 for vector in vectors.values() if not math.isnan(vector.norm)))
+    return math.sqrt(
+        sum(vector.norm**2 for vector in vectors.values() if not math.isnan(vector.norm))
+    )
 
 
 def errors_of(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, float]:
@@ -192,7 +204,9 @@ def _tolerances(
         steps_of_rounding = {step.number: step for step in rounding.steps}
     if rounding is not None and not steps_of_rounding.keys() & set(numbers):
         rule = f"has no step in common with {a.folder}, so it has no effect"
-        raise ConfigError(Problem("--rounding", str(rounding.folder), rule, "number the steps of all runs alike"))
+        raise ConfigError(
+            Problem("--rounding", str(rounding.folder), rule, "number the steps of all runs alike")
+        )
     measured = {"gradients": 0.0, "weights": 0.0}
     tolerances = {}
     # The tolerance grows until it is ``MOST``.
@@ -221,11 +235,15 @@ def _missing(a: Recording, b: Recording) -> list[str]:
                 # A tied weight has one name. After it is untied, it has two, with the same shape.
                 for known, shape_of_known in one.shapes.items():
                     if shape_of_known == shape and known in other.shapes:
-                        sentence += f": if it is tied to {known}, wrapping or sharding the model untied it"
+                        sentence += (
+                            f": if it is tied to {known}, wrapping or sharding the model untied it"
+                        )
                         break
                 sentences.append(sentence)
             elif one is a and other.shapes[name] != shape:
-                sentences.append(f"{name} has shape {shape} in {a.folder}, but {other.shapes[name]} in {b.folder}")
+                sentences.append(
+                    f"{name} has shape {shape} in {a.folder}, but {other.shapes[name]} in {b.folder}"
+                )
     return sentences
 
 
@@ -332,7 +350,9 @@ def _first_of(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more"
 
 
-def _not_finite(a: Recording, b: Recording, steps: tuple[Step, Step], kind: str, names: Sequence[str]) -> str:
+def _not_finite(
+    a: Recording, b: Recording, steps: tuple[Step, Step], kind: str, names: Sequence[str]
+) -> str:
     """Describe the first tensor with NaN or an infinite number, or return ""."""
     for name in names:
         places = []
@@ -372,7 +392,9 @@ def _minus(one: Vector, other: Vector) -> tuple[float, ...]:
     return tuple(a - b for a, b in zip(one.projections, other.projections, strict=True))
 
 
-def _cause_of_gradients(a: Recording, b: Recording, step_a: Step, step_b: Step, names: Sequence[str]) -> str:
+def _cause_of_gradients(
+    a: Recording, b: Recording, step_a: Step, step_b: Step, names: Sequence[str]
+) -> str:
     """Return the likely cause of different gradients, or ""."""
     for recording, step in ((b, step_b), (a, step_a)):
         absent = [name for name in names if step.gradients[name].norm == 0]

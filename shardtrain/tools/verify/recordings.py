@@ -84,7 +84,9 @@ def read(folder: Path) -> Recording:
     """
     paths = {_rank_of(path): path for path in folder.glob("rank-*.jsonl")}
     if not paths:
-        raise DataError(f"{folder} has no recording (rank-0.jsonl); write one with shardtrain.record.Recorder")
+        raise DataError(
+            f"{folder} has no recording (rank-0.jsonl); write one with shardtrain.record.Recorder"
+        )
     headers = {}
     steps_of_ranks: dict[int, dict[int, dict[str, Any]]] = {}
     for rank, path in sorted(paths.items()):
@@ -97,7 +99,9 @@ def read(folder: Path) -> Recording:
         what = f"has files of {len(paths)} ranks"
         if missing:
             what = f"has no rank-{missing[0]}.jsonl"
-        raise DataError(f"{folder} {what}, but its program had {num_ranks} ranks; record into a new folder")
+        raise DataError(
+            f"{folder} {what}, but its program had {num_ranks} ranks; record into a new folder"
+        )
 
     shapes: dict[str, tuple[int, ...]] = {}
     for header in headers.values():
@@ -114,17 +118,25 @@ def read(folder: Path) -> Recording:
         try:
             steps.append(_combined(number, records, [*groups.values()], shapes))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{folder}: step {number} is damaged ({type(error).__name__}); record it again") from None
+            raise DataError(
+                f"{folder}: step {number} is damaged ({type(error).__name__}); record it again"
+            ) from None
     if not steps:
-        raise DataError(f"{folder} has no step that all {num_ranks} ranks recorded; call write on every rank")
+        raise DataError(
+            f"{folder} has no step that all {num_ranks} ranks recorded; call write on every rank"
+        )
     first = headers[0]
-    return Recording(folder, num_ranks, len(groups), first["seed"], first["precision"], shapes, tuple(steps))
+    return Recording(
+        folder, num_ranks, len(groups), first["seed"], first["precision"], shapes, tuple(steps)
+    )
 
 
 def _rank_of(path: Path) -> int:
     number = path.stem.removeprefix("rank-")
     if not is_whole_number(number):
-        raise DataError(f"{path} is not a file of a recording; remove it, or record into a new folder")
+        raise DataError(
+            f"{path} is not a file of a recording; remove it, or record into a new folder"
+        )
     return int(number)
 
 
@@ -142,7 +154,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                     raise ValueError("a line is not an object")
                 yield record
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; check its permissions"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({str(error)[:100]}); record it again") from None
 
@@ -159,7 +173,9 @@ def _header(path: Path, header: Mapping[str, Any]) -> Mapping[str, Any]:
         } if num_ranks > 0 and precision in PRECISIONS:
             if number == FORMAT:
                 return header
-            raise DataError(f"{path} has format {number}, but this version reads {FORMAT}; record it with this version")
+            raise DataError(
+                f"{path} has format {number}, but this version reads {FORMAT}; record it with this version"
+            )
     raise DataError(f"{path} does not start with the description of a recording; record it again")
 
 
@@ -171,7 +187,10 @@ def _step_number(path: Path, record: Mapping[str, Any]) -> int:
 
 
 def _combined(
-    number: int, records: list[dict[str, Any]], groups: list[list[int]], shapes: Mapping[str, tuple[int, ...]]
+    number: int,
+    records: list[dict[str, Any]],
+    groups: list[list[int]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Step:
     """Combine the records of all ranks about a step. Each of ``groups`` contains the ranks with the same samples."""
 
@@ -215,7 +234,9 @@ def _combined(
     )
 
 
-def _vectors(parts_of_ranks: list[dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Vector]:
+def _vectors(
+    parts_of_ranks: list[dict[str, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Vector]:
     vectors = {}
     for name, shape in shapes.items():
         parts = [parts[name] for parts in parts_of_ranks if name in parts]

@@ -22,7 +22,9 @@ from shardtrain.ops.targets import IGNORE
 class Shares:
     """One forward and backward pass over all rows of a step."""
 
-    def __init__(self, model: nn.Module, batch: Batch, factor: float = 1.0, balance: float = 1.0) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Batch, factor: float = 1.0, balance: float = 1.0
+    ) -> None:
         """Run the passes.
 
         ``factor`` multiplies all gradients, and ``balance`` multiplies the balance losses of experts.
@@ -61,7 +63,10 @@ class Shares:
         if targets_BT is None:
             targets_BT = self.batch.targets_BT
         flat_losses = F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE, reduction="none"
+            logits_BTV.flatten(0, 1).float(),
+            targets_BT.flatten(),
+            ignore_index=IGNORE,
+            reduction="none",
         )
         return flat_losses.view_as(targets_BT)
 
@@ -81,7 +86,9 @@ class Shares:
         batch_shape = self.batch.tokens_BT.shape
         is_per_token = bool(uses)
         for _, _, output in uses:
-            is_per_token = is_per_token and output.grad is not None and output.shape[:2] == batch_shape
+            is_per_token = (
+                is_per_token and output.grad is not None and output.shape[:2] == batch_shape
+            )
         if not is_per_token:
             if positions is not None:
                 return None

@@ -119,7 +119,11 @@ def prepare(
     # One process trains on the full batch without mesh, offload and recomputation.
     no_mesh: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
     no_mesh |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
-    batch = {"local_batch_size": sequences, "global_batch_size": sequences, "enable_cpu_offload": False}
+    batch = {
+        "local_batch_size": sequences,
+        "global_batch_size": sequences,
+        "enable_cpu_offload": False,
+    }
     no_recomputation = {"mode": "none", "cpu_offload": False}
 
     def one_process(sections: Mapping[str, dict[str, Any]], rows: int) -> Config:
@@ -162,10 +166,16 @@ def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: i
     loaded = changed(plan.loaded, fitted, set(), "")
     # The rules reject an option that the user set without effect. They must not reject options that verify
     # has turned off, so only the options of the mesh count as set.
-    origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
+    origins = {
+        option: where
+        for option, where in loaded.origins.items()
+        if option.startswith("parallelism.")
+    }
     loaded = dataclasses.replace(loaded, origins=origins)
     problems = configs.check(loaded)
-    return dataclasses.replace(plan, loaded=loaded, problem="\n".join(str(problem) for problem in problems))
+    return dataclasses.replace(
+        plan, loaded=loaded, problem="\n".join(str(problem) for problem in problems)
+    )
 
 
 def needed_layers(plans: Sequence[MeshPlan]) -> int:
@@ -178,7 +188,11 @@ def needed_layers(plans: Sequence[MeshPlan]) -> int:
 
 
 def _small(
-    plans: Sequence[MeshPlan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None, tokens: int
+    plans: Sequence[MeshPlan],
+    loaded: Loaded,
+    notes: list[str],
+    own: Mapping[str, Any] | None,
+    tokens: int,
 ) -> dict[str, dict[str, Any]]:
     """Return configuration sections for a small model with short sequences. Add the changes to ``notes``."""
     sizes = model_shape(loaded) or {}
@@ -221,7 +235,9 @@ def _small(
     }
 
 
-def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Config) -> dict[str, int]:
+def _small_sizes(
+    sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Config
+) -> dict[str, int]:
     """Return sizes of at most ``CAPS``, rounded up to multiples of the degrees of all plans."""
     tensor = math.lcm(1, *(plan.degrees.get("tp", 1) for plan in plans))
     experts = math.lcm(1, *(plan.degrees.get("ep", 1) for plan in plans))
@@ -256,7 +272,12 @@ def _longest_sequence(sizes: Mapping[str, Any]) -> int:
     """Return the smallest limit of the sequence length among the sizes of a model, judged by their names."""
     limits = [OWN_TOKENS]
     for name, value in sizes.items():
-        is_limit = name.startswith("max_") or name in ("block_size", "num_positions", "n_ctx", "n_positions")
+        is_limit = name.startswith("max_") or name in (
+            "block_size",
+            "num_positions",
+            "n_ctx",
+            "n_positions",
+        )
         if is_limit and isinstance(value, int) and value > 0:
             limits.append(value)
     return min(limits)
@@ -299,7 +320,11 @@ def _reduce_rounding(
         "state_dtype": "default",
         "bf16_stochastic_round": False,
     }
-    sections["lr_scheduler"] = {"name": "warmup_stable_decay", "warmup_steps": 0, "total_steps": None}
+    sections["lr_scheduler"] = {
+        "name": "warmup_stable_decay",
+        "warmup_steps": 0,
+        "total_steps": None,
+    }
     sections["compile"] = {"enable": False}
     sections["model"] = {**sections.get("model", {}), "converters": []}
     clipped = "no clipping"
@@ -308,7 +333,9 @@ def _reduce_rounding(
     dtypes = "float32"
     if keeps_precision:
         dtypes = "one process in float32, meshes in the run's own precision"
-    notes.append(f"{dtypes}; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding")
+    notes.append(
+        f"{dtypes}; {clipped}; AdamW with eps 0.01, whose update does not amplify rounding"
+    )
     # Options that need compilation or change numbers, each with a note.
     if compute_dtype(config) != "float32" and not keeps_precision:
         notes.append(f"precision: {compute_dtype(config)} -> float32")
@@ -317,12 +344,19 @@ def _reduce_rounding(
     if config.compile.enable:
         notes.append("compile: off")
     if config.lora.enable:
-        sections["lora"] = {"rank": min(config.lora.rank, 4), "dropout": 0.0, "base_dtype": "training"}
+        sections["lora"] = {
+            "rank": min(config.lora.rank, 4),
+            "dropout": 0.0,
+            "base_dtype": "training",
+        }
         notes.append(
             f"lora: rank {config.lora.rank} -> {sections['lora']['rank']}, no dropout, frozen float32",
         )
     if config.activation_checkpoint.mode == "memory_budget":
-        sections["activation_checkpoint"] = {"mode": "full", "visualize_memory_budget_pareto": False}
+        sections["activation_checkpoint"] = {
+            "mode": "full",
+            "visualize_memory_budget_pareto": False,
+        }
         notes.append("recompute: memory_budget, which needs compile -> full")
     if config.parallelism.enable_async_tensor_parallel:
         sections["parallelism"] |= {"enable_async_tensor_parallel": False}
@@ -371,4 +405,7 @@ def _emulated(config: Config) -> dict[str, Any]:
         mx=dataclasses.replace(quantize.linear.mx, recipe_name="mxfp8_emulated"),
     )
     grouped = dataclasses.replace(quantize.grouped_mm.float8, emulate=True)
-    return {"linear": linear, "grouped_mm": dataclasses.replace(quantize.grouped_mm, float8=grouped)}
+    return {
+        "linear": linear,
+        "grouped_mm": dataclasses.replace(quantize.grouped_mm, float8=grouped),
+    }

@@ -51,7 +51,10 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 @torch.no_grad()
 def trace(
-    model: nn.Module, *arguments: Any, replay: Mapping[str, Sequence[Any]] | None = None, fit: Any = None
+    model: nn.Module,
+    *arguments: Any,
+    replay: Mapping[str, Sequence[Any]] | None = None,
+    fit: Any = None,
 ) -> Trace:
     """Run the model and record every call of a module.
 
@@ -63,7 +66,9 @@ def trace(
             and shapes of ``output``.
     """
     recording = Trace()
-    open_calls: list[tuple[str, list[Tensor], list[Tensor]]] = []  # path, input tensors, copies of them
+    open_calls: list[
+        tuple[str, list[Tensor], list[Tensor]]
+    ] = []  # path, input tensors, copies of them
     num_replayed = Counter[str]()
     handles = []
 
@@ -137,7 +142,11 @@ def differs(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
 
 
 def blame(
-    one: Trace, other: Trace, pick: Pick, tolerance: float, skip: Callable[[str], bool] = lambda _: False
+    one: Trace,
+    other: Trace,
+    pick: Pick,
+    tolerance: float,
+    skip: Callable[[str], bool] = lambda _: False,
 ) -> str | None:
     """Return the path of the first module whose inputs agree in both passes but whose outputs
     differ, or None.
@@ -162,7 +171,9 @@ def blame(
     return None
 
 
-def _agree(ones: Sequence[Tensor], others: Sequence[Tensor], pick: Pick, tolerance: float) -> bool | None:
+def _agree(
+    ones: Sequence[Tensor], others: Sequence[Tensor], pick: Pick, tolerance: float
+) -> bool | None:
     """True if all tensors agree. None if all comparable tensors agree but at least one is not comparable."""
     if len(ones) != len(others):
         return False

@@ -74,7 +74,9 @@ def _short_dtype(values: Tensor) -> str:
     return ""
 
 
-def _short_gradients(records: Sequence[RankRecord], config: Config, step: int) -> Iterator[WrongNumber]:
+def _short_gradients(
+    records: Sequence[RankRecord], config: Config, step: int
+) -> Iterator[WrongNumber]:
     """Yield a gradient whose numbers all fit into a shorter dtype than the configured one."""
     training = config.training
     if training.mixed_precision_reduce != "float32" or training.dtype != "float32":
@@ -93,7 +95,9 @@ def _short_gradients(records: Sequence[RankRecord], config: Config, step: int) -
                 return
 
 
-def _short_weights(records: Sequence[RankRecord], config: Config, step: int) -> Iterator[WrongNumber]:
+def _short_weights(
+    records: Sequence[RankRecord], config: Config, step: int
+) -> Iterator[WrongNumber]:
     """Yield a master weight that lost the digits of float32."""
     if config.training.dtype != "float32":
         return
@@ -111,7 +115,9 @@ def _short_weights(records: Sequence[RankRecord], config: Config, step: int) -> 
                 return
 
 
-def _wrong_norm(expected: Expected, records: Sequence[RankRecord], config: Config, step: int) -> Iterator[WrongNumber]:
+def _wrong_norm(
+    expected: Expected, records: Sequence[RankRecord], config: Config, step: int
+) -> Iterator[WrongNumber]:
     """Yield a gradient norm that is not the norm of the gradients."""
     total = 0.0
     for name in expected.names:
@@ -301,5 +307,7 @@ class _AdamW:
             if distance < 0.1 * error:
                 return cause
         if error < 2 * ROUNDOFF["bfloat16"] * float(update.change.norm()):
-            return "the update is computed or its states are kept in a shorter dtype than configured"
+            return (
+                "the update is computed or its states are kept in a shorter dtype than configured"
+            )
         return f"the update is not that of AdamW for this gradient: {excess:.2g} times the rounding of the weight"

@@ -209,7 +209,9 @@ def _run_steps(
     num_params = sum(parameter.numel() for parameter in runner.parameters().values())
     scaler = None
     if config.training.mixed_precision_param == "float16":
-        scaler = optim.LossScaler(config.training.initial_loss_scale, config.training.loss_scale_growth_interval)
+        scaler = optim.LossScaler(
+            config.training.initial_loss_scale, config.training.loss_scale_growth_interval
+        )
     run = trainer.Run(
         config=config,
         mesh=mesh,
@@ -298,7 +300,9 @@ class _Recorder:
             self._slices[f"{kind}/{name}"] = [(s.start, s.stop) for s in local_slices(tensor)]
 
     def keep_gradients(self) -> None:
-        gradients = {name: p.grad for name, p in self._runner.parameters().items() if p.grad is not None}
+        gradients = {
+            name: p.grad for name, p in self._runner.parameters().items() if p.grad is not None
+        }
         self.keep(f"gradient/{self.step}", gradients)
 
     def watch_core(self, rules: Layout, first_layer: str) -> None:
@@ -307,7 +311,9 @@ class _Recorder:
             return
         for part in self._runner.parts:
             for path, module in part.named_modules():
-                if path.startswith(f"{rules.layers}.{first_layer}.") and layout.matches(path, rules.context):
+                if path.startswith(f"{rules.layers}.{first_layer}.") and layout.matches(
+                    path, rules.context
+                ):
                     module.register_forward_hook(self._keep_core)
                     return
 
@@ -320,7 +326,11 @@ class _Recorder:
             self._parts[f"core/{self.step}/{name}"] = local_copy(tensor)
 
     def write(self, path: Path, rank: int, config: Config, watch: ModuleWatch) -> None:
-        facts = {"balanced": context_parallel.is_balanced(config), "calls": watch.calls, "drops": watch.drops}
+        facts = {
+            "balanced": context_parallel.is_balanced(config),
+            "calls": watch.calls,
+            "drops": watch.drops,
+        }
         record = {
             "rank": rank,
             "place": {axis: self._mesh.rank(axis) for axis in AXES},
@@ -341,7 +351,13 @@ def read_record(folder: Path, rank: int) -> RankRecord:
     for key, pairs in record["slices"].items():
         slices[key] = tuple(slice(*pair) for pair in pairs)
     return RankRecord(
-        record["rank"], record["place"], record["losses"], record["norms"], parts, slices, record["facts"]
+        record["rank"],
+        record["place"],
+        record["losses"],
+        record["norms"],
+        parts,
+        slices,
+        record["facts"],
     )
 
 

@@ -81,7 +81,9 @@ def read(words: Sequence[str]) -> VerifyOptions:
     Raises:
         ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a positive integer.
     """
-    taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible", "--quick"), USAGE)
+    taken = take(
+        words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible", "--quick"), USAGE
+    )
     own = taken.own
     if "--compare" in own or "--rounding" in own:
         return _comparison(own, taken.rest)
@@ -98,7 +100,8 @@ def read(words: Sequence[str]) -> VerifyOptions:
         )
     if "--real" in own:
         for option in sorted(
-            {"--mesh", "--schedule", "--steps", "--precision", "--full", "--allow-impossible"} & own.keys(),
+            {"--mesh", "--schedule", "--steps", "--precision", "--full", "--allow-impossible"}
+            & own.keys(),
         ):
             raise ConfigError(
                 Problem(
@@ -148,7 +151,14 @@ def _require_certificate(own: Mapping[str, Any]) -> None:
         without_effect = own.keys() - {"--check", "--json"}
     elif "--certificate" in own:
         rule = "has no effect with --certificate, which has its own steps and sizes"
-        without_effect = own.keys() & {"--steps", "--full", "--precision", "--real", "--memory", "--schedule"}
+        without_effect = own.keys() & {
+            "--steps",
+            "--full",
+            "--precision",
+            "--real",
+            "--memory",
+            "--schedule",
+        }
     else:
         without_effect = own.keys() & {"--quick", "--dimension"}
     for option in sorted(without_effect):
@@ -160,7 +170,9 @@ def _comparison(own: Mapping[str, Any], rest: Sequence[str]) -> VerifyOptions:
     folders = tuple(own.get("--compare", ()))
     if len(folders) != 2:
         rule = f"takes the folders of two recordings, and {len(folders)} were given"
-        raise ConfigError(Problem("--compare", " ".join(folders) or None, rule, "name two", "command line"))
+        raise ConfigError(
+            Problem("--compare", " ".join(folders) or None, rule, "name two", "command line")
+        )
     others = [*sorted(own.keys() - {"--compare", "--rounding", "--json"}), *rest]
     if others:
         rule = "has no effect with --compare, which trains nothing"

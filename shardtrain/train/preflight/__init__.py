@@ -34,7 +34,15 @@ from shardtrain.utils.heartbeat import WaitingHeartbeat
 from shardtrain.utils.log import kept_warnings
 from shardtrain.utils.redact import redact, visible
 
-__all__ = ["Machine", "PreflightResult", "judge", "named", "require", "require_in_child", "this_machine"]
+__all__ = [
+    "Machine",
+    "PreflightResult",
+    "judge",
+    "named",
+    "require",
+    "require_in_child",
+    "this_machine",
+]
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,9 @@ class _Findings:
         Checks of wrong options are skipped.
         """
         for problem in self.problems:
-            if isinstance(problem, Problem) and any(name.startswith(starts) for name in secondary.meant(problem)):
+            if isinstance(problem, Problem) and any(
+                name.startswith(starts) for name in secondary.meant(problem)
+            ):
                 return False
         return True
 
@@ -175,7 +185,9 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
     if status < 0:
         return failure.killed(None, -status, watch.ended_at[0])
     if status:
-        raise ShardtrainError("the process that checks data, tokenizer and model before ranks start failed")
+        raise ShardtrainError(
+            "the process that checks data, tokenizer and model before ranks start failed"
+        )
     for kind, lines in json.loads(text):
         raise _error_of_lines(getattr(errors, kind), lines)
     return None
@@ -202,18 +214,24 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
     findings = _Findings()
     if machine is not None and machine.is_here:
         # first the rules: options that they reject are not checked further
-        findings.problems += config.problems_of(loaded, machine.world_size, machine.device, machine.num_devices)
+        findings.problems += config.problems_of(
+            loaded, machine.world_size, machine.device, machine.num_devices
+        )
         if looks_at_files:
             _check_files(loaded, machine, findings)
     else:
         problems = [*config.check(loaded), *config.unavailable(loaded)]
         if machine is not None and machine.world_size:
             problems += mesh_notes(loaded, machine.world_size)
-        findings.problems += secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, problems)])
+        findings.problems += secondary.distinct(
+            [*loaded.problems, *secondary.without(loaded.problems, problems)]
+        )
     if machine is not None:
         if problem := _too_many_ranks(machine):
             findings.problems.append(problem)
-        if machine.world_size and (problem := watching_problem(loaded, machine.world_size, machine.local_ranks)):
+        if machine.world_size and (
+            problem := watching_problem(loaded, machine.world_size, machine.local_ranks)
+        ):
             findings.problems.append(problem)
         # keep warnings of the log as notes: a run logs them again
         with kept_warnings() as warnings:
@@ -233,7 +251,10 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
 def _without_secondary(loaded: Loaded, problems: Sequence[Problem | str]) -> list[Problem | str]:
     """Drop problems that follow from another one: a wrong option may make others look wrong."""
     with_option = [problem for problem in problems if isinstance(problem, Problem)]
-    primary = {str(problem) for problem in [*loaded.problems, *secondary.without(loaded.problems, with_option)]}
+    primary = {
+        str(problem)
+        for problem in [*loaded.problems, *secondary.without(loaded.problems, with_option)]
+    }
     return [problem for problem in problems if isinstance(problem, str) or str(problem) in primary]
 
 
@@ -258,13 +279,21 @@ def _check_files(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
 
     if findings.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):
         findings.add(own_files.look(loaded.config))
-    if findings.is_clean("checkpoint.folder") and (error := storage_space.address_problem(loaded.config)):
+    if findings.is_clean("checkpoint.folder") and (
+        error := storage_space.address_problem(loaded.config)
+    ):
         findings.add([error])
-    if findings.is_clean("training.") and (problem := storage_space.shared_memory_problem(loaded, machine)):
+    if findings.is_clean("training.") and (
+        problem := storage_space.shared_memory_problem(loaded, machine)
+    ):
         findings.problems.append(problem)
     if findings.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
-        findings.add(starting_weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
-    if findings.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
+        findings.add(
+            starting_weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks)
+        )
+    if findings.is_clean(
+        "task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"
+    ):
         _check_data(loaded, machine, findings)
 
 
@@ -287,7 +316,9 @@ def _check_data(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
 
 def _check_model(loaded: Loaded, machine: Machine, findings: _Findings) -> None:
     """Check the size of batches, the model and its memory, and the space for checkpoints."""
-    if not findings.is_clean("model", "task", "lora", "optimizer", "parallelism", "training", "compile"):
+    if not findings.is_clean(
+        "model", "task", "lora", "optimizer", "parallelism", "training", "compile"
+    ):
         return
     from shardtrain.train.preflight import memory_fit, storage_space
 

@@ -29,7 +29,9 @@ FIRST_CHARACTERS = 2**17
 _LANGUAGE_MODELS = ("language_model", "distillation")
 
 
-def look(config: Config, section: str, world_size: int | None) -> tuple[list[ShardtrainError], list[str]]:
+def look(
+    config: Config, section: str, world_size: int | None
+) -> tuple[list[ShardtrainError], list[str]]:
     """Return the errors and notes of opening the data of a section, "training" or "validation".
 
     With ``world_size``, also check that the training data are enough for the steps of the run.
@@ -60,7 +62,9 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
     are_all_small = True
     for named in build_dataset.named_sources(config, part):
         if _is_remote(named.source):
-            notes.append(f"{named.path_option}={named.source.dataset_path}: is on the hub, and was not checked")
+            notes.append(
+                f"{named.path_option}={named.source.dataset_path}: is on the hub, and was not checked"
+            )
             are_all_small = False
             continue
         module = sources.find(named.source.dataset, option=named.dataset_option)
@@ -125,8 +129,12 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
     if world_size:
         accumulation = derived.accumulation_steps(config, world_size)
         num_batch_ranks = derived.data_parallel_degree(config, world_size)
-    options: dict[str, Any] = {"section": part, "loop": False} if isinstance(part, Validation) else {}
-    loader = task.open_dataloader(batch_rank=0, num_batch_ranks=num_batch_ranks, accumulation=accumulation, **options)
+    options: dict[str, Any] = (
+        {"section": part, "loop": False} if isinstance(part, Validation) else {}
+    )
+    loader = task.open_dataloader(
+        batch_rank=0, num_batch_ranks=num_batch_ranks, accumulation=accumulation, **options
+    )
     _check_ids(config, loader.vocab)
     return loader.end
 

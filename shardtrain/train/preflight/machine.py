@@ -48,12 +48,22 @@ class Machine:
         if self.device == "cpu":
             return without_effect_on_a_cpu(config)
         dtype = derived.compute_dtype(config)
-        if self.device != "cuda" or dtype != "bfloat16" or devices.peak_flops(self.name, "float16") is None:
+        if (
+            self.device != "cuda"
+            or dtype != "bfloat16"
+            or devices.peak_flops(self.name, "float16") is None
+        ):
             return []
         if devices.peak_flops(self.name, "bfloat16") is not None:
             return []
-        option = "training.dtype" if config.training.dtype == "bfloat16" else "training.mixed_precision_param"
-        return [f"{option}=bfloat16: {self.name} has no bfloat16 units and computes it slowly; use float16"]
+        option = (
+            "training.dtype"
+            if config.training.dtype == "bfloat16"
+            else "training.mixed_precision_param"
+        )
+        return [
+            f"{option}=bfloat16: {self.name} has no bfloat16 units and computes it slowly; use float16"
+        ]
 
 
 def this_machine(
@@ -83,7 +93,9 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
     """
     rows = devices.table()["devices"]
     supported = [
-        known for known in devices.names() if rows[known].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES
+        known
+        for known in devices.names()
+        if rows[known].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES
     ]
     known = devices.find(name)
     if known is None or known not in supported:
@@ -97,17 +109,23 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
             Problem(
                 "--for-machine",
                 name,
-                rule="is not a known machine" if known is None else "is not a device that train supports",
+                rule="is not a known machine"
+                if known is None
+                else "is not a device that train supports",
                 fix=fix,
                 where="command line",
             )
         )
     config = loaded.config
-    min_ranks = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
+    min_ranks = derived.other_degrees(config) * max(
+        1, config.parallelism.data_parallel_shard_degree
+    )
     count = nproc or max(1, min_ranks)
     row = rows[known]
     memory_bytes = int(row["memory_gib"] * GIB)
-    return Machine(count, count, row.get("torch_device", "cuda"), count, known, memory_bytes, is_here=False)
+    return Machine(
+        count, count, row.get("torch_device", "cuda"), count, known, memory_bytes, is_here=False
+    )
 
 
 def _host(ranks: int) -> tuple[str, int]:
@@ -136,7 +154,9 @@ def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
         return "each GPU", 0
     command = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "each GPU", 0
     gpus = []

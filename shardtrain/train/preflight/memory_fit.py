@@ -76,7 +76,9 @@ def surely_fits(loaded: Loaded, machine: Machine) -> bool:
     if upper_bound is None:
         return False
     parameter = ParameterMemory(upper_bound, tensor=True, expert=False, trained=True)
-    bytes_per_rank = state_bytes(loaded.config, machine.world_size or machine.local_ranks, [parameter])
+    bytes_per_rank = state_bytes(
+        loaded.config, machine.world_size or machine.local_ranks, [parameter]
+    )
     # ranks on CPUs share the memory of their host
     ranks = machine.local_ranks if machine.device == "cpu" else 1
     return bytes_per_rank * ranks < _SAFE_SHARE * machine.memory_bytes
@@ -114,7 +116,9 @@ def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemor
     gradient_bytes = 0 if config.optimizer.early_step_in_backward else weight_bytes
     optimizer_bytes = _optimizer_bytes(config)
     # FSDP also shards over context-parallel ranks; tensor parallelism splits further
-    fsdp_shards = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
+    fsdp_shards = max(1, derived.shard_degree(config, world_size)) * max(
+        1, p.context_parallel_degree
+    )
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
     total = 0.0
     for parameter in parameters:
@@ -184,7 +188,9 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     )
 
 
-def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]) -> Iterator[Problem]:
+def problems(
+    loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]
+) -> Iterator[Problem]:
     """Yield a problem if weights, gradients and optimizer states exceed the memory.
 
     Yield nothing if the sizes are not known.

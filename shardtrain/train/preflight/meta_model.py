@@ -29,7 +29,9 @@ from shardtrain.train.preflight.memory_fit import ParameterMemory
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 
-def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
+def build(
+    config: Config, world_size: int | None = None
+) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
     """Build the model with head and adapters on the meta device, and its optimizer, as a run on
     ``world_size`` ranks.
 
@@ -38,7 +40,11 @@ def build(config: Config, world_size: int | None = None) -> tuple[list[Shardtrai
     """
     try:
         parameters = _parameters(config)
-        if config.optimizer.name == "AdamW8bit" and (world_size or 1) > 1 and "RANK" not in os.environ:
+        if (
+            config.optimizer.name == "AdamW8bit"
+            and (world_size or 1) > 1
+            and "RANK" not in os.environ
+        ):
             _build_on_ranks(config, world_size or 1)
         return [], parameters
     except ShardtrainError as error:
@@ -58,7 +64,9 @@ def _parameters(config: Config) -> list[ParameterMemory]:
         backend = config.compile.backend
         if backend not in backends:
             rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
-            raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(backends)}"))
+            raise ConfigError(
+                Problem("compile.backend", backend, rule, f"use one of {', '.join(backends)}")
+            )
     task, module, shape, model = _model(config)
     layout = module.LAYOUT
     if config.parallelism.tensor_parallel_degree > 1:
@@ -91,7 +99,9 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     return parameters
 
 
-def _model(config: Config) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
+def _model(
+    config: Config,
+) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
     """Return the task, the module of the model, its shape, and the model with the task's head on the meta
     device."""
     task = tasks.open_task(config)
@@ -116,7 +126,9 @@ def _build_on_ranks(config: Config, world_size: int) -> None:
         quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
         with fake_backend.join(rank, world_size) as world:
             mesh = distributed.build(config, world)
-            runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+            runner = distributed.parallelize(
+                model, module.LAYOUT, mesh, config, task.num_outputs(shape)
+            )
             with fake_backend.materialized(runner):
                 optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
 
@@ -130,7 +142,11 @@ def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
     parts = pipeline_parallel.chain_names(model, layout).per_stage(p)
     if hf_stages.is_hf(model):
         pipeline_parallel.check(model, layout, config)
-    trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
+    trained = {
+        name
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if tensor.requires_grad
+    }
     schedule = stages.schedule_name(p.pipeline_parallel_schedule) or ""
     for rank in range(degree):
         modules: list[str] = []

@@ -41,14 +41,18 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     # sys.exit would look like the successful end of a run
     if isinstance(error, SystemExit):
         if not source:
-            raise ShardtrainError(f"sys.exit({error.code!r}) was called before ranks had started") from error
+            raise ShardtrainError(
+                f"sys.exit({error.code!r}) was called before ranks had started"
+            ) from error
         rule = f"ends the program{place}: sys.exit"
         return ConfigError(Problem(files[source], source, rule, "raise an error instead"))
     if not source:
         raise error
     message = str(error.msg) if isinstance(error, SyntaxError) else str(error)
     message = " ".join(message.split()) or f"{type(error).__name__} without a message"
-    return ConfigError(Problem(files[source], source, f"fails{place}: {message}", "correct the file"))
+    return ConfigError(
+        Problem(files[source], source, f"fails{place}: {message}", "correct the file")
+    )
 
 
 def _check_schedule(config: Config) -> None:
@@ -67,7 +71,9 @@ def _check_schedule(config: Config) -> None:
         try:
             schedule = lr_scheduler.find(name)
             again = lr_scheduler.find(name)
-            lr_scheduler.check_own(config.optimizer, config.lr_scheduler, config.training.steps, schedule, again)
+            lr_scheduler.check_own(
+                config.optimizer, config.lr_scheduler, config.training.steps, schedule, again
+            )
         except (Exception, SystemExit) as error:
             return error  # not raised here: it may be a TimeoutError of the file
         return None
@@ -89,7 +95,9 @@ def _check_schedule(config: Config) -> None:
 
 def look(config: Config) -> list[ShardtrainError]:
     """Load the files that no other check loads before ranks start, and return their errors."""
-    checks: list[Callable[[], object]] = [partial(own_sink.find, path) for path in config.metrics.sinks]
+    checks: list[Callable[[], object]] = [
+        partial(own_sink.find, path) for path in config.metrics.sinks
+    ]
     if config.metrics.token_metrics:
         from shardtrain.distributed import token_metrics  # imports torch
 

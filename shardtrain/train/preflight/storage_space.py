@@ -64,7 +64,9 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
         # if the folder does not exist yet, its nearest existing parent is on the same filesystem
         existing = next(path for path in (folder, *folder.parents) if path.is_dir())
         filesystem = os.statvfs(existing)
-        num_existing = sum(1 for path in folder.glob("step-*") if path.is_dir()) if folder.is_dir() else 0
+        num_existing = (
+            sum(1 for path in folder.glob("step-*") if path.is_dir()) if folder.is_dir() else 0
+        )
     except OSError:
         return [], []  # storage that does not answer now may do so when the run saves
     free_bytes = filesystem.f_bavail * filesystem.f_frsize

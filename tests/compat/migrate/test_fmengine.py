@@ -103,8 +103,12 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize(("line", "changed"), [(FIRST, {}), (SECOND, CHANGED)], ids=["deepspeed", "torchrun"])
-def test_both_command_lines_keep_their_meaning(tmp_path: Path, line: str, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("line", "changed"), [(FIRST, {}), (SECOND, CHANGED)], ids=["deepspeed", "torchrun"]
+)
+def test_both_command_lines_keep_their_meaning(
+    tmp_path: Path, line: str, changed: dict[str, Any]
+) -> None:
     ds_json(tmp_path / "configs/llama.json", 8, 32)
     (tmp_path / "run.sh").write_text(line)
     migration = migrate.migrate([tmp_path / "run.sh"])
@@ -113,7 +117,9 @@ def test_both_command_lines_keep_their_meaning(tmp_path: Path, line: str, change
 
 
 @pytest.mark.parametrize("value", ["true", "True", "yes", "1", ""])
-def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(tmp_path: Path, value: str) -> None:
+def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(
+    tmp_path: Path, value: str
+) -> None:
     file = ds_json(tmp_path / "llama.json", 2, 4)
     flags = [
         f"--deepspeed_config={file}",
@@ -132,7 +138,9 @@ def test_booleans_are_values_or_bare_flags_and_launchers_add_flags(tmp_path: Pat
     ]
     loaded = load_flags(flags, 1)
     assert loaded.config.checkpoint.load_only
-    assert any("num_workers" in notice and "FMEngine ignores it" in notice for notice in loaded.notices)
+    assert any(
+        "num_workers" in notice and "FMEngine ignores it" in notice for notice in loaded.notices
+    )
 
 
 def test_ranks_beyond_the_stages_are_replicas(tmp_path: Path) -> None:
@@ -192,18 +200,26 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     line = [i for text in texts for i in [*tokenizer.encode(text).ids, *tokenizer.encode("\n").ids]]
     windows = {tuple(line[i : i + length + 1]) for i in range(0, len(line) - length, length)}
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     parameters = dict(model.named_parameters())
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in parameters.items()}
     for step in range(steps):
         tokens, targets = rows[step]
-        full = [(*row.tolist(), int(last)) for row, last in zip(tokens, targets[:, -1], strict=True)]
-        assert len(full) == 4 and all(row in windows for row in full if -100 not in row and row[-1] >= 0)
+        full = [
+            (*row.tolist(), int(last)) for row, last in zip(tokens, targets[:, -1], strict=True)
+        ]
+        assert len(full) == 4 and all(
+            row in windows for row in full if -100 not in row and row[-1] >= 0
+        )
         total = 0.0
         parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
         for inputs, labels in parts:
             logits = model(inputs).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / len(parts)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) / len(
+                parts
+            )
             loss.backward()
             total += loss.item()
         norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values()))
@@ -221,7 +237,9 @@ def test_rates_and_twenty_steps_match_a_plain_loop(tmp_path: Path) -> None:
                 p.addcdiv_(first / (1 - 0.9 ** (step + 1)), corrected, value=-rate)
                 p.grad = None
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            weight, parameters[str(HUB.source(name))].detach(), rtol=0, atol=1e-6
+        )
 
 
 def program(folder: Path, name: str, arguments: str) -> subprocess.CompletedProcess[str]:
@@ -231,7 +249,9 @@ def program(folder: Path, name: str, arguments: str) -> subprocess.CompletedProc
         [sys.executable, "-m", "shardtrain.compat.fmengine", name, *arguments.split()],
         patience.seconds(150),
     )
-    result = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    result = forked.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     return result
 
@@ -272,8 +292,16 @@ def test_a_user_s_folder_trains_and_converts_back_in_three_commands(tmp_path: Pa
     assert changed == set(before)
     # The trained weights survive a bitwise round trip through per-layer files.
     newest = str(folder / "output/checkpoint/step-3")
-    assert cli.main(["checkpoint", "to-fmengine", newest, str(folder / "layers"), "--mp_world_size=2"]) == 0
-    assert cli.main(["export", str(folder / "layers"), "--to", str(folder / "again"), "--check=weights"]) == 0
+    assert (
+        cli.main(["checkpoint", "to-fmengine", newest, str(folder / "layers"), "--mp_world_size=2"])
+        == 0
+    )
+    assert (
+        cli.main(
+            ["export", str(folder / "layers"), "--to", str(folder / "again"), "--check=weights"]
+        )
+        == 0
+    )
     same(tensors(folder / "again"), after)
 
 
@@ -281,7 +309,9 @@ def test_a_lora_block_trains_only_adapters(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
     program(folder, "deepspeed", TRAIN.replace("llama.json", "llama_lora.json"))
-    arguments = "--in-model-path output --out-model-path adapter --base-model hf --step global_step3"
+    arguments = (
+        "--in-model-path output --out-model-path adapter --base-model hf --step global_step3"
+    )
     program(folder, "to_hf_format", arguments)
     from safetensors.torch import load_file
 
@@ -296,7 +326,9 @@ def test_a_lora_block_trains_only_adapters(tmp_path: Path) -> None:
 
 def test_adapters_of_a_mistral_are_on_queries_and_values(tmp_path: Path) -> None:
     hf_folder(tmp_path / "hf", "mistral")
-    file = ds_json(tmp_path / "mistral_lora.json", 1, 4, lora={"r": 4, "lora_alpha": 16, "lora_dropout": 0.1})
+    file = ds_json(
+        tmp_path / "mistral_lora.json", 1, 4, lora={"r": 4, "lora_alpha": 16, "lora_dropout": 0.1}
+    )
     flags = f"--init_ckpt {tmp_path}/hf --deepspeed_config {file} --data_path d.jsonl"
     assert load_flags(flags.split(), 1).config.lora.target_modules == ["q_proj", "v_proj"]
 
@@ -324,7 +356,9 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
     ours = f'export PATH="$({python} -m shardtrain.compat.fmengine commands ./bin):$PATH"'
 
     def shell(text: str) -> None:
-        result = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
+        result = subprocess.run(
+            ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stderr[-3000:]
 
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained --mp_world_size 1")
@@ -334,12 +368,16 @@ def test_shell_commands_and_a_slurm_script_run_unchanged(tmp_path: Path) -> None
     shell(f"{ours}\ntorchrun --nnodes 1 --nproc-per-node 2 --node_rank 0 cli/train.py {flags}")
     for first, second in zip(values(folder / "output"), values(folder / "second"), strict=True):
         assert first["loss"] == second["loss"]
-    flags = flags.replace("./second", "/workspace/third").replace("--pipe_parallel_size 2", "--pipe_parallel_size 1")
+    flags = flags.replace("./second", "/workspace/third").replace(
+        "--pipe_parallel_size 2", "--pipe_parallel_size 1"
+    )
     flags = flags.replace("--model_parallel_size 1", "--model_parallel_size 2")
     flags = flags.replace("/workspace/", "./")  # the stub has no mounts, only its working folder
     shell(f"{ours}\n{SCRIPT.replace('PORT', str(free_port())).replace('FLAGS', flags)}")
     third = values(folder / "third")
-    assert [step["loss"] for step in third] == pytest.approx([v["loss"] for v in values(folder / "output")], rel=2e-3)
+    assert [step["loss"] for step in third] == pytest.approx(
+        [v["loss"] for v in values(folder / "output")], rel=2e-3
+    )
     record = [line.split() for line in (folder / "record").read_text().splitlines()]
     assert [command[command.index("--node_rank") + 1] for command in record] == ["0", "1"]
     for command in record:
@@ -394,7 +432,9 @@ wait
         ("--init_ckpt=none_here", "none_here"),
     ],
 )
-def test_a_wrong_flag_is_one_line_before_ranks_start(tmp_path: Path, flags: str, message: str, capfd: Any) -> None:
+def test_a_wrong_flag_is_one_line_before_ranks_start(
+    tmp_path: Path, flags: str, message: str, capfd: Any
+) -> None:
     file = ds_json(tmp_path / "llama.json", 1, 4)
     arguments = ["train", "--nproc", "2", f"--deepspeed_config={file}", *flags.split()]
     assert cli.main(arguments) == 2
@@ -403,7 +443,9 @@ def test_a_wrong_flag_is_one_line_before_ranks_start(tmp_path: Path, flags: str,
 
 
 def test_a_file_of_another_system_is_not_mistaken_for_deepspeed(tmp_path: Path, capfd: Any) -> None:
-    (tmp_path / "args.json").write_text('{"per_device_train_batch_size": 2, "output_dir": "x", "learning_rate": 1.0}')
+    (tmp_path / "args.json").write_text(
+        '{"per_device_train_batch_size": 2, "output_dir": "x", "learning_rate": 1.0}'
+    )
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
     for name, message in (
         ("args.json", "Hugging Face TrainingArguments"),
@@ -483,7 +525,9 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
         "XDG_STATE_HOME": str(folder / "state"),
     }
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
-    arguments = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
+    arguments = TRAIN.replace(
+        "--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}"
+    )
     command = [
         sys.executable,
         "-m",
@@ -494,7 +538,9 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
         *arguments.split(),
     ]
     limit = patience.seconds(150)
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert [step["step"] for step in values(folder / "output")] == [1, 2, 3]
     record = (folder / "record").read_text()
@@ -544,7 +590,9 @@ def test_the_window_size_flag_overrides_that_of_the_folder(family: str, tmp_path
     import transformers
 
     _, _, rows, _ = run_ranks(1, steps_of_flags, flags.partition(" --window")[0].split(), 1)[0]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     tokens, targets = rows[0]
     seen = torch.arange(32)[:, None] - torch.arange(32)[None, :]
     mask = torch.where((seen >= 0) & (seen < 4), 0.0, float("-inf")).expand(len(tokens), 1, 32, 32)

@@ -78,8 +78,12 @@ def test_every_documented_variable_is_in_the_source(name):
     assert len(rows) > 4
     for variables, answer in rows:
         for variable in re.findall(r"`([A-Z_]+)`", variables):
-            of_others = re.search(r"(PyTorch|NCCL|library) reads|torchtitan's own script|without effect", answer)
-            assert of_others or re.search(rf"\b{variable}\b", SOURCE) or (variable[6:] in SOURCE), variable
+            of_others = re.search(
+                r"(PyTorch|NCCL|library) reads|torchtitan's own script|without effect", answer
+            )
+            assert of_others or re.search(rf"\b{variable}\b", SOURCE) or (variable[6:] in SOURCE), (
+                variable
+            )
 
 
 def test_commands_for_run_ai_use_published_flags():
@@ -103,9 +107,13 @@ def test_commands_for_run_ai_use_published_flags():
                 value = rest.pop(0)
                 assert flag not in ("-e", "--env-secret") or re.match(r"[A-Z_]+=", value)
         assert names == 0, line
-        assert not re.search(r"TOKEN=(?!hub)", line), "a token is a secret of the cluster, never an argument"
+        assert not re.search(r"TOKEN=(?!hub)", line), (
+            "a token is a secret of the cluster, never an argument"
+        )
 
 
 def test_the_image_reads_the_variable_that_the_tutorial_sets():
     text = (ROOT / "scripts/containers/Dockerfile").read_text()
-    assert 'ENTRYPOINT ["shardtrain"]' in text and 'CMD ["train"]' in text and "CONFIG_FILE=" in text
+    assert (
+        'ENTRYPOINT ["shardtrain"]' in text and 'CMD ["train"]' in text and "CONFIG_FILE=" in text
+    )

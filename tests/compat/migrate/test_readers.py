@@ -25,7 +25,9 @@ def of(migration: Migration, *options: str) -> list[Any]:
     return [values.get(option) for option in options]
 
 
-def taken(folder: Path, name: str, text: str | dict[str, Any], processes: int | None = None) -> Migration:
+def taken(
+    folder: Path, name: str, text: str | dict[str, Any], processes: int | None = None
+) -> Migration:
     file = folder / name
     file.write_text(text if isinstance(text, str) else json.dumps(text, indent=1))
     return migrate([file], processes)
@@ -34,7 +36,11 @@ def taken(folder: Path, name: str, text: str | dict[str, Any], processes: int | 
 def leaves(values: Any, start: str = "") -> set[str]:
     keys = set()
     for key, value in values.items():
-        keys |= leaves(value, f"{start}{key}.") if isinstance(value, dict) and value else {f"{start}{key}"}
+        keys |= (
+            leaves(value, f"{start}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{start}{key}"}
+        )
     return keys
 
 
@@ -200,7 +206,9 @@ def test_rates_of_a_preset_match_the_closed_form_at_every_step(tmp_path):
     c = config.load_settings(taken(tmp_path, "llama.json", LLAMA).settings).config
     for step in range(100):
         form = 1e-6 + (5e-5 - 1e-6) * math.log(step + 1) / math.log(50) if step < 50 else 5e-5
-        assert learning_rate(c.optimizer, c.lr_scheduler, 1000, step) == pytest.approx(form, rel=1e-12)
+        assert learning_rate(c.optimizer, c.lr_scheduler, 1000, step) == pytest.approx(
+            form, rel=1e-12
+        )
 
 
 SCHEDULES = [
@@ -281,7 +289,9 @@ TABLES = [key for key, value in LLAMA.items() if isinstance(value, dict)]
 def test_a_table_may_be_empty_but_must_be_a_table(tmp_path, key):
     for empty in ({}, None):
         migration = taken(tmp_path, "ds.json", {**LLAMA, key: empty})
-        assert any(entry.key == key or entry.key.startswith(f"{key}.") for entry in migration.entries)
+        assert any(
+            entry.key == key or entry.key.startswith(f"{key}.") for entry in migration.entries
+        )
     if key != "activation_checkpointing":  # its mere presence has a meaning
         with pytest.raises(ConfigError, match=rf"{key}=3 must be a table; write {key} as a table"):
             taken(tmp_path, "ds.json", {**LLAMA, key: 3})
@@ -307,7 +317,10 @@ def test_every_key_has_an_answer_if_another_is_missing(tmp_path, name):
         except ConfigError:
             continue
         keys = {entry.key for entry in migration.entries}
-        assert all(leaf in keys or any(leaf.startswith(f"{key}.") for key in keys) for leaf in leaves(fewer)), fewer
+        assert all(
+            leaf in keys or any(leaf.startswith(f"{key}.") for key in keys)
+            for leaf in leaves(fewer)
+        ), fewer
 
 
 def test_an_enabled_precision_overrides_an_auto_one(tmp_path):
@@ -336,7 +349,9 @@ def test_flags_of_fmengine_are_combined_with_its_json(tmp_path):
     script.write_text("set -e\n\ndeepspeed " + flags.replace(" --", " \\\n  --") + "\n")
     both = migrate([script, json_file])
     script_only = migrate([script])
-    assert of(both, "job.dump_folder", "training.seq_len", "training.steps", "metrics.log_freq") == [
+    assert of(
+        both, "job.dump_folder", "training.seq_len", "training.steps", "metrics.log_freq"
+    ) == [
         "out",
         512,
         1000,
@@ -346,7 +361,9 @@ def test_flags_of_fmengine_are_combined_with_its_json(tmp_path):
     # 2 copies of 2 stages: 16 rows each, in micro-batches of 8.
     assert of(both, "training.local_batch_size", "training.global_batch_size") == [16, 32]
     assert of(both, "parallelism.pipeline_parallel_microbatch_size", "debug.seed") == [8, 3407]
-    assert {s.option: s.value for s in script_only.settings} == {s.option: s.value for s in both.settings}
+    assert {s.option: s.value for s in script_only.settings} == {
+        s.option: s.value for s in both.settings
+    }
     assert next(entry for entry in both.entries if entry.key == "max_seq_len").where == "run.sh:8"
     same = migrate([json_file], flags=["deepspeed", *flags.split()])
     assert {s.option: s.value for s in same.settings} == {s.option: s.value for s in both.settings}
@@ -387,7 +404,9 @@ def test_parameters_yml_keeps_its_meaning(tmp_path, monkeypatch):
 
 SHARDING = {
     "optimizer_sharding": ({"shard_optimizer_states": True, "data_parallel_replicate_degree": 2}),
-    "model_sharding": ({"fsdp_reshard_after_forward": "never", "data_parallel_replicate_degree": 1}),
+    "model_sharding": (
+        {"fsdp_reshard_after_forward": "never", "data_parallel_replicate_degree": 1}
+    ),
     "both": ({"fsdp_reshard_after_forward": "always", "data_parallel_shard_degree": -1}),
 }
 
@@ -411,7 +430,9 @@ def test_a_global_batch_is_divided_over_one_process_per_device(tmp_path):
 
 
 def test_a_custom_key_requires_a_task_file(tmp_path):
-    text = FILES["parameters.yml"].replace("    num_labels: 2", "    num_labels: 2\n    margin: 0.3")
+    text = FILES["parameters.yml"].replace(
+        "    num_labels: 2", "    num_labels: 2\n    margin: 0.3"
+    )
     migration = taken(tmp_path, "parameters.yml", text)
     (entry,) = migration.unsupported
     assert entry.key == "transformers-params.margin" and "task.options" in entry.text
@@ -454,7 +475,9 @@ def test_auto_defers_to_the_other_file(tmp_path):
         1.0,
         32,
     ]
-    assert of(migration, "parallelism.fsdp_reshard_after_forward", "training.enable_cpu_offload") == ["always", True]
+    assert of(
+        migration, "parallelism.fsdp_reshard_after_forward", "training.enable_cpu_offload"
+    ) == ["always", True]
 
 
 @pytest.mark.parametrize(
@@ -483,7 +506,9 @@ def test_torchtune_references_are_replaced(tmp_path):
         "/models/Llama-3.2-1B",
         "/models/out",
     ]
-    assert of(migration, "lora.target_modules") == [["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]]
+    assert of(migration, "lora.target_modules") == [
+        ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    ]
     assert of(migration, "training.max_norm", "training.dtype") == [float("inf"), "bfloat16"]
 
 
@@ -503,7 +528,8 @@ TRL = json.dumps(
     }
 )
 ADAPTERS = {
-    "axolotl.yml": AXOLOTL + "lora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\npeft_use_dora: true\n",
+    "axolotl.yml": AXOLOTL
+    + "lora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\npeft_use_dora: true\n",
     "trl.json": TRL[:-1]
     + ', "lora_target_modules": "all-linear", "lora_modules_to_save": ["lm_head"], "use_dora": true}',
 }
@@ -524,7 +550,9 @@ def test_all_adapter_options_of_a_file_are_followed(tmp_path, name):
     without = taken(tmp_path, "plain.yml", ADAPTERS["axolotl.yml"].replace("adapter: lora\n", ""))
     assert not [setting for setting in without.settings if setting.option.startswith("lora.")]
     verdicts = {entry.key: entry.verdict for entry in without.entries}
-    assert {verdicts[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {"ignored"}
+    assert {verdicts[key] for key in ("lora_r", "lora_modules_to_save", "peft_use_dora")} == {
+        "ignored"
+    }
 
 
 def test_train_accepts_such_a_file_with_a_notice(tmp_path):
@@ -541,13 +569,19 @@ def test_train_accepts_such_a_file_with_a_notice(tmp_path):
 def test_config_reads_such_a_file_like_train(tmp_path, by_option, capsys):
     file = str(write(tmp_path, "llama.json"))
     arguments = ["--job.config_file", file] if by_option else [file]
-    assert cli.main(["config", "check", *arguments, "--nproc", "2", "--training.device", "cpu"]) == 0
+    assert (
+        cli.main(["config", "check", *arguments, "--nproc", "2", "--training.device", "cpu"]) == 0
+    )
     output = capsys.readouterr().out
     for key in ("lr-decay-style", "warmup", "min_lr"):
         assert re.search(rf"ignored +llama.json:\d+: {key} = ", output), key
-    assert re.search(r"renamed +llama.json:\d+: gradient_clipping = 1.0 -> training.max_norm", output)
+    assert re.search(
+        r"renamed +llama.json:\d+: gradient_clipping = 1.0 -> training.max_norm", output
+    )
     assert cli.main(["config", "show", *arguments, "--nproc", "2"]) == 0
-    assert re.search(r"^global_batch_size = 32  # llama.json:\d+$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^global_batch_size = 32  # llama.json:\d+$", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 def test_defaults_for_missing_data_and_model_are_reported(tmp_path):
@@ -562,14 +596,18 @@ def test_defaults_for_missing_data_and_model_are_reported(tmp_path):
 @pytest.mark.parametrize("name", ["axolotl.yml", "training_arguments.json"])
 def test_code_of_a_repository_is_refused(tmp_path, name):
     text = FILES[name]
-    line = '  "trust_remote_code": true,\n' if name.endswith("json") else "trust_remote_code: true\n"
+    line = (
+        '  "trust_remote_code": true,\n' if name.endswith("json") else "trust_remote_code: true\n"
+    )
     text = text.replace("{\n", "{\n" + line, 1) if name.endswith("json") else line + text
     assert "trust_remote_code" in {entry.key for entry in taken(tmp_path, name, text).unsupported}
 
 
 def test_train_rejects_unsupported_keys(tmp_path):
     file = tmp_path / "args.json"
-    file.write_text('{"learning_rate": 1e-4,\n "num_train_epochs": 1,\n "neftune_noise_alpha": 5.0}')
+    file.write_text(
+        '{"learning_rate": 1e-4,\n "num_train_epochs": 1,\n "neftune_noise_alpha": 5.0}'
+    )
     with pytest.raises(ConfigError, match=r"args.json:3: neftune_noise_alpha=5.0 is not supported"):
         load(file)
 
@@ -604,7 +642,9 @@ def test_two_files_that_contradict_each_other_are_refused(tmp_path):
     first = write(tmp_path, "training_arguments.json")
     other = tmp_path / "ds.json"
     other.write_text('{"train_micro_batch_size_per_gpu": 4}')
-    with pytest.raises(ConfigError, match=r"training.local_batch_size=4 contradicts 2 at training_arguments.json:2"):
+    with pytest.raises(
+        ConfigError, match=r"training.local_batch_size=4 contradicts 2 at training_arguments.json:2"
+    ):
         migrate([first, other])
 
 
@@ -634,7 +674,9 @@ def test_a_hostile_file_runs_nothing_and_ends_soon(tmp_path, name):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["torchtitan.toml", "ds_config.json", "accelerate.yaml", "training_args.json"])
+@pytest.mark.parametrize(
+    "name", ["torchtitan.toml", "ds_config.json", "accelerate.yaml", "training_args.json"]
+)
 def test_migrate_prints_every_note_of_check(tmp_path, capsys, name):
     """Two notes may concern one line of the file. Only the note that repeats the answer to its key is omitted."""
     example = ROOT / "examples/migrate" / name
@@ -654,7 +696,9 @@ def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
             "per_device_train_batch_size": 2,
             "optim": "adamw_bnb_8bit",
         }
-        migration = taken(tmp_path, "training_args.json", {**arguments, "report_to": ["mlflow", "trackio"]})
+        migration = taken(
+            tmp_path, "training_args.json", {**arguments, "report_to": ["mlflow", "trackio"]}
+        )
         assert of(migration, "metrics.enable_mlflow", "metrics.enable_trackio") == [True, True]
     elif system == "axolotl":
         file = write(tmp_path, "axolotl.yml")
@@ -687,7 +731,9 @@ def test_losses_and_packing_of_trl_are_followed(tmp_path):
         0.5,
     ]
     assert not migration.unsupported
-    assert taken(tmp_path, "sppo.json", {**arguments, "beta": 0.2, "loss_type": "sppo_hard"}).unsupported
+    assert taken(
+        tmp_path, "sppo.json", {**arguments, "beta": 0.2, "loss_type": "sppo_hard"}
+    ).unsupported
 
     for packing, expected in (
         ({"packing": True}, "concat"),

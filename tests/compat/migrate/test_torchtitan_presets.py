@@ -87,10 +87,15 @@ def test_presets_of_qwen3_and_deepseek_v3_keep_their_values(
         mode,
         "op",
     )
-    assert c.compile.enable is (file in ("deepseek_v3_16b", "deepseek_v3_671b")) and not c.checkpoint.enable
+    assert (
+        c.compile.enable is (file in ("deepseek_v3_16b", "deepseek_v3_671b"))
+        and not c.checkpoint.enable
+    )
     assert c.compile.components == (["loss"] if c.compile.enable else ["model", "loss"])
     deepseek = name == "deepseek_v3"
-    assert c.quantize.linear.float8.filter_fqns == (["output", "router.gate"] if deepseek else ["output"])
+    assert c.quantize.linear.float8.filter_fqns == (
+        ["output", "router.gate"] if deepseek else ["output"]
+    )
     assert c.checkpoint.last_save_model_only is c.compile.enable
     assert c.checkpoint.export_dtype == ("float32" if deepseek else "float16")
 
@@ -127,7 +132,9 @@ CHEAP = (
 
 
 def test_every_preset_is_built():
-    assert {name for name, *_ in BUILT} == {str(f.relative_to(PRESETS))[:-5] for f in PRESETS.rglob("*.toml")}
+    assert {name for name, *_ in BUILT} == {
+        str(f.relative_to(PRESETS))[:-5] for f in PRESETS.rglob("*.toml")
+    }
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,9 @@ def test_every_preset_is_built():
     ),
     ids=lambda value: value if isinstance(value, str) and "/" in value else "",
 )
-def test_an_unedited_preset_builds_at_its_number_of_ranks(monkeypatch, capsys, name, ranks, parameters):
+def test_an_unedited_preset_builds_at_its_number_of_ranks(
+    monkeypatch, capsys, name, ranks, parameters
+):
     """Unedited, without its tokenizer and data: ``NGPU=N COMM_MODE=fake_backend ./run_train.sh``."""
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "CONFIG_FILE"):
         monkeypatch.delenv(variable, raising=False)
@@ -153,7 +162,9 @@ def test_an_unedited_preset_builds_at_its_number_of_ranks(monkeypatch, capsys, n
     for size in sizes:
         product *= int(size)
     assert len(sizes) == 5 and product == ranks
-    assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), "the output must contain the memory of a rank"
+    assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), (
+        "the output must contain the memory of a rank"
+    )
 
 
 def test_missing_requirements_are_reported_and_stop_training(monkeypatch, capsys):

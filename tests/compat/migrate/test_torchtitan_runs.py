@@ -24,7 +24,8 @@ from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 ROOT = Path(__file__).parents[3]
 PRESETS = ROOT / "tests/fixtures/configs"
 TORCHTRAIN_RUNS = (
-    "tests/compat/migrate/test_torchtitan_runs.py::test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags"
+    "tests/compat/migrate/test_torchtitan_runs.py::"
+    "test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags"
 )
 """The test in the default tier that runs an original script."""
 SMALL = "--training.seq_len 32 --training.batch_size 1 --training.device cpu"
@@ -34,7 +35,9 @@ TEXTS = [
     "The loss is a sum, divided once.",
 ] * 300
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the loopback interface is called lo"
+)
 
 
 def rows(file: Path, field: str) -> None:
@@ -107,10 +110,15 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     (file,) = folder.rglob("events*")
     events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
     events.Reload()
-    return {tag: {scalar.step: scalar.value for scalar in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    return {
+        tag: {scalar.step: scalar.value for scalar in events.Scalars(tag)}
+        for tag in events.Tags()["scalars"]
+    }
 
 
-def assert_same(actual: dict[int, tuple[float, str]], expected: dict[int, tuple[float, str]], tolerance: float) -> None:
+def assert_same(
+    actual: dict[int, tuple[float, str]], expected: dict[int, tuple[float, str]], tolerance: float
+) -> None:
     """Check for the same rows in the same order at each step, and losses within a tolerance."""
     assert {step: order for step, (_, order) in actual.items()} == {
         step: order for step, (_, order) in expected.items()
@@ -120,9 +128,13 @@ def assert_same(actual: dict[int, tuple[float, str]], expected: dict[int, tuple[
 
 
 def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain):
-    line = f"{ROOT}/run_llama_train.sh --training.dataset_path ./alpaca {SMALL} --metrics.log_freq 5"
+    line = (
+        f"{ROOT}/run_llama_train.sh --training.dataset_path ./alpaca {SMALL} --metrics.log_freq 5"
+    )
     line += " --model.overrides.vocab_size 512"  # instead of 32000, which would dominate the time
-    result = noted.run(torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml")
+    result = noted.run(
+        torchtrain, line, NGPU="2", LOG_RANK="0,1", CONFIG_FILE="./train_configs/debug_model.toml"
+    )
     assert result.returncode == 0, result.stderr
     assert "training with 2 processes" in result.stderr and "[rank1]" in result.stderr
     logged = scalars(torchtrain / "outputs/tb")
@@ -133,10 +145,15 @@ def test_a_torchtrain_folder_trains_with_its_script_and_logs_its_tags(torchtrain
         "throughput(tps)",
     } <= set(logged)
     assert list(logged["wps"]) == [1, 5, 10] and logged["wps"] == logged["throughput(tps)"]
-    renames = [line for line in result.stderr.splitlines() if "training.batch_size is called" in line]
+    renames = [
+        line for line in result.stderr.splitlines() if "training.batch_size is called" in line
+    ]
     assert renames and all(" INFO " in line for line in renames), "a rename must not be a warning"
     # Linear warm-up over int(10 * 0.2) steps, then decay to 1/8 of the peak.
-    lr = {event["step"]: event["lr"] for event in map(json.loads, (torchtrain / "outputs/metrics.jsonl").open())}
+    lr = {
+        event["step"]: event["lr"]
+        for event in map(json.loads, (torchtrain / "outputs/metrics.jsonl").open())
+    }
     assert lr[1] == pytest.approx(8e-4 / 3) and lr[10] == pytest.approx(8e-4 / 8)
     assert (torchtrain / "outputs/profiling/traces/iteration_10/rank1_trace.json").is_file()
 
@@ -170,12 +187,19 @@ def test_torchrun_runs_train_py_like_torchtrain_s_script(torchtrain):
     line += ["--training.seq_len", "64", "--training.device", "cpu"]
     limit = patience.seconds(400)
     names = noted.environment()
-    result = subprocess.run(line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit)
+    result = subprocess.run(
+        line, cwd=torchtrain, env=names, capture_output=True, text=True, timeout=limit
+    )
     assert result.returncode == 0, result.stderr
-    assert list(losses(torchtrain / "outputs")) == [1, 10] and "on 2 x cpu" in result.stdout + result.stderr
+    assert (
+        list(losses(torchtrain / "outputs")) == [1, 10]
+        and "on 2 x cpu" in result.stdout + result.stderr
+    )
 
 
-def as_torchrun(arguments: list[str], rank: int, size: int, port: int, names: dict[str, str]) -> tuple[list[str], dict]:
+def as_torchrun(
+    arguments: list[str], rank: int, size: int, port: int, names: dict[str, str]
+) -> tuple[list[str], dict]:
     """Return what torchrun starts for one rank: the arguments from -m on, and the environment."""
     place = arguments.index("-m")
     rendezvous = {
@@ -201,15 +225,22 @@ def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     assert "--nproc_per_node=2" in arguments
     port = free_port()
     ranks = [as_torchrun(arguments, rank, 2, port, names) for rank in (0, 1)]
-    started = [noted.start(torchtitan, *rank, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in ranks]
+    started = [
+        noted.start(torchtitan, *rank, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for rank in ranks
+    ]
     try:
-        outputs = [process.communicate(timeout=patience.seconds(noted.SECONDS))[0] for process in started]
+        outputs = [
+            process.communicate(timeout=patience.seconds(noted.SECONDS))[0] for process in started
+        ]
     finally:
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], outputs
     assert list(losses(torchtitan / "outputs")) == [1, 2, 3] and "on 2 x cpu" in outputs[0]
-    assert {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"} <= set(scalars(torchtitan / "outputs/tb"))
+    assert {"loss_metrics/global_avg_loss", "throughput(tps)", "grad_norm"} <= set(
+        scalars(torchtitan / "outputs/tb")
+    )
 
 
 def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
@@ -225,10 +256,14 @@ def test_its_fake_backend_builds_any_number_of_ranks(torchtitan):
 
 def test_a_missing_torchtitan_file_is_one_line(torchtitan):
     line = "COMM_MODE= ./run_train.sh"
-    arguments, names = noted.command_of(torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train")
+    arguments, names = noted.command_of(
+        torchtitan, line, CONFIG_FILE="gone.toml", TRAIN_FILE="shardtrain.train"
+    )
     result = noted.run_words(torchtitan, *as_torchrun(arguments, 0, 1, free_port(), names))
     assert result.returncode == 2 and result.stdout == ""
-    assert [line[:9] for line in result.stderr.splitlines()] == ["error[2]:"] and "gone.toml" in result.stderr
+    assert [line[:9] for line in result.stderr.splitlines()] == [
+        "error[2]:"
+    ] and "gone.toml" in result.stderr
 
 
 # One line of TOML each, in the order of torchtitan's README: key features, then those "coming soon" in 2024
@@ -296,9 +331,8 @@ def test_bfloat16_weights_load_with_torch_load(torchtitan):
 
     preset = next(torchtitan.rglob("debug_model.toml"))
     line = f"-m shardtrain.train --job.config_file {preset} --nproc 2 --training.seq_len 32 --training.steps 2 "
-    line += (
-        "--training.local_batch_size 1 --training.device cpu --checkpoint.enable --checkpoint.export_dtype bfloat16 "
-    )
+    line += "--training.local_batch_size 1 --training.device cpu "
+    line += "--checkpoint.enable --checkpoint.export_dtype bfloat16 "
     line += "--checkpoint.last_save_model_only"
     names = noted.environment()
     result = noted.run_words(torchtitan, line.split(), names)
@@ -374,7 +408,10 @@ def test_a_pod_of_runai_submit_trains_without_job_variables(runai):
     }
     result = noted.run(runai, f"{TRAIN} --training.steps 2", **names)
     assert result.returncode == 0, result.stderr
-    assert list(losses(runai.parent / "claim")) == [1, 2] and "training with 2 processes" in result.stderr
+    assert (
+        list(losses(runai.parent / "claim")) == [1, 2]
+        and "training with 2 processes" in result.stderr
+    )
 
 
 def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[str]:
@@ -407,7 +444,9 @@ def test_two_pods_of_the_tutorial_save_when_one_is_evicted_and_resume(runai):
             if until == "SIGTERM":
                 wait_for(lambda: (claim / "metrics.jsonl").exists() and len(losses(claim)) > 1)
                 pods[0].send_signal(signal.SIGTERM)
-            return [(process.wait(patience.seconds(180)), process.communicate()[1]) for process in pods]
+            return [
+                (process.wait(patience.seconds(180)), process.communicate()[1]) for process in pods
+            ]
         finally:
             for process in pods:
                 process.kill()

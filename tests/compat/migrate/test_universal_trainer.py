@@ -80,7 +80,9 @@ def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
         rows.append([])
         outcome = trainer.step(run)
         assert outcome is not None
-        losses.append(run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item() / outcome.global_tokens)
+        losses.append(
+            run.mesh.sum(outcome.loss_sum.double(), over=LOSS_AXES).item() / outcome.global_tokens
+        )
         rates.append(outcome.lr)
     weights = {name: to_full(tensor).clone() for name, tensor in run.runner.parameters().items()}
     moments = {
@@ -105,7 +107,9 @@ class Original:
         with BinWeights(folder / "bart") as weights:
             self.model.load_state_dict({name: weights.read(name, ()) for name in weights.names()})
         self.model.train()
-        self.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "bart" / "tokenizer.json"))
+        self.tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(folder / "bart" / "tokenizer.json")
+        )
         lines = (folder / "data" / "sentiment-train").read_text().splitlines()
         self.rows = [line.rsplit("\t", 1) for line in lines]
         without = ("bias", "LayerNorm.weight")
@@ -124,7 +128,11 @@ class Original:
         first = int(steps * warmup)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
-            lambda step: step / max(1, first) if step < first else max(0.0, (steps - step) / max(1, steps - first)),
+            lambda step: (
+                step / max(1, first)
+                if step < first
+                else max(0.0, (steps - step) / max(1, steps - first))
+            ),
         )
         self.steps, self.step = steps, 0
 
@@ -173,7 +181,8 @@ class Original:
 def joined(results: list[dict[str, Any]]) -> list[list[int]]:
     """Return the rows of each step from all ranks."""
     return [
-        [row for part in parts for row in part] for parts in zip(*(result["rows"] for result in results), strict=True)
+        [row for part in parts for row in part]
+        for parts in zip(*(result["rows"] for result in results), strict=True)
     ]
 
 
@@ -183,7 +192,9 @@ def assert_weights(original: Original, weights: dict[str, torch.Tensor], toleran
     for name, tensor in weights.items():
         if name.endswith("k_proj.bias"):
             continue  # softmax ignores it: its gradient is rounding noise, which Adam with eps 1e-8 turns into steps
-        torch.testing.assert_close(tensor, expected[name.removeprefix("hf.")].detach(), atol=tolerance, rtol=0)
+        torch.testing.assert_close(
+            tensor, expected[name.removeprefix("hf.")].detach(), atol=tolerance, rtol=0
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -193,7 +204,9 @@ def test_twenty_steps_match_a_plain_loop(tmp_path: Path, ranks: int) -> None:
     results = run_ranks(ranks, body, configured(file, ranks), STEPS)
     original = Original(folder, 2e-3, 3 * 9)
     assert [len(rows) for rows in joined(results)[:9]] == [8] * 8 + [3]
-    for rows, loss, rate in zip(joined(results), results[0]["losses"], results[0]["rates"], strict=True):
+    for rows, loss, rate in zip(
+        joined(results), results[0]["losses"], results[0]["rates"], strict=True
+    ):
         expected_loss, their_rate = original.take(rows)
         # 20 steps of Adam amplify float32 rounding, which depends on the processor: 1.5e-6 with AVX2.
         assert loss == pytest.approx(expected_loss, abs=5e-6)
@@ -230,7 +243,9 @@ SHARDING = {
 )
 def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
     plain = run_ranks(2, body, configured(write_folder(tmp_path / "plain"), 2), 4)[0]
-    sharded = run_ranks(2, body, configured(write_folder(tmp_path / "sharded", **SHARDING[name]), 2), 4)[0]
+    sharded = run_ranks(
+        2, body, configured(write_folder(tmp_path / "sharded", **SHARDING[name]), 2), 4
+    )[0]
     assert sharded["losses"] == pytest.approx(plain["losses"], abs=1e-6)
 
 
@@ -250,13 +265,19 @@ def test_a_global_batch_is_split_over_as_many_devices_as_divide_it(tmp_path: Pat
             9 // used,
             9,
         )
-        notices = [notice for notice in loaded.notices if "of 9 rows" in notice or "9 rows are dealt" in notice]
+        notices = [
+            notice
+            for notice in loaded.notices
+            if "of 9 rows" in notice or "9 rows are dealt" in notice
+        ]
         assert len(notices) == (devices > 1)
     single, shared = (run_ranks(ranks, body, configured(file, ranks), 4)[0] for ranks in (1, 3))
     assert shared["losses"] == pytest.approx(single["losses"], abs=1e-6)
 
 
-@pytest.mark.parametrize(("ranks", "prefix", "sharding"), [(1, "", {}), (2, "module.", SHARDING["optimizer"])])
+@pytest.mark.parametrize(
+    ("ranks", "prefix", "sharding"), [(1, "", {}), (2, "module.", SHARDING["optimizer"])]
+)
 def test_a_run_resumes_from_an_original_checkpoint(
     tmp_path: Path, ranks: int, prefix: str, sharding: dict[str, Any]
 ) -> None:
@@ -268,16 +289,24 @@ def test_a_run_resumes_from_an_original_checkpoint(
     for step in range(10):
         original.take([*range(step * 6, step * 6 + 6)])
     saved = original.save(folder / "checkpoint-10", prefix)
-    file = rewrite_parameters(folder, continue_training=True, continue_training_path=saved, **values)
+    file = rewrite_parameters(
+        folder, continue_training=True, continue_training_path=saved, **values
+    )
     results = run_ranks(ranks, body, configured(file, ranks), 6)
     assert (results[0]["first"], results[0]["total"]) == (10, 27)
-    for rows, loss, rate in zip(joined(results), results[0]["losses"], results[0]["rates"], strict=True):
+    for rows, loss, rate in zip(
+        joined(results), results[0]["losses"], results[0]["rates"], strict=True
+    ):
         expected_loss, their_rate = original.take(rows)
-        assert loss == pytest.approx(expected_loss, abs=1e-6) and rate == pytest.approx(their_rate, rel=1e-12)
+        assert loss == pytest.approx(expected_loss, abs=1e-6) and rate == pytest.approx(
+            their_rate, rel=1e-12
+        )
     assert_weights(original, results[0]["weights"], 1e-6)
     assert [len(rows) for rows in joined(results)] == [8] * 6  # steps 11 to 16, with 9 per epoch
     half = configured(
-        rewrite_parameters(folder, continue_training=True, continue_training_path=saved, use_native_fp16=True),
+        rewrite_parameters(
+            folder, continue_training=True, continue_training_path=saved, use_native_fp16=True
+        ),
         1,
     )
     result = run_ranks(1, body, half, 0)[0]
@@ -305,11 +334,15 @@ def damaged(original: Original, file: Path, kind: str) -> str:
         original.save(file, model_state_dict={**state, "extra.weight": torch.zeros(2)})
         return r"1 not in this model: extra\.weight"
     if kind == "shape":
-        original.save(file, model_state_dict={**state, "classification_head.out_proj.bias": torch.zeros(3)})
+        original.save(
+            file, model_state_dict={**state, "classification_head.out_proj.bias": torch.zeros(3)}
+        )
         return r"1 with another shape: classification_head\.out_proj\.bias \[3\] instead of \[2\]"
     if kind == "optimizer":
         optimizer_state = original.optimizer.state_dict()
-        optimizer_state["param_groups"][0]["params"] = optimizer_state["param_groups"][0]["params"][:-1]
+        optimizer_state["param_groups"][0]["params"] = optimizer_state["param_groups"][0]["params"][
+            :-1
+        ]
         original.save(file, optimizer_state_dict=optimizer_state)
         return "the optimizer has groups of"
     if kind == "no step":
@@ -339,16 +372,22 @@ class Hostile:
         return os.mkdir, (self.path,)
 
 
-@pytest.mark.parametrize("kind", ["missing", "surplus", "shape", "optimizer", "no step", "hostile", "cut", "flipped"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "surplus", "shape", "optimizer", "no step", "hostile", "cut", "flipped"]
+)
 def test_a_mismatched_file_is_named_and_changes_nothing(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "folder"
     write_folder(folder, gpus=1)
     original = Original(folder, 2e-3, 27)
     original.take([0, 1, 2])
     message = damaged(original, folder / "checkpoint-1", kind)
-    file = rewrite_parameters(folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1")
+    file = rewrite_parameters(
+        folder, gpus=1, continue_training=True, continue_training_path=folder / "checkpoint-1"
+    )
     assert run_ranks(1, refused, configured(file, 1), message) == [True]
-    assert not (folder / "checkpoint-1.ran").exists() and not list((folder / "models").rglob("step-*"))
+    assert not (folder / "checkpoint-1.ran").exists() and not list(
+        (folder / "models").rglob("step-*")
+    )
 
 
 def refused(rank: int, config: Config, message: str) -> bool:
@@ -357,7 +396,9 @@ def refused(rank: int, config: Config, message: str) -> bool:
     with pytest.raises(CheckpointError, match=message) as caught:
         resume(run, checkpoints)
     assert "\n" not in str(caught.value)
-    same = all(torch.equal(tensor, before[name]) for name, tensor in run.runner.parameters().items())
+    same = all(
+        torch.equal(tensor, before[name]) for name, tensor in run.runner.parameters().items()
+    )
     # A flipped bit is detected when its tensor is read. Earlier tensors were read, but the run ends here.
     assert same or "damaged" in str(caught.value)
     return run.state.step == 0
@@ -423,7 +464,9 @@ def test_a_tilde_is_expanded_in_every_path(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "hooks.py").write_text("class Task: pass\nMETRICS = {'f1': 'max'}\n")
     extra = "    continue_training: True\n    hooks_file: '~/hooks.py'\n    margin: 0.3\n    note: 'a b'"
     text = folders.write_parameters(tmp_path, own=extra, **places).read_text()
-    text = text.replace("    continue_training: False\n", "").replace('path: ""', "path: '~/checkpoint-3'")
+    text = text.replace("    continue_training: False\n", "").replace(
+        'path: ""', "path: '~/checkpoint-3'"
+    )
     (tmp_path / "parameters.yml").write_text(text)
     migration = migrate.migrate([tmp_path / "parameters.yml"])
     c = configs.load_settings(migration.settings, follow=False).config  # the folder does not exist
@@ -472,9 +515,12 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     result = command(folder, "--params=parameters.yml")
     assert result.returncode == 0, result.stderr[-3000:]
     models = folder / "models" / "baseline"
-    assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]  # 104 rows, 2 x 8 per step
+    # 104 rows, 2 x 8 per step
+    assert steps_of(models) == [7 * epoch for epoch in range(1, epochs + 1)]
     logs = [models / "logger_logs" / f"training_{rank}.log" for rank in (0, 1)]
-    assert all(log.read_text() for log in logs) and list((models / "tensorboard_logs").rglob("events*"))
+    assert all(log.read_text() for log in logs) and list(
+        (models / "tensorboard_logs").rglob("events*")
+    )
     accuracies = {
         line["step"]: line["accuracy"]
         for line in map(json.loads, (models / "validation.jsonl").read_text().splitlines())
@@ -482,7 +528,8 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
     assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
     before = logs[0].read_text()
-    again = command(folder, "--params=parameters.yml")  # the run is complete, and the log is appended to
+    # the run is complete, and the log is appended to
+    again = command(folder, "--params=parameters.yml")
     assert again.returncode == 0 and steps_of(models)[-1] == 7 * epochs
     assert logs[0].read_text().startswith(before) and len(logs[0].read_text()) > len(before)
     folders.write_parameters(folder, mode="test", max_length=16)
@@ -492,9 +539,14 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     for name, count in (("dev", 50), ("test", 70)):
         results = json.loads((models / f"{name}_results.json").read_text())
         lines = (models / f"{name}_prediction.txt").read_text().splitlines()
-        labels = [line.rsplit("\t", 1)[1] for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()]
+        labels = [
+            line.rsplit("\t", 1)[1]
+            for line in (folder / "data" / f"sentiment-{name}").read_text().splitlines()
+        ]
         assert set(results) == {"Accuracy"} and len(lines) == count and set(lines) <= {"0", "1"}
-        assert results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
+        assert (
+            results["Accuracy"] == sum(a == b for a, b in zip(lines, labels, strict=True)) / count
+        )
     assert json.loads((models / "dev_results.json").read_text())["Accuracy"] == accuracies[best]
     arguments = [
         "-m",
@@ -506,7 +558,12 @@ def test_an_original_folder_trains_and_tests_unchanged(tmp_path: Path, epochs: i
     ]
     exported = forked.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
     assert exported.returncode == 0, exported.stderr[-3000:]
-    assert transformers.BartForSequenceClassification.from_pretrained(folder / "exported").config.num_labels == 2
+    assert (
+        transformers.BartForSequenceClassification.from_pretrained(
+            folder / "exported"
+        ).config.num_labels
+        == 2
+    )
 
 
 @pytest.mark.timeout(300)
@@ -522,7 +579,10 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     for step in range(50):
         original.take([*range(step * 16 % 192, step * 16 % 192 + 16)])
     original.save(folder / "checkpoint-50", "module.")
-    texts = [line.rsplit("\t", 1)[0] for line in (folder / "data" / "sentiment-test").read_text().splitlines()]
+    texts = [
+        line.rsplit("\t", 1)[0]
+        for line in (folder / "data" / "sentiment-test").read_text().splitlines()
+    ]
     (folder / "data" / "sentiment-test").write_text("".join(f"{text}\n" for text in texts))
     result = command(folder, "--params=parameters.yml", "--checkpoint", "checkpoint-50")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -530,8 +590,14 @@ def test_an_original_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     assert not (models / "test_results.json").exists() and (models / "dev_results.json").exists()
     predictions = (models / "test_prediction.txt").read_text().split()
     original.model.eval()
-    wanted = [original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits for text in texts]
-    assert predictions == [str(int(logits.argmax())) for logits in wanted] and len(set(predictions)) == 2
+    wanted = [
+        original.model(torch.tensor([original.tokenizer(text)["input_ids"]])).logits
+        for text in texts
+    ]
+    assert (
+        predictions == [str(int(logits.argmax())) for logits in wanted]
+        and len(set(predictions)) == 2
+    )
 
 
 @pytest.mark.timeout(300)
@@ -648,11 +714,15 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "universal_trainer"
 )
 def test_the_template_trains_a_custom_model(tmp_path: Path) -> None:
     text = (EXAMPLE / "parameters.yml").read_text()
-    text = text.replace("'examples/universal_trainer/hooks.py'", f"'{EXAMPLE / 'hooks.py'}'").replace("2000 ", "400 ")
+    text = text.replace(
+        "'examples/universal_trainer/hooks.py'", f"'{EXAMPLE / 'hooks.py'}'"
+    ).replace("2000 ", "400 ")
     (tmp_path / "parameters.yml").write_text(text.replace("batch_size: 16", "batch_size: 8"))
     result = command(tmp_path, "--params=parameters.yml")
     assert result.returncode == 0, result.stderr[-3000:]
-    (tmp_path / "parameters.yml").write_text((tmp_path / "parameters.yml").read_text().replace("'train'", "'test'"))
+    (tmp_path / "parameters.yml").write_text(
+        (tmp_path / "parameters.yml").read_text().replace("'train'", "'test'")
+    )
     assert command(tmp_path, "--params=parameters.yml").returncode == 0
     models = tmp_path / "outputs" / "universal_trainer"
     for part in ("dev", "test"):

@@ -96,7 +96,9 @@ def loaded(tmp_path: Path, text: str, *arguments: str) -> Loaded:
         ),
     ],
 )
-def test_an_impossible_option_is_one_problem(tmp_path: Path, text: str, option: str, rule: str) -> None:
+def test_an_impossible_option_is_one_problem(
+    tmp_path: Path, text: str, option: str, rule: str
+) -> None:
     lines = [str(problem) for problem in check(loaded(tmp_path, text))]
     assert len(lines) == 1, lines
     assert option in lines[0] and rule in lines[0]

@@ -114,10 +114,14 @@ def test_an_impossible_split_is_one_problem_with_a_fix(
         assert text in problems[0]
 
 
-@pytest.mark.parametrize("schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV])
+@pytest.mark.parametrize(
+    "schedule", [name for name in stages.SCHEDULES if name not in stages.FROM_CSV]
+)
 def test_every_schedule_has_a_config_that_checks(tmp_path: Path, schedule: str) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule.lower()}"\n')
+    file.write_text(
+        TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule.lower()}"\n'
+    )
     assert config.check(config.load(file)) == []
 
 
@@ -127,7 +131,9 @@ def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_
 ) -> None:
     """PyTorch's single-stage schedules and DualPipeV raise. The others run with idle ranks."""
     file = tmp_path / "run.toml"
-    file.write_text(TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule}"\n')
+    file.write_text(
+        TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule}"\n'
+    )
     loaded = config.load(file, ["--training.local_batch_size", "1"])
     rejected = any("micro-batches" in problem.rule for problem in config.check(loaded))
     assert rejected == (schedule in (*stages.SINGLE, "DualPipeV"))
@@ -137,12 +143,16 @@ def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_
 def test_too_few_micro_batches_are_found_once_the_ranks_are_known(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(TINY + "pipeline_parallel_degree = 4\n")
-    loaded = config.load(file, ["--training.local_batch_size", "1", "--training.global_batch_size", "8"])
+    loaded = config.load(
+        file, ["--training.local_batch_size", "1", "--training.global_batch_size", "8"]
+    )
     assert config.check(loaded) == []
     assert config.machine_notes(loaded, world_size=4) == []
     problems = [str(problem) for problem in config.machine_notes(loaded, world_size=16)]
     assert len(problems) == 1
-    assert "makes 2 micro-batches of the 2 sequences of a step, fewer than the 4 stages" in problems[0]
+    assert (
+        "makes 2 micro-batches of the 2 sequences of a step, fewer than the 4 stages" in problems[0]
+    )
 
 
 @pytest.mark.parametrize("layers", range(1, 40))
@@ -168,7 +178,11 @@ def test_stages_hold_every_layer_once_in_order(layers: int, degree: int) -> None
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_ranks_hold_every_stage_once(schedule: str, degree: int) -> None:
     count = degree if schedule in stages.SINGLE else 2 * degree
-    assigned = [stage for rank in range(degree) for stage in stages.stages_of_rank(schedule, rank, degree, count)]
+    assigned = [
+        stage
+        for rank in range(degree)
+        for stage in stages.stages_of_rank(schedule, rank, degree, count)
+    ]
     assert sorted(assigned) == list(range(count))
 
 
@@ -176,7 +190,9 @@ def test_an_ineffective_overlap_is_noted(tmp_path: Path) -> None:
     option = "pipeline_parallel_expert_parallel_overlap"
     file = tmp_path / "run.toml"
     file.write_text(TINY + f"pipeline_parallel_degree = 2\n{option} = true\n")
-    assert any(option in note and "without effect" in note for note in config.notes(config.load(file)))
+    assert any(
+        option in note and "without effect" in note for note in config.notes(config.load(file))
+    )
     file.write_text(TINY + "pipeline_parallel_degree = 2\n")
     assert not any(option in note for note in config.notes(config.load(file)))
 
@@ -209,7 +225,9 @@ def test_a_compiled_model_only_accepts_schedules_without_split_backward(tmp_path
     )
     assert problem_of_file(full_backward, tmp_path, "--compile.enable") == ""
     assert problem_of_file(split_backward, tmp_path) == ""
-    assert "torch.compile returns wrong gradients" in problem_of_file(split_backward, tmp_path, "--compile.enable")
+    assert "torch.compile returns wrong gradients" in problem_of_file(
+        split_backward, tmp_path, "--compile.enable"
+    )
 
 
 def problem_of_file(text: str, folder: Path, *more: str) -> str:
@@ -224,8 +242,12 @@ def problem_of_file(text: str, folder: Path, *more: str) -> str:
         "pipeline_parallel_schedule_csv": str(schedule),
         "pipeline_parallel_layers_per_stage": "5",  # the first and last module count as one layer each
     }
-    arguments = [argument for name, value in options.items() for argument in (f"--parallelism.{name}", value)]
-    return "\n".join(str(problem) for problem in config.check(config.load(file, [*arguments, *more])))
+    arguments = [
+        argument for name, value in options.items() for argument in (f"--parallelism.{name}", value)
+    ]
+    return "\n".join(
+        str(problem) for problem in config.check(config.load(file, [*arguments, *more]))
+    )
 
 
 def test_the_cost_of_recomputation_with_a_split_backward_is_reported() -> None:
@@ -245,5 +267,8 @@ def test_a_stage_that_is_named_needs_no_layer() -> None:
     parts = '[["embed"], ["layers.0", "norm", "head"]]'
     arguments = ["--parallelism.pipeline_parallel_degree", "2", "--model.overrides.num_layers", "1"]
     named = ["--parallelism.module_fqns_per_model_part", parts]
-    assert any("exceeds the 1 layers" in str(problem) for problem in config.check(config.load(None, arguments)))
+    assert any(
+        "exceeds the 1 layers" in str(problem)
+        for problem in config.check(config.load(None, arguments))
+    )
     assert not config.check(config.load(None, [*arguments, *named]))

@@ -18,11 +18,15 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("option", OVERRIDES)
-def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(tmp_path: Path, option: str) -> None:
+def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(
+    tmp_path: Path, option: str
+) -> None:
     arguments = OVERRIDES[option]
     loaded = config.load("debug", arguments)
     assert config.check(loaded) == []
-    assert any(note.startswith(f"{option}=") and "of the preset" in note for note in config.notes(loaded))
+    assert any(
+        note.startswith(f"{option}=") and "of the preset" in note for note in config.notes(loaded)
+    )
 
     copied = tmp_path / "copy.toml"
     shutil.copyfile(presets.FOLDER / "debug.toml", copied)

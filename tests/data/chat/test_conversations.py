@@ -103,7 +103,9 @@ CALL = {
     "type": "function",
     "function": {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}},
 }
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+]
 WITH_TOOLS = [
     {"role": "user", "content": "weather in Paris?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -127,11 +129,15 @@ def without_marks(template: str) -> str:
 
 
 def folder_of(tmp_path, template, **more):
-    return bpe_folder(tmp_path, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=template, **more)
+    return bpe_folder(
+        tmp_path, SPECIAL, bos_token="<s>", eos_token="</s>", chat_template=template, **more
+    )
 
 
 def encode(path, row, **options):
-    (result,) = open_encoder(open_tokenizer(str(path)), Data(format="chat", **options)).encode([row])
+    (result,) = open_encoder(open_tokenizer(str(path)), Data(format="chat", **options)).encode(
+        [row]
+    )
     return result
 
 
@@ -158,7 +164,9 @@ def test_tokens_and_masks_match_transformers(tmp_path, style, chat):
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
     # transformers locates a span by the offset of its first character, which may be a space that offsets exclude
     reference.backend_tokenizer.post_processor = open_tokenizer(str(path))._tokenizer.post_processor
-    expected = reference.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    expected = reference.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
     document = encode(path, {"messages": messages, "tools": tools})
     assert document.tokens.tolist() == expected["input_ids"]
     assert document.learned.astype(int).tolist() == expected["assistant_masks"]
@@ -191,14 +199,24 @@ def test_assistant_text_and_end_of_turn_are_learned(tmp_path):
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
 def test_other_tokenizers_learn_the_same_text(tmp_path, kind):
     end = "<|eot_id|>" if kind == "tiktoken" else "</s>"
-    (tmp_path / "tokenizer.model").write_bytes(tiktoken_bytes() if kind == "tiktoken" else sentencepiece_bytes())
+    (tmp_path / "tokenizer.model").write_bytes(
+        tiktoken_bytes() if kind == "tiktoken" else sentencepiece_bytes()
+    )
     template = (
         "{% for m in messages %}"
-        + ("{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}" if kind == "tiktoken" else "{{ m.role + ':' }}")
+        + (
+            "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}"
+            if kind == "tiktoken"
+            else "{{ m.role + ':' }}"
+        )
         + "{{ m.content }}"
         + end
         + "{% endfor %}{% if add_generation_prompt %}"
-        + ("{{ '<|start_header_id|>assistant<|end_header_id|>' }}" if kind == "tiktoken" else "assistant:")
+        + (
+            "{{ '<|start_header_id|>assistant<|end_header_id|>' }}"
+            if kind == "tiktoken"
+            else "assistant:"
+        )
         + "{% endif %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -273,7 +291,9 @@ def test_marks_that_exclude_the_end_token_are_logged(tmp_path, caplog):
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     encoder.encode([{"messages": TURNS}, {"messages": TURNS}])
     assert [
-        record.getMessage() for record in caplog.records if "exclude the end token <|eot|>" in record.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "exclude the end token <|eot|>" in record.getMessage()
     ] != []
     assert len(caplog.records) == 1
 
@@ -318,9 +338,8 @@ def test_text_parts_nulls_and_json_tools_are_equivalent_forms(tmp_path):
         "type": "function",
         "function": {**CALL["function"], "arguments": json.dumps(CALL["function"]["arguments"])},
     }
-    parts[1]["tool_calls"] = [
-        text_call
-    ]  # arguments as a JSON string, as in OpenAI's format; the template must not quote it again
+    # arguments as a JSON string, as in OpenAI's format; the template must not quote it again
+    parts[1]["tool_calls"] = [text_call]
     document = encode(path, {"messages": parts, "tools": json.dumps(TOOLS)})
     assert document.tokens.tolist() == expected.tokens.tolist()
     assert document.learned.tolist() == expected.learned.tolist()
@@ -378,12 +397,20 @@ def test_empty_conversation_is_harmless_and_a_deeply_nested_one_is_rejected(tmp_
     deep: object = "x"
     for _ in range(5000):
         deep = [deep]
-    assert "nested more than 100 deep" in encode(path, {"messages": [{"role": "user", "content": deep}]}).reason
+    assert (
+        "nested more than 100 deep"
+        in encode(path, {"messages": [{"role": "user", "content": deep}]}).reason
+    )
 
 
 def test_exception_raised_by_the_template_is_the_reason(tmp_path):
-    result = encode(folder_of(tmp_path, INST), {"messages": [{"role": "system", "content": "x"}, *TURNS]})
-    assert result.reason == "the chat template refuses the conversation: Only user and assistant roles are supported!"
+    result = encode(
+        folder_of(tmp_path, INST), {"messages": [{"role": "system", "content": "x"}, *TURNS]}
+    )
+    assert (
+        result.reason
+        == "the chat template refuses the conversation: Only user and assistant roles are supported!"
+    )
 
 
 def test_missing_chat_template_is_an_error_with_the_option(tmp_path):
@@ -394,9 +421,13 @@ def test_missing_chat_template_is_an_error_with_the_option(tmp_path):
     ):
         open_encoder(open_tokenizer(str(path)), Data(format="chat"))
     with pytest.raises(ConfigError, match=r"data.chat_template=.*is not a file"):
-        open_encoder(open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent")))
+        open_encoder(
+            open_tokenizer(str(path)), Data(format="chat", chat_template=str(tmp_path / "absent"))
+        )
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
-    with pytest.raises(ConfigError, match=r'data.chat_template=".*broken.jinja" is not a Jinja template \(line 1'):
+    with pytest.raises(
+        ConfigError, match=r'data.chat_template=".*broken.jinja" is not a Jinja template \(line 1'
+    ):
         open_encoder(
             open_tokenizer(str(path)),
             Data(format="chat", chat_template=str(tmp_path / "broken.jinja")),
@@ -404,7 +435,9 @@ def test_missing_chat_template_is_an_error_with_the_option(tmp_path):
 
 
 def test_template_that_drops_a_tool_call_makes_a_bad_row(tmp_path):
-    messages = [{**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS]
+    messages = [
+        {**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS
+    ]
     result = encode(folder_of(tmp_path, ZEPHYR), {"messages": messages, "tools": TOOLS})
     assert isinstance(result, BadRow) and "drops the tool call of turn 2" in result.reason
 
@@ -416,10 +449,13 @@ def test_option_overrides_the_template_of_the_tokenizer(tmp_path):
     with_template, without_template = (
         Data(format="chat", chat_template=name) for name in (str(tmp_path / "own.jinja"), None)
     )
-    assert open_encoder(tokenizer, with_template).fingerprint != open_encoder(tokenizer, without_template).fingerprint
-    assert learned_text(path, {"messages": TURNS[:2]}, chat_template=str(tmp_path / "own.jinja")) == [
-        "  I am well,\nthank you. 🦜</s>"
-    ]
+    assert (
+        open_encoder(tokenizer, with_template).fingerprint
+        != open_encoder(tokenizer, without_template).fingerprint
+    )
+    assert learned_text(
+        path, {"messages": TURNS[:2]}, chat_template=str(tmp_path / "own.jinja")
+    ) == ["  I am well,\nthank you. 🦜</s>"]
 
 
 def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
@@ -469,7 +505,9 @@ def test_batched_rows_encode_like_single_rows(tmp_path):
         if isinstance(alone, BadRow):
             assert document == alone
         else:
-            assert np.array_equal(document.tokens, alone.tokens) and np.array_equal(document.learned, alone.learned)
+            assert np.array_equal(document.tokens, alone.tokens) and np.array_equal(
+                document.learned, alone.learned
+            )
     assert encoder.encode([]) == []
 
 
@@ -494,7 +532,9 @@ LAST_REASONING = """\
 LAST_OF_THINKING = NO_REASONING.replace("m.content", "m.content.split('</think>')[-1]")
 CUT = NO_REASONING.replace("m.content", "m.content[:60]")
 NO_COMMAND = NO_REASONING.replace("m.content", "m.content | replace('/no_think', '')")
-NAMES_OF_CALLS = NO_REASONING.replace("<|eot|>", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}<|eot|>")
+NAMES_OF_CALLS = NO_REASONING.replace(
+    "<|eot|>", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}<|eot|>"
+)
 ANSWER = {"role": "assistant", "content": "Blue."}
 TEXT_CALL = {"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 THOUGHT = {**ANSWER, "reasoning_content": "Water is blue."}
@@ -571,7 +611,9 @@ DROPPED = {
 
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
 @pytest.mark.parametrize(("template", "messages", "dropped"), DROPPED.values(), ids=DROPPED.keys())
-def test_conversation_with_text_that_the_template_drops_is_a_bad_row(tmp_path, template, messages, dropped, form):
+def test_conversation_with_text_that_the_template_drops_is_a_bad_row(
+    tmp_path, template, messages, dropped, form
+):
     """Otherwise the model would learn only ends of turns, or answers to empty questions."""
     row = {"messages": messages}
     if form == "prompt_completion":
@@ -584,7 +626,9 @@ def test_conversation_with_text_that_the_template_drops_is_a_bad_row(tmp_path, t
         return
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
-    expected_texts = [message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages]
+    expected_texts = [
+        message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages
+    ]
     assert all(text in tokenizer.decode(result.tokens) for text in expected_texts)
 
 
@@ -597,20 +641,27 @@ def test_reasoning_is_passed_under_the_key_that_the_template_reads(tmp_path, key
     """In Arrow tables every message has every key, so an empty reasoning must count as absent."""
     path = folder_of(
         tmp_path,
-        LAST_REASONING.replace("reasoning_content is defined", read).replace("reasoning_content", read),
+        LAST_REASONING.replace("reasoning_content is defined", read).replace(
+            "reasoning_content", read
+        ),
     )
     tokenizer = open_tokenizer(str(path))
-    thought, no_thought = ({**ANSWER, **dict.fromkeys(REASONING, ""), key: text} for text in ("Water is blue.", ""))
+    thought, no_thought = (
+        {**ANSWER, **dict.fromkeys(REASONING, ""), key: text} for text in ("Water is blue.", "")
+    )
     rows = [{"messages": [USER, message]} for message in (thought, no_thought, thought)]
     documents = open_encoder(tokenizer, Data(format="chat")).encode(rows)
     expected = ["<think>Water is blue.</think>Blue.", "Blue.", "<think>Water is blue.</think>Blue."]
     assert [
-        tokenizer.decode(message.tokens[message.learned]).removesuffix("<|eot|>") for message in documents
+        tokenizer.decode(message.tokens[message.learned]).removesuffix("<|eot|>")
+        for message in documents
     ] == expected
 
 
 def test_empty_reasoning_is_accepted_by_a_template_without_reasoning(tmp_path):
-    encoder = open_encoder(open_tokenizer(str(folder_of(tmp_path, NO_REASONING))), Data(format="chat"))
+    encoder = open_encoder(
+        open_tokenizer(str(folder_of(tmp_path, NO_REASONING))), Data(format="chat")
+    )
     thought, empty = encoder.encode(
         [{"messages": [USER, {**ANSWER, "reasoning_content": text}]} for text in ("Hm.", "")]
     )
@@ -623,7 +674,9 @@ TRIMMED_PARTS = """\
 {% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}<|eot|>{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
 LINES = TRIMMED_PARTS.replace("part.text | trim }}", "part.text }}{{ '\\n' if not loop.last }}")
-FIRST_PART = SMOLVLM.replace("{% for part in message.content %}", "{% for part in message.content[:1] %}")
+FIRST_PART = SMOLVLM.replace(
+    "{% for part in message.content %}", "{% for part in message.content[:1] %}"
+)
 PARTS = {
     "trimmed": (TRIMMED_PARTS, "xyz"),
     "lines": (LINES, "x \n y\n\nz"),
@@ -640,7 +693,8 @@ def test_content_in_several_parts_is_rendered_as_in_transformers(tmp_path, templ
     transformers = pytest.importorskip("transformers")
     path = folder_of(tmp_path, template)
     question, answer = (
-        [{"type": "text", "text": text} for text in texts] for texts in (("a ", " b\n"), ("x ", " y\n", "z"))
+        [{"type": "text", "text": text} for text in texts]
+        for texts in (("a ", " b\n"), ("x ", " y\n", "z"))
     )
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     row = {"messages": chat, "prompt": chat[:1], "completion": chat[1:]}
@@ -649,7 +703,9 @@ def test_content_in_several_parts_is_rendered_as_in_transformers(tmp_path, templ
     if template in (NO_REASONING, FIRST_PART):
         for message in chat:
             text = "".join(part["text"] for part in message["content"])
-            message["content"] = text if template == NO_REASONING else [{"type": "text", "text": text}]
+            message["content"] = (
+                text if template == NO_REASONING else [{"type": "text", "text": text}]
+            )
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
     assert document.tokens.tolist() == reference.apply_chat_template(chat)["input_ids"]
     text = tokenizer.decode(document.tokens[document.learned], keep_special=True)
@@ -694,14 +750,20 @@ def test_template_variables_of_a_row_work_as_in_transformers(tmp_path, kwargs):
     variables = {name: value for name, value in variables.items() if value is not None}
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
     expected = reference.apply_chat_template([USER, ANSWER], **variables)["input_ids"]
-    expected_prompt = reference.apply_chat_template([USER], add_generation_prompt=True, **variables)["input_ids"]
-    assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (not variables)
+    expected_prompt = reference.apply_chat_template(
+        [USER], add_generation_prompt=True, **variables
+    )["input_ids"]
+    assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (
+        not variables
+    )
     for form in ("chat", "prompt_completion"):
         (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
         assert document.tokens.tolist() == expected
         assert tokenizer.decode(document.tokens[document.learned]) == "Blue."
     conversations = open_conversations(tokenizer, Data(format="chat"))
-    prompt = GenerationPrompts(tokenizer, Data(), conversations).row(PromptRow("a:1", "", row), "prompt", "tools")
+    prompt = GenerationPrompts(tokenizer, Data(), conversations).row(
+        PromptRow("a:1", "", row), "prompt", "tools"
+    )
     assert prompt == expected_prompt
 
 
@@ -718,7 +780,9 @@ BAD_KWARGS = {
 
 @pytest.mark.parametrize(("kwargs", "reason"), BAD_KWARGS.values(), ids=BAD_KWARGS.keys())
 def test_invalid_template_variables_make_a_bad_row(tmp_path, kwargs, reason):
-    result = encode(folder_of(tmp_path, THINKING), {"messages": [USER, ANSWER], "chat_template_kwargs": kwargs})
+    result = encode(
+        folder_of(tmp_path, THINKING), {"messages": [USER, ANSWER], "chat_template_kwargs": kwargs}
+    )
     assert isinstance(result, BadRow) and reason in result.reason
 
 
@@ -760,12 +824,16 @@ def test_newline_after_a_turn_is_learned_with_learn_turn_separator(tmp_path, for
     for is_learned in (False, True):
         encoder = open_encoder(tokenizer, Data(format=form, learn_turn_separator=is_learned))
         (document,) = encoder.encode([row])
-        texts[encoder.fingerprint] = tokenizer.decode(document.tokens[document.learned], keep_special=True)
+        texts[encoder.fingerprint] = tokenizer.decode(
+            document.tokens[document.learned], keep_special=True
+        )
     assert list(texts.values()) == ["Blue.<|im_end|>" * 2, "Blue.<|im_end|>\n" * 2]
 
 
 def test_learn_turn_separator_is_rejected_for_a_template_with_marks(tmp_path):
-    with pytest.raises(ConfigError, match=r"learn_turn_separator=true has no effect: the chat template marks"):
+    with pytest.raises(
+        ConfigError, match=r"learn_turn_separator=true has no effect: the chat template marks"
+    ):
         encode(folder_of(tmp_path, CHATML), {"messages": TURNS}, learn_turn_separator=True)
 
 
@@ -774,7 +842,9 @@ NO_END = (
     "<s>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-NO_END_MARKED = NO_END.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+NO_END_MARKED = NO_END.replace(
+    "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
+)
 ADVICE = "add one with data.turn_end, such as '</s>'"
 
 
@@ -807,7 +877,9 @@ def test_template_without_end_of_turn_is_logged_and_turn_end_inserts_one(
     assert [ADVICE in message for message in caplog.messages] == [True] * is_warned
     if template == NO_END:
         assert tokenizer.decode(document.tokens, keep_special=True).count("</s>") == (end == "</s>")
-        assert (encoder.fingerprint == open_encoder(tokenizer, Data(format=form)).fingerprint) == (end is None)
+        assert (encoder.fingerprint == open_encoder(tokenizer, Data(format=form)).fingerprint) == (
+            end is None
+        )
     ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
     of_turn = "<|im_end|>" if template == SEPARATED else end
     assert {tokenizer.decode([token], keep_special=True) for token in ends} == {

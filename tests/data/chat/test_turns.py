@@ -68,7 +68,9 @@ FIRST = ["deepseekv3", "gemma4", "gptoss", "nemotron_3_nano", "phi3", "phi3_5", 
 
 
 @pytest.mark.skipif(not NAMES, reason="trl is not installed (the dev extra has it)")
-@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in NAMES if name not in FIRST]))
+@pytest.mark.parametrize(
+    "name", cases(FIRST, nightly=[name for name in NAMES if name not in FIRST])
+)
 def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
     """Except for the generation prompt, which TRL learns for some templates, and spaces around a turn."""
     template = _template(FOLDER / f"{name}.jinja")
@@ -86,7 +88,9 @@ def test_turns_of_published_templates_match_the_marks_of_trl(name: str) -> None:
             continue  # the template has no tools, no reasoning, or rejects the conversation
         if template.marks or not marked_file.is_file():
             continue
-        text, spans = _template(marked_file, template.content_as_parts).render_marked(messages, variables)
+        text, spans = _template(marked_file, template.content_as_parts).render_marked(
+            messages, variables
+        )
         if text != written.text:
             continue  # TRL changed more than the marks
         turns = [written.text[start:stop] for start, stop in written.spans]
@@ -147,7 +151,8 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
     ),
     "thinking within the content is cut from earlier turns": (
         "{% for m in messages %}<|h|>{{ m.role }}<|/h|>"
-        "{{ m.content if loop.last else m.content.split('</think>')[-1].strip() }}<|end|>{% endfor %}" + PROMPT,
+        "{{ m.content if loop.last else m.content.split('</think>')[-1].strip() }}<|end|>{% endfor %}"
+        + PROMPT,
         [
             ASK,
             {**SAY, "content": "<think>Hm.</think>\n\nBlue."},
@@ -160,7 +165,8 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         "{% for m in messages %}<|h|>{{ m.role }}<|/h|>"
         "{% if loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[0] }}</think>\n\n{% endif %}"
         "{{ m.content.split('</think>')[-1].lstrip() }}"
-        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}" + PROMPT,
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        + PROMPT,
         [
             ASK,
             {**SAY, "content": "<think>Hm.</think>\n\n"},
@@ -234,6 +240,8 @@ def test_turns_are_located_if_templates_render_turns_differently(
 def test_hostile_thinking_block_is_parsed_in_linear_time() -> None:
     """A pattern with two runs of spaces would take minutes."""
     content = "<think>" + " " * 200_000
-    template = ChatTemplate("{% for m in messages %}" + LINE + "<|end|>{% endfor %}" + PROMPT, SPECIAL)
+    template = ChatTemplate(
+        "{% for m in messages %}" + LINE + "<|end|>{% endfor %}" + PROMPT, SPECIAL
+    )
     written = write(template, messages_of([ASK, {**SAY, "content": content}], "messages"))
     assert [written.text[start:stop] for start, stop in written.spans] == [content + "<|end|>"]

@@ -63,7 +63,9 @@ SEAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in tokenizers_of_kinds.KINDS if kind != "sentencepiece"])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in tokenizers_of_kinds.KINDS if kind != "sentencepiece"]
+)
 @pytest.mark.parametrize(("has_nfc", "pair"), SEAMS.values(), ids=SEAMS.keys())
 def test_no_space_is_inserted_if_joining_changes_characters(kind, has_nfc, pair, tmp_path) -> None:
     file = tokenizers_of_kinds.write(kind, tmp_path) / "tokenizer.json"
@@ -155,7 +157,9 @@ def test_bos_and_eos_written_in_a_row_are_not_added_again(
     assert (tokens[0], tokens[-1]) == (bos, eos) and tokens.count(bos) == tokens.count(eos) == 1
     assert tuple(note for note in document.notes if note != SHARED_TOKEN) == notes
     if form == "prompt_completion":
-        assert document.learned is not None and document.learned[-1], "the end of the completion must be learned"
+        assert document.learned is not None and document.learned[-1], (
+            "the end of the completion must be learned"
+        )
 
 
 def test_fingerprint_is_unchanged_for_tokenizers_without_bos_and_eos_in_text() -> None:

@@ -105,7 +105,9 @@ def test_completion_is_learned_and_its_prompt_is_not():
 
 def test_no_token_spans_prompt_and_completion(tmp_path):
     tokenizer = open_tokenizer(str(bpe_folder(tmp_path)))
-    document = encode({"prompt": "t", "completion": "he"}, tokenizer=tokenizer, format="prompt_completion")
+    document = encode(
+        {"prompt": "t", "completion": "he"}, tokenizer=tokenizer, format="prompt_completion"
+    )
     learned = document.tokens[document.learned]
     assert tokenizer.decode(learned) == "he" and learned[-1] == tokenizer.eos_id
     assert tokenizer.decode(document.tokens[~document.learned]) == "t"
@@ -131,9 +133,13 @@ def test_any_prompt_and_completion_round_trip(prompt, completion):
     ],
 )
 def test_end_token_of_an_empty_completion_is_learned(prompt, completion, add_eos, learned):
-    result = encode({"prompt": prompt, "completion": completion}, format="prompt_completion", add_eos=add_eos)
+    result = encode(
+        {"prompt": prompt, "completion": completion}, format="prompt_completion", add_eos=add_eos
+    )
     if learned is None:
-        assert result == BadRow("the completion has no token to learn, and no end token", harmless=True)
+        assert result == BadRow(
+            "the completion has no token to learn, and no end token", harmless=True
+        )
     else:
         assert result.tokens.tolist() == [BOS, *ids(prompt), *learned]
         assert result.tokens[result.learned].tolist() == learned
@@ -160,7 +166,11 @@ BAD_PAIRS = {
 def test_invalid_pairs_are_bad_rows_with_a_reason(name):
     row, reason, harmless = BAD_PAIRS[name]
     result = encode(row, format="prompt_completion")
-    assert isinstance(result, BadRow) and result.reason.startswith(reason) and result.harmless is harmless
+    assert (
+        isinstance(result, BadRow)
+        and result.reason.startswith(reason)
+        and result.harmless is harmless
+    )
 
 
 TEMPLATE = (
@@ -184,7 +194,9 @@ def test_only_the_completion_of_a_messages_prompt_is_learned(tmp_path, template)
     document = encode(row, **options)
     assert BYTES.decode(document.tokens) == "<user>1.<assistant>one.<user>2.<assistant>two."
     assert BYTES.decode(document.tokens[document.learned]) == "two."
-    results = open_encoder(BYTES, Data(**options)).encode([{"prompt": "a", "completion": "b"}, row, {"prompt": "c"}])
+    results = open_encoder(BYTES, Data(**options)).encode(
+        [{"prompt": "a", "completion": "b"}, row, {"prompt": "c"}]
+    )
     assert [type(result) for result in results] == [Document, Document, BadRow]
     assert results[1].tokens.tolist() == document.tokens.tolist()
 
@@ -228,6 +240,10 @@ def test_fingerprint_covers_every_option_that_changes_documents(tmp_path):
         Data(**chat, chat_template=str(tmp_path / "a"), messages_field="talk"),
     ]
     fingerprints = [open_encoder(BYTES, data).fingerprint for data in variants]
-    fingerprints.append(open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint)
-    assert len(set(fingerprints)) == len(fingerprints) and all(len(fingerprint) == 64 for fingerprint in fingerprints)
+    fingerprints.append(
+        open_encoder(open_tokenizer(str(bpe_folder(tmp_path / "t"))), Data()).fingerprint
+    )
+    assert len(set(fingerprints)) == len(fingerprints) and all(
+        len(fingerprint) == 64 for fingerprint in fingerprints
+    )
     assert open_encoder(BYTES, Data(packing="padded")).fingerprint == fingerprints[0]

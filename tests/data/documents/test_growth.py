@@ -49,20 +49,28 @@ def limits() -> Iterator[None]:
 def tick_on_each_call(monkeypatch: pytest.MonkeyPatch, module: object, clock: str) -> None:
     """Advance the clock by a second per call, to make tests independent of the speed of the machine."""
     seconds = itertools.count()
-    monkeypatch.setattr(module, "time", type("Time", (), {clock: staticmethod(lambda: float(next(seconds)))}))
+    monkeypatch.setattr(
+        module, "time", type("Time", (), {clock: staticmethod(lambda: float(next(seconds)))})
+    )
 
 
 def open_training(path: Path, **data: object) -> None:
-    config: Config = tiny_config(training={"dataset": "jsonl", "dataset_path": str(path)}, data=data)
+    config: Config = tiny_config(
+        training={"dataset": "jsonl", "dataset_path": str(path)}, data=data
+    )
     build_dataset.open_data(config, config.training, shuffle=True, loop=True)
 
 
 def test_rows_that_expand_a_thousandfold_hit_the_memory_limit(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "%s"}\n' % (b"ab " * 400_000) * 120))
-    with pytest.raises(DataError, match="dataset jsonl takes more than data.artefact_memory_bytes=67108864") as refused:
+    with pytest.raises(
+        DataError, match="dataset jsonl takes more than data.artefact_memory_bytes=67108864"
+    ) as refused:
         open_training(path, artefact_memory_bytes=2**26)
-    assert len(str(refused.value).splitlines()) == 1 and 'data.mode to "stream"' in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1 and 'data.mode to "stream"' in str(
+        refused.value
+    )
     open_training(path, artefact_memory_bytes=2**26, mode="memory")
 
 
@@ -73,7 +81,9 @@ def test_rows_that_expand_without_documents_hit_the_time_limit(
     tick_on_each_call(monkeypatch, growth, "process_time")
     sandbox.set_limits(sandbox.Limits(seconds=3))
     empty = (((0, number), {"text": ""}) for number in itertools.count())
-    with pytest.raises(DataError, match=r"seconds=3 to read: it expanded from 10 bytes to 1\d{3} so far"):
+    with pytest.raises(
+        DataError, match=r"seconds=3 to read: it expanded from 10 bytes to 1\d{3} so far"
+    ):
         list(Growth("a", 10).rows(empty))
 
 
@@ -115,24 +125,32 @@ def test_buffer_keeps_and_counts_its_documents() -> None:
     buffer = MemoryTokenBuffer(documents, 100, Growth("a", 10))
     assert buffer.tokens(0, 8).tolist() == [0, 1, 2, 0, 1, 2, 3, 4] and buffer.num_documents == 3
     sandbox.set_limits(sandbox.Limits(memory_bytes=700))
-    with pytest.raises(DataError, match="data.artefact_memory_bytes=700 of memory when it is read completely"):
+    with pytest.raises(
+        DataError, match="data.artefact_memory_bytes=700 of memory when it is read completely"
+    ):
         MemoryTokenBuffer(documents, 100, Growth("a", 10))
 
 
 @pytest.mark.parametrize("kind", ["empty members", "blank lines", "one line"])
-def test_decompression_of_one_row_has_a_time_limit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_of_one_row_has_a_time_limit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_compressed, "BLOCK_BYTES", 64)
     nothing = {
         "empty members": gzip.compress(b"") * 1000,
         "blank lines": gzip.compress(b"\n" * 2**24),
     }
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "a"}\n') + nothing.get(kind, gzip.compress(b"a" * 2**24)))
+    path.write_bytes(
+        gzip.compress(b'{"text": "a"}\n') + nothing.get(kind, gzip.compress(b"a" * 2**24))
+    )
     tick_on_each_call(monkeypatch, _compressed, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
     rows = every_row(jsonl.open_source(Request(str(path))))
     assert next(rows)[1] == {"text": "a"}
-    with pytest.raises(DataError, match=r"a.jsonl.gz\" takes more than data.artefact_seconds=20 of decompression"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl.gz\" takes more than data.artefact_seconds=20 of decompression"
+    ):
         next(rows)
 
 
@@ -162,7 +180,9 @@ def test_compressed_row_is_not_read_beyond_the_size_limit(
     path.write_bytes(PACK[ending](first + contents))
     reader = tsv if kind == "an open quote" else jsonl
     rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
-    assert rows[0] == {"text": "a"} and "contains more than 1.00 MiB without the end of a row" in str(rows[1])
+    assert rows[0] == {
+        "text": "a"
+    } and "contains more than 1.00 MiB without the end of a row" in str(rows[1])
     assert len(rows) == 2
     assert count[0] < 2**22
 
@@ -174,34 +194,48 @@ def test_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
     assert "is longer than data.max_row_bytes" in str(rows[0]) and rows[1:] == [{"text": "b"}]
 
 
-def test_compressed_file_with_many_rows_has_no_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_file_with_many_rows_has_no_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_compressed, "BLOCK_BYTES", 64)
     path = tmp_path / "a.jsonl.bz2"
-    path.write_bytes(bz2.compress(b"".join(b'{"text": "%d"}\n\n\n' % number for number in range(3000))))
+    path.write_bytes(
+        bz2.compress(b"".join(b'{"text": "%d"}\n\n\n' % number for number in range(3000)))
+    )
     tick_on_each_call(monkeypatch, _compressed, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
     assert len(list(every_row(jsonl.open_source(Request(str(path)))))) == 3000
 
 
-def test_json_array_is_read_by_element_within_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_array_is_read_by_element_within_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from shardtrain.data.sources import _json_array
 
     path = tmp_path / "a.json"
-    path.write_text('[{"text": "é"},\n' + ",".join(["{}"] * 100) + ', {"text": "' + "b" * 60 + '"}]')
+    path.write_text(
+        '[{"text": "é"},\n' + ",".join(["{}"] * 100) + ', {"text": "' + "b" * 60 + '"}]'
+    )
     for move in (1, 7, 50, 10**6):  # parts of any length
         monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", move)
         monkeypatch.setattr(_json_array, "_ELEMENT_CHARACTERS", 80)
-        rows = [row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=80)))]
+        rows = [
+            row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=80)))
+        ]
         assert len(rows) == 102 and rows[0] == {"text": "é"} and rows[-1] == {"text": "b" * 60}
     monkeypatch.setattr(_json_array, "_MOVE_CHARACTERS", 1)
     path.write_text('[{"text": "a"},\n[' + "[]," * 100 + "[]], {}]")
-    with pytest.raises(DataError, match="a.json:2: is not a JSON array: an element is longer than 80 characters"):
+    with pytest.raises(
+        DataError, match="a.json:2: is not a JSON array: an element is longer than 80 characters"
+    ):
         jsonl.open_source(Request(str(path), max_row_bytes=80))
     path.write_text("[" + "{}," * 50 + "{}]")
     monkeypatch.setattr(_json_array, "_LOOK_EVERY", 1)
     tick_on_each_call(monkeypatch, _json_array, "thread_time")
     sandbox.set_limits(sandbox.Limits(seconds=20))
-    with pytest.raises(DataError, match="a.json:1: takes more than data.artefact_seconds=20 to read"):
+    with pytest.raises(
+        DataError, match="a.json:1: takes more than data.artefact_seconds=20 to read"
+    ):
         jsonl.open_source(Request(str(path)))
 
 
@@ -213,14 +247,19 @@ def test_stream_without_documents_ends_with_an_error(monkeypatch: pytest.MonkeyP
         parts_per_epoch = 1
 
         def rows(self, start: stream.Place) -> Iterator[tuple[stream.Place, BadRow]]:
-            return (((0, number), BadRow("the text is empty", harmless=True)) for number in itertools.count())
+            return (
+                ((0, number), BadRow("the text is empty", harmless=True))
+                for number in itertools.count()
+            )
 
         def where(self, place: stream.Place) -> str:
             return f"a.jsonl:{place[1] + 1}"
 
     reader = object.__new__(stream._Reader)
     encoder = type("E", (), {"encode": staticmethod(list)})
-    reader._feed = type("Feed", (), {"encoder": encoder, "num_readers": 1, "lost": stream.LostDocuments("a")})()
+    reader._feed = type(
+        "Feed", (), {"encoder": encoder, "num_readers": 1, "lost": stream.LostDocuments("a")}
+    )()
     reader._walk, reader._index = Walk(), 0
     with pytest.raises(
         DataError,

@@ -23,7 +23,9 @@ class Rows:
 
     def row(self, index):
         if index in self._bad:
-            return BadRow("is not JSON", detail=f"column {index}") if index else BadRow("is not JSON")
+            return (
+                BadRow("is not JSON", detail=f"column {index}") if index else BadRow("is not JSON")
+            )
         return {"text": "" if index in self._empty else "ab"}
 
     def place(self, index):
@@ -41,7 +43,10 @@ class Bytes:
 
     def encode(self, rows):
         ids = [np.frombuffer(row["text"].encode(), np.uint8).astype(np.int32) for row in rows]
-        return [Document(tokens) if len(tokens) else BadRow("the text is empty", harmless=True) for tokens in ids]
+        return [
+            Document(tokens) if len(tokens) else BadRow("the text is empty", harmless=True)
+            for tokens in ids
+        ]
 
 
 def read(source, policy):
@@ -70,7 +75,9 @@ def test_empty_text_is_counted_and_does_not_stop_the_run():
 
 
 def test_skipped_rows_are_counted_by_reason_with_the_first_places():
-    documents, tally = read(Rows(2000, bad=[0, 7, 900, 1999]), BadRows(skip=True, max_fraction=0.002))
+    documents, tally = read(
+        Rows(2000, bad=[0, 7, 900, 1999]), BadRows(skip=True, max_fraction=0.002)
+    )
     assert (len(documents), tally.num_bad, tally.rows) == (1996, 4, 2000)
     assert tally.reasons() == ["4 rows: is not JSON (a.jsonl:1, a.jsonl:8, a.jsonl:901, ...)"]
     BadRows(skip=True, max_fraction=0.002).judge(tally, "dataset x")

@@ -34,7 +34,9 @@ def halves(document: Any) -> tuple[str, str]:
 
 
 def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path: Path) -> None:
-    text = encode(QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"})
+    text = encode(
+        QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"}
+    )
     assert BYTES.decode(text.tokens) == "Q: 2+2? (1999)\nA: 4\n"
     pair = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
     assert halves(encode(QUESTION, format="prompt_completion", template=pair)) == (
@@ -52,8 +54,12 @@ def test_any_table_becomes_a_text_a_pair_or_a_conversation_by_template(tmp_path:
         "assistant": "{{ answer.text }}",
     }
     conversation = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
-    assert halves(conversation) == ("[user]2+2?[assistant]", "4"), "an empty system turn must be dropped"
-    conversation = encode({**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns)
+    assert halves(conversation) == ("[user]2+2?[assistant]", "4"), (
+        "an empty system turn must be dropped"
+    )
+    conversation = encode(
+        {**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns
+    )
     assert halves(conversation) == ("[system]Add.[user]2+2?[assistant]", "4")
 
 
@@ -78,8 +84,13 @@ def test_row_that_cannot_be_rendered_is_a_bad_row(template: str, reason: str) ->
 
 def test_source_template_takes_precedence_and_changes_the_fingerprint() -> None:
     source = DataSource(template={"text": "{{ year }}"})
-    assert BYTES.decode(encode(QUESTION, source, template={"text": "{{ question }}"}).tokens) == "1999"
-    prints = {open_encoder(BYTES, Data(template=t)).fingerprint for t in ({}, {"text": "a"}, {"text": "b"})}
+    assert (
+        BYTES.decode(encode(QUESTION, source, template={"text": "{{ question }}"}).tokens) == "1999"
+    )
+    prints = {
+        open_encoder(BYTES, Data(template=t)).fingerprint
+        for t in ({}, {"text": "a"}, {"text": "b"})
+    }
     assert len(prints) == 3
 
 
@@ -90,7 +101,10 @@ def test_alpaca_reads_instruction_input_and_output() -> None:
     assert completion == "4"
     assert prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n")
     prompt, _ = halves(encode({**row, "input": ""}, source, format="prompt_completion"))
-    assert prompt.startswith("Below is an instruction that describes a task. Write") and "Input" not in prompt
+    assert (
+        prompt.startswith("Below is an instruction that describes a task. Write")
+        and "Input" not in prompt
+    )
     text = encode(row, source)
     assert BYTES.decode(text.tokens).endswith("2+2\n\n### Response:\n4")
     assert BYTES.decode(encode({**row, "text": "verbatim"}, source).tokens) == "verbatim"
@@ -146,7 +160,9 @@ def test_template_with_unread_columns_is_rejected(text: str, message: str, tmp_p
 
 
 def test_invalid_template_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"data.template.text=.* is not a Jinja template .*write columns like"):
+    with pytest.raises(
+        ConfigError, match=r"data.template.text=.* is not a Jinja template .*write columns like"
+    ):
         open_encoder(BYTES, Data(template={"text": "{% if %}"}))
 
 
@@ -175,13 +191,17 @@ def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
     sequences = []
     for batch in stream:
         for tokens, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True):
-            sequences.append((BYTES.decode(tokens[tokens < 256]), BYTES.decode(targets[targets >= 0])))
+            sequences.append(
+                (BYTES.decode(tokens[tokens < 256]), BYTES.decode(targets[targets >= 0]))
+            )
     return [row for row in sequences if row[0] or row[1]]
 
 
 def test_long_answers_are_split_from_their_questions_only_on_request(tmp_path: Path) -> None:
     cut = rows_of(tmp_path, "")
-    assert ("Sea?blue and de", "blue and dee") in cut and all(not read.startswith("e") for read, _ in cut)
+    assert ("Sea?blue and de", "blue and dee") in cut and all(
+        not read.startswith("e") for read, _ in cut
+    )
     dropped = rows_of(tmp_path, 'long_documents = "drop"\n')
     assert [learned for _, learned in dropped] == ["b"]
     split = rows_of(tmp_path, 'long_documents = "split"\n')

@@ -31,7 +31,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"row {number} " * (number % 7 + 1)}) + "\n" for number in range(200)))
+    path.write_text(
+        "".join(
+            json.dumps({"text": f"row {number} " * (number % 7 + 1)}) + "\n"
+            for number in range(200)
+        )
+    )
     return path
 
 
@@ -70,13 +75,18 @@ def test_cached_tokens_equal_computed_ones(
     first = opened(file)
     assert (tokenized.times, len(list(own_cache.iterdir()))) == (1, 1)
     second = opened(file)
-    assert tokenized.times == 1 and f"dataset jsonl: tokens from the cache in {own_cache}" in caplog.text
+    assert (
+        tokenized.times == 1
+        and f"dataset jsonl: tokens from the cache in {own_cache}" in caplog.text
+    )
     assert first.fingerprint == second.fingerprint
     assert np.array_equal(first.tokens(0, first.num_tokens), second.tokens(0, second.num_tokens))
     assert np.array_equal(first.document_starts(), second.document_starts())
 
 
-def test_masks_and_skipped_rows_are_cached(tmp_path: Path, tokenized: Count, caplog: pytest.LogCaptureFixture) -> None:
+def test_masks_and_skipped_rows_are_cached(
+    tmp_path: Path, tokenized: Count, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "pairs.jsonl"
     rows = [json.dumps({"prompt": f"question {n}", "completion": f"answer {n}"}) for n in range(99)]
     file.write_text("\n".join([*rows, "no JSON"]) + "\n")
@@ -88,7 +98,9 @@ def test_masks_and_skipped_rows_are_cached(tmp_path: Path, tokenized: Count, cap
     assert first.has_mask and first.fingerprint == second.fingerprint
 
 
-def test_changed_file_with_equal_size_and_time_is_tokenized_again(file: Path, tokenized: Count) -> None:
+def test_changed_file_with_equal_size_and_time_is_tokenized_again(
+    file: Path, tokenized: Count
+) -> None:
     before, status = opened(file), file.stat()
     file.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -104,7 +116,9 @@ def test_changed_chat_template_with_equal_size_and_time_tokenizes_again(
     pytest.importorskip("jinja2")
     turns = [{"role": "user", "content": "Sea?"}, {"role": "assistant", "content": "Blue."}]
     rows = tmp_path / "chats.jsonl"
-    rows.write_text(json.dumps({"messages": turns, "prompt": turns[:1], "completion": turns[1:]}) + "\n")
+    rows.write_text(
+        json.dumps({"messages": turns, "prompt": turns[:1], "completion": turns[1:]}) + "\n"
+    )
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     before, status = opened(rows, format=form, chat_template=str(template)), template.stat()
@@ -150,7 +164,9 @@ def test_every_option_that_changes_tokens_is_part_of_the_key(
     assert tokenized.times == 2
 
 
-def test_options_applied_after_tokenization_are_not_part_of_the_key(file: Path, tokenized: Count) -> None:
+def test_options_applied_after_tokenization_are_not_part_of_the_key(
+    file: Path, tokenized: Count
+) -> None:
     """A search for the best packing, length or mixture reuses the tokens."""
     opened(file)
     opened(file, packing="first_fit", document_mask="on", long_documents="drop", readers=3)
@@ -180,7 +196,9 @@ def test_changed_code_or_library_tokenizes_again(
         opened(file)
     assert tokenized.times == 2
     monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "data/documents/token_cache.py"))
-    for times, folder in enumerate(("documents", "tokenizers"), start=3):  # code in any folder is part of the key
+    for times, folder in enumerate(
+        ("documents", "tokenizers"), start=3
+    ):  # code in any folder is part of the key
         (tmp_path / "data" / folder).mkdir(parents=True)
         (tmp_path / "data" / folder / "code.py").write_text("# other code\n")
         opened(file)
@@ -203,7 +221,9 @@ def test_damaged_entry_is_tokenized_again(file: Path, tokenized: Count, own_cach
         assert entry.read_bytes() == intact  # the damaged entry is replaced
 
 
-def test_cached_ids_outside_the_vocabulary_are_rejected(file: Path, tokenized: Count, own_cache: Path) -> None:
+def test_cached_ids_outside_the_vocabulary_are_rejected(
+    file: Path, tokenized: Count, own_cache: Path
+) -> None:
     """An entry with a valid checksum, written by another program."""
     opened(file)
     (entry,) = own_cache.iterdir()
@@ -215,7 +235,9 @@ def test_cached_ids_outside_the_vocabulary_are_rejected(file: Path, tokenized: C
     assert tokenized.times == 2
 
 
-def test_recently_changed_files_are_not_cached(file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_changed_files_are_not_cached(
+    file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as new:
         new.setattr(file_hashes, "SETTLED_SECONDS", 3600.0)
         opened(file)

@@ -35,10 +35,15 @@ def line(tmp_path, monkeypatch):
 
 
 def written(line, packing):
-    writer = FitTableWriter(line.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
+    writer = FitTableWriter(
+        line.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line)
+    )
     for block in range(fitted.num_blocks(line)):
         fit = fitted.fit_block(line, block, packing)
-        counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")}
+        counts = {
+            name: getattr(fit, name)
+            for name in ("num_rows", "num_targets", "cut", "dropped", "single")
+        }
         writer.add([(counts, fit.to_bytes())])
     writer.finish()
     return line.folder / fit_table.table_name(packing)
@@ -85,7 +90,9 @@ def test_table_of_different_tokens_is_not_used(line):
     assert table_of(line, packing, "o") is None
 
 
-def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_creates_it(line, monkeypatch):
+def test_too_many_documents_without_a_table_are_rejected_with_the_command_that_creates_it(
+    line, monkeypatch
+):
     monkeypatch.setattr(fitted, "MAX_DOCUMENTS", 39)
     with pytest.raises(
         ConfigError,

@@ -111,7 +111,9 @@ def test_every_token_is_the_target_of_exactly_one_row(lengths, seq_len, kind, ma
 )
 def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
     documents = documents_of(lengths)
-    owner = {int(token): number for number, document in enumerate(documents) for token in document.tokens}
+    owner = {
+        int(token): number for number, document in enumerate(documents) for token in document.tokens
+    }
     _, out = rows_of(documents, Packing(seq_len, kind=kind, masked=True))
     for row in range(len(out.tokens_BT)):
         for column in range(seq_len):
@@ -121,7 +123,9 @@ def test_target_is_the_next_token_of_the_same_document(lengths, seq_len, kind):
                 assert owner[target] == owner[token]
             if column and out.documents_BT is not None:
                 same = out.documents_BT[row, column] == out.documents_BT[row, column - 1]
-                assert out.positions_BT[row, column] == (out.positions_BT[row, column - 1] + 1 if same else 0)
+                assert out.positions_BT[row, column] == (
+                    out.positions_BT[row, column - 1] + 1 if same else 0
+                )
                 if target != IGNORE and same and out.targets_BT[row, column - 1] != IGNORE:
                     assert owner[token] == owner[int(out.tokens_BT[row, column - 1])]
 
@@ -180,4 +184,7 @@ def test_buffer_stores_two_bytes_per_token_if_ids_fit():
     assert MemoryTokenBuffer(documents, 2**16)._tokens.dtype == np.uint16
     assert MemoryTokenBuffer(documents, 2**16 + 1)._tokens.dtype == np.int32
     assert MemoryTokenBuffer(documents, 2**16).tokens(1, 4).dtype == np.int64
-    assert MemoryTokenBuffer(documents, 2**16).fingerprint != MemoryTokenBuffer(documents_of([2, 3]), 2**16).fingerprint
+    assert (
+        MemoryTokenBuffer(documents, 2**16).fingerprint
+        != MemoryTokenBuffer(documents_of([2, 3]), 2**16).fingerprint
+    )

@@ -79,10 +79,14 @@ def targets_of(config: Config, count: int) -> list[int]:
         ],
     ),
 )
-def test_row_is_skipped_if_its_prompt_fills_seq_len(tmp_path: Path, form: str, mode: str, packing: str) -> None:
+def test_row_is_skipped_if_its_prompt_fills_seq_len(
+    tmp_path: Path, form: str, mode: str, packing: str
+) -> None:
     # 16 inputs have targets 1 to 16: a row whose first target is at 16 still has one
     prompts = [SEQ_LEN - 1, SEQ_LEN, SEQ_LEN + 1, 3, 2 * SEQ_LEN]
-    arguments = arguments_for(tmp_path, form, prompts, f"--data.packing={packing}", "--data.long_documents=cut")
+    arguments = arguments_for(
+        tmp_path, form, prompts, f"--data.packing={packing}", "--data.long_documents=cut"
+    )
     if mode == "prepared":
         assert prepare.main([*arguments, "--output", str(tmp_path / "shards")]) == 0
         arguments = [
@@ -91,17 +95,29 @@ def test_row_is_skipped_if_its_prompt_fills_seq_len(tmp_path: Path, form: str, m
             *arguments[2:],
         ]
     else:
-        arguments += [f"--data.mode={mode}", "--data.readers=1"] if mode == "stream" else [f"--data.mode={mode}"]
+        arguments += (
+            [f"--data.mode={mode}", "--data.readers=1"]
+            if mode == "stream"
+            else [f"--data.mode={mode}"]
+        )
     targets = targets_of(load(None, [*arguments, "--training.on_data_end=repeat"]).config, 6)
-    assert sorted(targets[:3]) == [1, 2, 4] and sorted(targets[3:]) == [1, 2, 4], "two of five rows must be skipped"
+    assert sorted(targets[:3]) == [1, 2, 4] and sorted(targets[3:]) == [1, 2, 4], (
+        "two of five rows must be skipped"
+    )
 
 
 @pytest.mark.parametrize("packing", ["padded", "first_fit", "best_fit"])
 @pytest.mark.parametrize("extra", [-1, 0, 1, 2])
-def test_conversation_as_long_as_a_sequence_keeps_all_targets(tmp_path: Path, extra: int, packing: str) -> None:
+def test_conversation_as_long_as_a_sequence_keeps_all_targets(
+    tmp_path: Path, extra: int, packing: str
+) -> None:
     """A sequence has targets 1 to seq_len, so a document of seq_len + 1 tokens is not cut."""
-    arguments = arguments_for(tmp_path, "chat", [SEQ_LEN + extra - len("yes;")], f"--data.packing={packing}")
-    stream = open_dataloader(load(None, arguments).config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    arguments = arguments_for(
+        tmp_path, "chat", [SEQ_LEN + extra - len("yes;")], f"--data.packing={packing}"
+    )
+    stream = open_dataloader(
+        load(None, arguments).config, batch_rank=0, num_batch_ranks=1, accumulation=1
+    )
     targets = next(stream).targets_BT.flatten().tolist()
     learned = b"yes;" if extra < 2 else b"yes"
     assert [target for target in targets if target != IGNORE] == list(learned)
@@ -112,7 +128,9 @@ PADDING = {"a separate token": "<pad>", "the end token": "</s>"}
 
 @pytest.mark.parametrize("packing", ["padded", "first_fit", "best_fit"])
 @pytest.mark.parametrize("form", ["chat", "prompt_completion"])
-def test_end_token_that_is_also_the_padding_token_is_learned(tmp_path: Path, form: str, packing: str) -> None:
+def test_end_token_that_is_also_the_padding_token_is_learned(
+    tmp_path: Path, form: str, packing: str
+) -> None:
     """Padding is masked by position and not by token id."""
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     targets_of_padding = {}
@@ -129,7 +147,9 @@ def test_end_token_that_is_also_the_padding_token_is_learned(tmp_path: Path, for
         replaced = ("--data.chat_template", "--model.hf")
         arguments = [argument for argument in arguments if not argument.startswith(replaced)]
         arguments.append(f"--model.hf_assets_path={folder}")
-        stream = open_dataloader(load(None, arguments).config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+        stream = open_dataloader(
+            load(None, arguments).config, batch_rank=0, num_batch_ranks=1, accumulation=1
+        )
         targets = next(stream).targets_BT.flatten().tolist()
         targets_of_padding[name] = [target for target in targets if target != IGNORE]
     end = open_tokenizer(str(tmp_path / "the end token")).eos_id
@@ -151,7 +171,9 @@ def test_cut_row_is_skipped_only_if_it_has_no_learned_token(kind: str) -> None:
     for row in rng.permutation(packed.num_rows).tolist():
         packed.write(row, out, row)
 
-    masks = [document.learned[1 : SEQ_LEN + 1] for document in documents if document.learned is not None]
+    masks = [
+        document.learned[1 : SEQ_LEN + 1] for document in documents if document.learned is not None
+    ]
     long = [len(document.tokens) > SEQ_LEN + 1 for document in documents]
     empty = [not learned.any() for learned in masks]
     assert 0 < packed.dropped == sum(empty) and packed.cut == sum(long) - sum(empty)
@@ -164,18 +186,26 @@ def test_limit_on_skipped_rows_suggests_a_value_that_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = arguments_for(tmp_path, "prompt_completion", [3, 40, 41])
-    advice = (
-        r"has 2 of 3 rows without a target within seq_len, .*; raise seq_len, or set data.long_rows_max_fraction=0.667"
-    )
+    advice = r"has 2 of 3 rows without a target within seq_len, .*; "
+    advice += r"raise seq_len, or set data.long_rows_max_fraction=0.667"
     with pytest.raises(DataError, match=advice):
         targets_of(load(None, arguments).config, 1)
-    assert check.main(arguments) == 3 and "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
+    assert (
+        check.main(arguments) == 3
+        and "data.long_rows_max_fraction=0.667" in capsys.readouterr().out
+    )
     arguments.append("--data.long_rows_max_fraction=0.667")
     with caplog.at_level(logging.WARNING):
         assert targets_of(load(None, arguments).config, 1) == [4]
-    assert "dataset jsonl: 2 of 3 documents have no target in their first 17 tokens and are skipped" in caplog.text
+    assert (
+        "dataset jsonl: 2 of 3 documents have no target in their first 17 tokens and are skipped"
+        in caplog.text
+    )
     assert check.main(arguments) == 0
-    assert "2 of 3 documents have no target in their first 17 tokens and are skipped" in capsys.readouterr().out
+    assert (
+        "2 of 3 documents have no target in their first 17 tokens and are skipped"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -188,7 +218,9 @@ def test_single_token_documents_without_target_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     texts = [*"abcde", "the cat", "a dog lay by"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     arguments = ["--training.dataset=jsonl", f"--training.dataset_path={tmp_path / 'rows.jsonl'}"]
     arguments += [
         f"--training.seq_len={SEQ_LEN}",
@@ -202,7 +234,8 @@ def test_single_token_documents_without_target_are_counted(
     ]
     arguments += ["--training.local_batch_size=1"]
     if prepared:
-        monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 1)  # prepare then writes a table with the count
+        # prepare then writes a table with the count
+        monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 1)
         assert prepare.main([*arguments, "--output", str(tmp_path / "shards")]) == 0
         arguments = [
             "--training.dataset=tokens",

@@ -28,7 +28,9 @@ from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.utils.errors import ConfigError
 
 
-def write(folder: Path, documents: list[Document], vocab_size: int = 300, shard_tokens: int = 7) -> Path:
+def write(
+    folder: Path, documents: list[Document], vocab_size: int = 300, shard_tokens: int = 7
+) -> Path:
     writer = ShardWriter(folder, vocab_size, shard_tokens)
     for document in documents:
         writer.add_documents(np.array([len(document.tokens)]))
@@ -67,22 +69,32 @@ def assert_same(line: ShardTokenBuffer, memory: TokenBuffer, ranges: list[tuple[
     vocab_size=st.sampled_from([300, 65536, 65537, 200_000]),
     shard_tokens=st.integers(1, 30),
 )
-def test_shards_match_documents_in_memory(data: st.DataObject, vocab_size: int, shard_tokens: int) -> None:
+def test_shards_match_documents_in_memory(
+    data: st.DataObject, vocab_size: int, shard_tokens: int
+) -> None:
     given_documents = data.draw(documents(vocab_size))
     ranges = data.draw(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=5))
     with tempfile.TemporaryDirectory() as folder:
-        line = ShardTokenBuffer(write(Path(folder) / "x", given_documents, vocab_size, shard_tokens))
+        line = ShardTokenBuffer(
+            write(Path(folder) / "x", given_documents, vocab_size, shard_tokens)
+        )
         assert_same(line, MemoryTokenBuffer(given_documents, vocab_size), ranges)
-        assert line.has_mask == any(d.learned is not None and not d.learned.all() for d in given_documents)
+        assert line.has_mask == any(
+            d.learned is not None and not d.learned.all() for d in given_documents
+        )
         assert [wrong for _, several in verify(line) for wrong in several] == []
 
 
 @settings(max_examples=40)
 @given(data=st.data(), shard_tokens=st.integers(1, 30))
-def test_writer_resumed_from_a_position_writes_the_same_bytes(data: st.DataObject, shard_tokens: int) -> None:
+def test_writer_resumed_from_a_position_writes_the_same_bytes(
+    data: st.DataObject, shard_tokens: int
+) -> None:
     given_documents = data.draw(documents(300))
     with tempfile.TemporaryDirectory() as name:
-        uninterrupted = write(Path(name) / "uninterrupted", given_documents, shard_tokens=shard_tokens)
+        uninterrupted = write(
+            Path(name) / "uninterrupted", given_documents, shard_tokens=shard_tokens
+        )
         folder = Path(name) / "parts"
         writer = ShardWriter(folder, 300, shard_tokens)
         for document in given_documents:
@@ -90,7 +102,8 @@ def test_writer_resumed_from_a_position_writes_the_same_bytes(data: st.DataObjec
             writer.add_tokens(document.tokens, document.learned)
             if data.draw(st.booleans()):
                 position = writer.position()
-                extra = data.draw(st.integers(0, 40))  # written after the position and lost in a crash
+                # written after the position and lost in a crash
+                extra = data.draw(st.integers(0, 40))
                 writer.add_documents(np.array([extra]))
                 writer.add_tokens(np.arange(extra), np.arange(extra) % 2 == 0)
                 writer.close()
@@ -100,7 +113,9 @@ def test_writer_resumed_from_a_position_writes_the_same_bytes(data: st.DataObjec
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def two_documents() -> list[Document]:
@@ -115,13 +130,19 @@ def test_folder_without_index_is_rejected(tmp_path: Path) -> None:
     writer.add_documents(np.array([3]))
     writer.add_tokens(np.arange(3))
     writer.position()
-    with pytest.raises(ConfigError, match=r"has no index\.json; run .shardtrain data prepare. first"):
+    with pytest.raises(
+        ConfigError, match=r"has no index\.json; run .shardtrain data prepare. first"
+    ):
         ShardTokenBuffer(tmp_path / "x")
 
 
-def test_opening_reads_only_the_ends_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_reads_only_the_ends_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Opening is O(1) in tokens: no file is read entirely."""
-    folder = write(tmp_path / "x", [Document(np.zeros(100_000, np.int32))] * 3, shard_tokens=200_000)
+    folder = write(
+        tmp_path / "x", [Document(np.zeros(100_000, np.int32))] * 3, shard_tokens=200_000
+    )
     sizes = [path.stat().st_size for path in folder.glob("tokens-*")]
     before = read_bytes()
     ShardTokenBuffer(folder)
@@ -129,7 +150,9 @@ def test_opening_reads_only_the_ends_of_files(tmp_path: Path, monkeypatch: pytes
 
 
 def read_bytes() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1]) if os.path.exists("/proc/self/io") else 0
+    return (
+        int(Path("/proc/self/io").read_text().split()[1]) if os.path.exists("/proc/self/io") else 0
+    )
 
 
 def test_fingerprint_covers_tokens_masks_and_boundaries(tmp_path: Path) -> None:
@@ -145,10 +168,14 @@ def test_fingerprint_covers_tokens_masks_and_boundaries(tmp_path: Path) -> None:
         ],
     }
     fingerprints = {
-        name: ShardTokenBuffer(write(tmp_path / name, variant)).fingerprint for name, variant in marks.items()
+        name: ShardTokenBuffer(write(tmp_path / name, variant)).fingerprint
+        for name, variant in marks.items()
     }
     assert len(set(fingerprints.values())) == 4
-    assert ShardTokenBuffer(write(tmp_path / "again", [first, second])).fingerprint == fingerprints["same"]
+    assert (
+        ShardTokenBuffer(write(tmp_path / "again", [first, second])).fingerprint
+        == fingerprints["same"]
+    )
 
 
 def test_default_shard_size_is_512_megabytes() -> None:
@@ -159,7 +186,9 @@ def test_id_outside_the_vocabulary_is_not_written(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", 300, 7)
     for wrong in (300, -1):
         writer.add_documents(np.array([1]))
-        with pytest.raises(ConfigError, match=f"returns the id {wrong}, outside its vocabulary of 300"):
+        with pytest.raises(
+            ConfigError, match=f"returns the id {wrong}, outside its vocabulary of 300"
+        ):
             writer.add_tokens(np.array([wrong]))
 
 
@@ -171,14 +200,21 @@ def test_different_tokenizer_is_rejected_with_both_vocabulary_sizes(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(line, tokenizer, "model.tokenizer_path")
     text = str(caught.value)
-    assert text.startswith("model.tokenizer_path: use that tokenizer, or prepare") and "\n" not in text
-    assert all(part in text for part in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"'))
+    assert (
+        text.startswith("model.tokenizer_path: use that tokenizer, or prepare") and "\n" not in text
+    )
+    assert all(
+        part in text
+        for part in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"')
+    )
 
 
 def test_ids_outside_the_vocabulary_of_the_model_are_rejected(tmp_path: Path) -> None:
     line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     check_vocabulary(line, 110)
-    with pytest.raises(ConfigError, match=r"has a vocabulary of 109, and .* ids up to 109 of a vocabulary of 300"):
+    with pytest.raises(
+        ConfigError, match=r"has a vocabulary of 109, and .* ids up to 109 of a vocabulary of 300"
+    ):
         check_vocabulary(line, 109)
 
 
@@ -201,7 +237,9 @@ def test_positions_outside_the_buffer_are_rejected(tmp_path: Path) -> None:
 
 
 def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
-    line = ShardTokenBuffer(write(tmp_path / "x", [Document(np.arange(250, dtype=np.int32))], shard_tokens=1))
+    line = ShardTokenBuffer(
+        write(tmp_path / "x", [Document(np.arange(250, dtype=np.int32))], shard_tokens=1)
+    )
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert np.array_equal(line.tokens(0, 250), np.arange(250))
     if before:
@@ -211,19 +249,22 @@ def test_many_shards_need_few_open_files(tmp_path: Path) -> None:
 def test_index_records_the_origin_of_the_tokens(tmp_path: Path) -> None:
     index = ShardTokenBuffer(write(tmp_path / "x", two_documents())).index
     assert (index.dtype, index.vocab_size, index.max_id) == ("uint16", 300, 109)
+    # documents that begin in each shard of 7 tokens
     assert [shard.num_documents for shard in index.shards] == [
         1,
         0,
         1,
         0,
         0,
-    ]  # documents that begin in each shard of 7 tokens
+    ]
     assert index.created_by.startswith("shardtrain ") and index.tokenizer_name == "bytes"
     assert sorted(p.name for p in (tmp_path / "x").iterdir() if p.name.endswith(".tmp")) == []
     assert (tmp_path / "x" / INDEX).stat().st_size > 100
 
 
-def test_many_files_are_checked_when_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_files_are_checked_when_first_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """15T tokens have 117,000 files, of which each rank reads a few."""
     tokens_of = [Document(np.arange(50, dtype=np.int32) + 7 * number) for number in range(4)]
     write(tmp_path / "shards", tokens_of)
@@ -236,7 +277,9 @@ def test_many_files_are_checked_when_first_read(tmp_path: Path, monkeypatch: pyt
     late = ShardTokenBuffer(tmp_path / "shards")
     assert looked == ["starts.bin"] and late.fingerprint == all_shards.fingerprint
     assert (late.tokens(0, 200) == all_shards.tokens(0, 200)).all()
-    assert sorted(looked[1:]) == sorted(file.name for file in late.index.files() if file.name != "starts.bin")
+    assert sorted(looked[1:]) == sorted(
+        file.name for file in late.index.files() if file.name != "starts.bin"
+    )
     late.tokens(0, 200)
     assert len(looked) == len(set(looked)), "once"
     late.check_unchanged()
@@ -245,7 +288,9 @@ def test_many_files_are_checked_when_first_read(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "shards" / damaged.index.shards[2].tokens.name
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     damaged.tokens(0, 14)
-    with pytest.raises(ConfigError, match=r"tokens-00002.bin.* is not the file that index.json describes"):
+    with pytest.raises(
+        ConfigError, match=r"tokens-00002.bin.* is not the file that index.json describes"
+    ):
         damaged.tokens(14, 21)
     with pytest.raises(ConfigError, match="was changed, moved or removed since the run opened it"):
         late.check_unchanged()

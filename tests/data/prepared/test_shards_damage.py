@@ -167,7 +167,8 @@ def test_verification_detects_a_changed_byte_that_opening_misses(
     folder: Path, name: str, offset: int, value: bytes, match: str
 ) -> None:
     if name == "starts.bin":
-        line = ShardTokenBuffer(folder)  # a file of 24 bytes is hashed entirely on opening, so damage it afterwards
+        # a file of 24 bytes is hashed entirely on opening, so damage it afterwards
+        line = ShardTokenBuffer(folder)
     with (folder / name).open("r+b") as file:
         file.seek(offset)
         file.write(value)
@@ -175,7 +176,9 @@ def test_verification_detects_a_changed_byte_that_opening_misses(
         line = ShardTokenBuffer(folder)
     wrong = [text for _, several in verify(line) for text in several]
     assert all(text.startswith(str(folder / name)) for text in wrong)
-    assert any(match in text for text in wrong) and any("differs from its SHA-256" in text for text in wrong)
+    assert any(match in text for text in wrong) and any(
+        "differs from its SHA-256" in text for text in wrong
+    )
 
 
 @pytest.mark.parametrize("name", ["tokens-00001.bin", "learned-00000.bin", "starts.bin"])
@@ -183,7 +186,9 @@ def test_file_changed_during_a_run_is_named(folder: Path, name: str) -> None:
     line = ShardTokenBuffer(folder)
     line.check_unchanged()
     os.utime(folder / name, ns=(1, 1))
-    with pytest.raises(ConfigError, match=f"{name}.* was changed, moved or removed since the run opened it"):
+    with pytest.raises(
+        ConfigError, match=f"{name}.* was changed, moved or removed since the run opened it"
+    ):
         line.check_unchanged()
 
 
@@ -205,7 +210,9 @@ def test_file_truncated_or_deleted_during_a_run_is_an_error_without_a_crash(fold
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
-def test_storage_errors_are_not_reported_as_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_storage_errors_are_not_reported_as_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """Not at the start and not during a run: a retry may succeed."""
     line = ShardTokenBuffer(folder)
 
@@ -216,7 +223,9 @@ def test_storage_errors_are_not_reported_as_damage(folder: Path, monkeypatch: py
         for name in ("preadv", "stat", "open"):
             patch.setattr(os, name, fails)
         for look in (lambda: line.tokens(0, 100), line.check_unchanged):
-            with pytest.raises(StorageError, match=rf"cannot read {folder}/.*{os.strerror(number)}"):
+            with pytest.raises(
+                StorageError, match=rf"cannot read {folder}/.*{os.strerror(number)}"
+            ):
                 look()
     with monkeypatch.context() as patch:
         patch.setattr(bounded_reads, "whole", fails)

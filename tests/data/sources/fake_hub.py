@@ -97,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith(f"/datasets/{name}/resolve/"):
             file = path.split("/resolve/")[1].split("/", 1)[1]
             if file not in files:
-                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
+                return self.answer(
+                    404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA}
+                )
             return self.content(files[file])
         entries = [
             {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
@@ -108,7 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
             requested = json.loads(self.posted)["paths"]
             folders = {"/".join(file.split("/")[:-1]) for file in files} - {""}
             matches = [entry for entry in entries if entry["path"] in requested]
-            matches += [{"type": "directory", "path": path, "oid": "0" * 40} for path in folders if path in requested]
+            matches += [
+                {"type": "directory", "path": path, "oid": "0" * 40}
+                for path in folders
+                if path in requested
+            ]
             return self.json(matches)
         if endpoint.startswith("tree"):
             under = endpoint.split("/", 2)[2] + "/" if endpoint.count("/") > 1 else ""
@@ -116,7 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
             if "recursive=true" not in self.path.lower():
                 folders = {under + e["path"].removeprefix(under).split("/")[0] for e in inside}
                 inside = [e for e in entries if e["path"] in folders] + [
-                    {"type": "directory", "path": f, "oid": "0" * 40} for f in folders if f not in files
+                    {"type": "directory", "path": f, "oid": "0" * 40}
+                    for f in folders
+                    if f not in files
                 ]
             return self.json(inside)
         return self.json(

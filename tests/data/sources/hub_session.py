@@ -68,7 +68,9 @@ def main(home: str) -> None:
     }
     for owner in ("none", "closed", "gated", "busy", "broken"):
         for streaming in (False, True):
-            results[f"{owner} {streaming}"] = case(huggingface, path=f"{owner}/set", streaming=streaming)
+            results[f"{owner} {streaming}"] = case(
+                huggingface, path=f"{owner}/set", streaming=streaming
+            )
     hub.gone = True
     results["gone"] = case(c4)
     import huggingface_hub

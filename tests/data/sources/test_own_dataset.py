@@ -53,9 +53,13 @@ def test_path_of_a_python_file_is_a_dataset(tmp_path):
 
 def test_missing_file_or_file_without_a_dataset_is_rejected(tmp_path):
     (tmp_path / "empty.py").write_text("")
-    with pytest.raises(ConfigError, match=r'dataset=".*empty.py" has no open_source; define open_source\(request\)'):
+    with pytest.raises(
+        ConfigError, match=r'dataset=".*empty.py" has no open_source; define open_source\(request\)'
+    ):
         sources.find(str(tmp_path / "empty.py"))
     with pytest.raises(ConfigError, match="is not a file"):
         sources.find(str(tmp_path / "gone.py"))
-    problems = [str(p) for p in check(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))]
+    problems = [
+        str(p) for p in check(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))
+    ]
     assert any("gone.py" in p and "does not exist" in p for p in problems)

@@ -138,7 +138,11 @@ def test_200_levels_of_nesting_are_read_at_any_stack_depth(write):
 def test_reasons_do_not_depend_on_the_row(tmp_path):
     """Bad rows are counted by reason, so a reason must not contain details of its row."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)))
+    path.write_bytes(
+        b"".join(
+            b'{"k%d": "%s\n' % (n, b"x" * n) + b'{"%d": 1, "%d": 2}\n' % (n, n) for n in range(200)
+        )
+    )
     assert {row.reason for _, row in read(path)} == {
         "is not JSON: unterminated string starting",
         "has a duplicate key",
@@ -184,9 +188,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, rows)
 
 def test_row_of_64_mb_is_skipped_without_loading_it(write):
     path = write(GOOD + b'\n{"text": "' + b"a" * 64 * 2**20 + b'"}\n' + GOOD)
-    result = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True
+    )
     grown, rows = result.stdout.split(maxsplit=1)
     good = "{'text': 'good'}"
-    assert rows.strip() == str([good, f"is longer than data.max_row_bytes ({64 * 2**20 + 12} bytes)", good])
+    assert rows.strip() == str(
+        [good, f"is longer than data.max_row_bytes ({64 * 2**20 + 12} bytes)", good]
+    )
     # two blocks of 16 MiB plus a mask and an index of one block; reading and parsing the row would take 128 MiB
     assert int(grown) / 1024 < 72

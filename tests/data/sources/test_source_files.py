@@ -25,7 +25,10 @@ def write(root, *names, content="{}\n"):
 
 
 def names(path, **options):
-    return [file.name for file in list_files(Request(str(path), **options), "jsonl", (".jsonl", ".json"))]
+    return [
+        file.name
+        for file in list_files(Request(str(path), **options), "jsonl", (".jsonl", ".json"))
+    ]
 
 
 def test_folder_means_its_files_with_the_right_suffix_sorted_by_path(tmp_path):
@@ -80,7 +83,9 @@ def test_missing_path_is_reported_with_the_option(tmp_path):
         match=r'validation.dataset_path is not set, and the dataset "jsonl" requires it',
     ):
         names("", option="validation.dataset_path")
-    with pytest.raises(ConfigError, match=r'training.dataset_path=".*/no" does not exist; name a file'):
+    with pytest.raises(
+        ConfigError, match=r'training.dataset_path=".*/no" does not exist; name a file'
+    ):
         names(tmp_path / "no")
     with pytest.raises(ConfigError, match=r"is a folder without \*.jsonl, \*.json files"):
         names(tmp_path)
@@ -116,7 +121,9 @@ def test_unreadable_file_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(DataError, match=r'a.jsonl" cannot be read \(Permission denied\); make it readable'):
+    with pytest.raises(
+        DataError, match=r'a.jsonl" cannot be read \(Permission denied\); make it readable'
+    ):
         jsonl.open_source(Request(str(tmp_path)))
 
 
@@ -211,7 +218,9 @@ def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
     else:
         file.rename(tmp_path / "b.jsonl")
     rule = "was removed or renamed" if change in ("remove", "rename") else "was changed"
-    with pytest.raises(ConfigError, match=rf'training.dataset_path=".*a.{ending}" {rule} since the run opened it'):
+    with pytest.raises(
+        ConfigError, match=rf'training.dataset_path=".*a.{ending}" {rule} since the run opened it'
+    ):
         source.check_unchanged()
     if change in (
         "replace",
@@ -237,7 +246,9 @@ def test_reader_keeps_few_files_open_and_reads_all(tmp_path):
     reader = RecordReader(capacity=3)
     before = len(os.listdir("/dev/fd"))
     for _ in range(2):
-        assert [reader.read(file, 1, 8) for file in files] == [str(number).encode() for number in range(10)]
+        assert [reader.read(file, 1, 8) for file in files] == [
+            str(number).encode() for number in range(10)
+        ]
     assert len(os.listdir("/dev/fd")) == before + 3
     del reader
     assert len(os.listdir("/dev/fd")) == before

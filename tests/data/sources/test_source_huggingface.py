@@ -81,7 +81,9 @@ def test_changed_saved_dataset_is_named(saved):
     (file, *_) = sorted(saved.glob("*.arrow"))
     os.utime(file, ns=(1, 1))
     for source in sources_:
-        with pytest.raises(ConfigError, match=rf'training.dataset_path=".*{file.name}" was changed'):
+        with pytest.raises(
+            ConfigError, match=rf'training.dataset_path=".*{file.name}" was changed'
+        ):
             source.check_unchanged()
 
 
@@ -93,7 +95,9 @@ def test_split_of_a_saved_dictionary_is_selected_and_a_missing_one_lists_the_exi
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "d")
     assert texts(opened(tmp_path / "d")) == [f"row {n}" for n in range(5)]
     assert texts(opened(tmp_path / "d", split="test")) == ["row 5", "row 6"]
-    with pytest.raises(ConfigError, match=r'has no split "validation"; set data.split to train or test'):
+    with pytest.raises(
+        ConfigError, match=r'has no split "validation"; set data.split to train or test'
+    ):
         opened(tmp_path / "d", split="validation")
 
 
@@ -109,13 +113,20 @@ def test_images_are_not_decoded(tmp_path):
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     rows = [{"text": "a", "image": {"bytes": b"this is no image", "path": None}}] * 2
     datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "d")
-    assert texts(opened(tmp_path / "d")) == texts(opened(tmp_path / "d", streaming=True)) == ["a", "a"]
+    assert (
+        texts(opened(tmp_path / "d")) == texts(opened(tmp_path / "d", streaming=True)) == ["a", "a"]
+    )
 
 
 def test_row_above_max_row_bytes_is_a_bad_row(tmp_path):
-    datasets.Dataset.from_list([{"text": "a"}, {"text": "b" * 9999}, {"text": "c"}]).save_to_disk(tmp_path / "d")
+    datasets.Dataset.from_list([{"text": "a"}, {"text": "b" * 9999}, {"text": "c"}]).save_to_disk(
+        tmp_path / "d"
+    )
     for streaming in (False, True):
-        rows = [row for _, row in every_row(opened(tmp_path / "d", streaming=streaming, max_row_bytes=5000))]
+        rows = [
+            row
+            for _, row in every_row(opened(tmp_path / "d", streaming=streaming, max_row_bytes=5000))
+        ]
         assert (rows[0], rows[2]) == ({"text": "a"}, {"text": "c"})
         assert rows[1].reason == "is longer than data.max_row_bytes"
 
@@ -160,7 +171,9 @@ class Shard(torch.utils.data.Dataset):
 
 def test_every_worker_process_reads_all_rows_of_a_shard(saved):
     """By default, the library distributes shards over PyTorch's workers, and some would get no rows."""
-    loader = torch.utils.data.DataLoader(Shard(opened(saved, streaming=True)), batch_size=None, num_workers=2)
+    loader = torch.utils.data.DataLoader(
+        Shard(opened(saved, streaming=True)), batch_size=None, num_workers=2
+    )
     assert [int(count) for count in loader] == [50] * 4
 
 
@@ -228,15 +241,17 @@ def test_files_of_the_split_are_selected_by_name(tmp_path, caplog):
 
 
 def test_files_without_a_split_in_their_name_are_train(tmp_path):
-    save_jsonl(tmp_path / "pretrained" / "latest.jsonl", ROWS[:2])  # split names within longer words do not count
+    # split names within longer words do not count
+    save_jsonl(tmp_path / "pretrained" / "latest.jsonl", ROWS[:2])
     assert texts(opened(tmp_path)) == ["row 0", "row 1"]
     with pytest.raises(ConfigError, match=r'no files of the split "test"; set data.split to train'):
         opened(tmp_path, split="test")
     save_jsonl(tmp_path / "my-test.jsonl", ROWS[:2])
+    # a single file that the user names
     assert texts(opened(tmp_path / "my-test.jsonl")) == [
         "row 0",
         "row 1",
-    ]  # a single file that the user names
+    ]
 
 
 SPLITS = [
@@ -277,7 +292,9 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("name", "option", "split", "error"), SPLITS)
-def test_dataset_with_one_split_rejects_a_split_option_but_ignores_its_default(tmp_path, name, option, split, error):
+def test_dataset_with_one_split_rejects_a_split_option_but_ignores_its_default(
+    tmp_path, name, option, split, error
+):
     save_jsonl(tmp_path / "en.jsonl", ROWS[:2])
     save_jsonl(tmp_path / "more.jsonl", ROWS[2:3])
     if error is None:
@@ -291,10 +308,14 @@ def test_subset_is_a_folder_of_the_local_copy(tmp_path):
     save_jsonl(tmp_path / "en" / "x.jsonl", ROWS[:1])
     save_jsonl(tmp_path / "de" / "x.jsonl", ROWS[1:2])
     assert texts(opened(tmp_path, "c4", subset="de")) == ["row 1"]
-    with pytest.raises(ConfigError, match=r"has no folder fr, the requested subset; remove data\.subset, or"):
+    with pytest.raises(
+        ConfigError, match=r"has no folder fr, the requested subset; remove data\.subset, or"
+    ):
         opened(tmp_path, "c4", subset="fr")
     of_source = DataSource("c4", str(tmp_path), subset="fr")
-    named = NamedDataset("web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path")
+    named = NamedDataset(
+        "web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path"
+    )
     with pytest.raises(ConfigError, match=r"remove data\.sources\.web\.subset, or correct it"):
         sources.find("c4").open_source(request_for(Config(), named))
 
@@ -317,7 +338,9 @@ def test_folder_with_several_or_no_formats_is_rejected(tmp_path):
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no", "~/no/such", "a/b/c", "no*"])
 def test_missing_local_path_is_not_searched_on_the_hub(path, monkeypatch):
-    monkeypatch.setattr(huggingface._hub, "open_hub", lambda *_: pytest.fail("the hub was contacted"))
+    monkeypatch.setattr(
+        huggingface._hub, "open_hub", lambda *_: pytest.fail("the hub was contacted")
+    )
     with pytest.raises(ConfigError, match=r"does not exist|matches no file"):
         opened(path)
 
@@ -334,7 +357,9 @@ def test_missing_required_path_is_reported():
 
 def test_hub_id_as_dataset_name_is_reported_by_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'^training.dataset="allenai/c4" needs the datasets library'):
+    with pytest.raises(
+        ConfigError, match=r'^training.dataset="allenai/c4" needs the datasets library'
+    ):
         sources.find("c4_mini").open_source(Request(None))
 
 
@@ -357,7 +382,9 @@ def hub(tmp_path_factory):
         str(tmp_path_factory.mktemp("home")),
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(huggingface.__file__).parents[3])}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience.seconds(300))
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=patience.seconds(300)
+    )
     assert result.returncode == 0, result.stderr
     assert SECRET not in result.stderr
     assert SECRET not in result.stdout.rpartition('"tokens"')[0]

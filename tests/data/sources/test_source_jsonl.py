@@ -137,7 +137,9 @@ def test_table_and_shards_read_the_same_rows(tmp_path, content, block):
         except (ValueError, UnicodeDecodeError):
             value = None
         expected.append((number, value if isinstance(value, dict) else "bad"))
-    with pytest.MonkeyPatch.context() as patch:  # small blocks, to place block boundaries everywhere
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # small blocks, to place block boundaries everywhere
         patch.setattr(_index, "_BLOCK_BYTES", block)
         patch.setattr(_records, "BLOCK_BYTES", block)
         rows = []
@@ -158,7 +160,9 @@ OBJECTS = st.dictionaries(
         | st.integers()
         | st.floats(allow_nan=False, allow_infinity=False)
         | st.text(max_size=9),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        ),
         max_leaves=6,
     ),
     max_size=4,
@@ -171,7 +175,9 @@ OBJECTS = st.dictionaries(
     ascii_only=st.booleans(),
     compression=st.sampled_from([*COMPRESS]),
 )
-def test_rows_round_trip_in_order_plain_compressed_and_as_an_array(tmp_path, objects, ascii_only, compression):
+def test_rows_round_trip_in_order_plain_compressed_and_as_an_array(
+    tmp_path, objects, ascii_only, compression
+):
     lines = "\n".join(json.dumps(value, ensure_ascii=ascii_only) for value in objects).encode()
     array = json.dumps(objects, ensure_ascii=ascii_only, indent=1).encode()
     for name, data in (("a.jsonl", lines), ("a.json", lines), ("b.json", array)):
@@ -195,7 +201,9 @@ def test_compressed_file_may_have_several_members(tmp_path, compression):
 
 @pytest.mark.parametrize("compression", COMPRESS)
 def test_rows_before_a_truncation_are_read_and_the_truncation_is_one_bad_row(tmp_path, compression):
-    lines = [json.dumps({"n": number, "text": os.urandom(30).hex()}).encode() for number in range(30000)]
+    lines = [
+        json.dumps({"n": number, "text": os.urandom(30).hex()}).encode() for number in range(30000)
+    ]
     data = COMPRESS[compression](b"\n".join(lines) + b"\n")
     path = tmp_path / f"a.jsonl{compression}"
     path.write_bytes(data[: len(data) * 2 // 3])
@@ -210,7 +218,9 @@ def test_rows_before_a_truncation_are_read_and_the_truncation_is_one_bad_row(tmp
 
 @pytest.mark.parametrize("compression", COMPRESS)
 def test_damaged_compressed_data_is_one_bad_row_at_the_end(tmp_path, compression):
-    lines = b"".join(b'{"n": %d, "text": "%s"}\n' % (n, os.urandom(30).hex().encode()) for n in range(30000))
+    lines = b"".join(
+        b'{"n": %d, "text": "%s"}\n' % (n, os.urandom(30).hex().encode()) for n in range(30000)
+    )
     data = bytearray(COMPRESS[compression](lines))
     middle = len(data) // 2
     data[middle : middle + 400] = bytes(400)
@@ -272,7 +282,9 @@ def test_array_above_the_size_limit_is_rejected_and_an_empty_one_has_no_rows(tmp
     (tmp_path / "a.json").write_text("[ ]")
     assert opened(tmp_path).num_rows == 0
     monkeypatch.setattr("shardtrain.data.sources._json_array.MAX_BYTES", 2)
-    with pytest.raises(DataError, match=r"a.json\" is one JSON array of more than 0 MiB; write one object per line"):
+    with pytest.raises(
+        DataError, match=r"a.json\" is one JSON array of more than 0 MiB; write one object per line"
+    ):
         opened(tmp_path)
 
 

@@ -31,7 +31,9 @@ def _array(path, number):
 
 
 def _compressed(path, number):
-    path.with_name(path.name + ".jsonl.gz").write_bytes(gzip.compress(f'{{"text": "{number}"}}\n'.encode()))
+    path.with_name(path.name + ".jsonl.gz").write_bytes(
+        gzip.compress(f'{{"text": "{number}"}}\n'.encode())
+    )
 
 
 def _tsv(path, number):
@@ -74,7 +76,9 @@ def test_many_files_yield_the_same_rows_as_few(folder, monkeypatch):
     assert rows_of(many) == few
     if isinstance(many, Shards):
         all_rows = list(many.rows(7))
-        assert all(list(many.rows(7, start)) == all_rows[start:] for start in range(len(all_rows) + 1))
+        assert all(
+            list(many.rows(7, start)) == all_rows[start:] for start in range(len(all_rows) + 1)
+        )
         assert many.shard_place(7, 0).startswith(os.path.join(request.path, "007"))
 
 
@@ -115,5 +119,7 @@ def test_too_many_files_are_rejected_with_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(_data_files, "MAX_FILES", 2)
     for number in range(3):
         _text(tmp_path / str(number), number)
-    with pytest.raises(ConfigError, match="names 3 files, and at most 2 .*; put more documents into each file"):
+    with pytest.raises(
+        ConfigError, match="names 3 files, and at most 2 .*; put more documents into each file"
+    ):
         text.open_source(Request(str(tmp_path)))

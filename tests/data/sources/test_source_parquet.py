@@ -71,7 +71,9 @@ def test_file_that_is_not_parquet_is_named(tmp_path):
 
 
 def test_damaged_row_group_is_one_bad_row_and_others_are_read(tmp_path):
-    path = write(tmp_path / "a.parquet", ROWS, row_group_size=500, compression="none", use_dictionary=False)
+    path = write(
+        tmp_path / "a.parquet", ROWS, row_group_size=500, compression="none", use_dictionary=False
+    )
     content = bytearray(path.read_bytes())
     content[4:40] = bytes(b"\xff" * 36)  # the header of the first page
     path.write_bytes(content)

@@ -52,7 +52,9 @@ def test_invalid_byte_is_reported_with_its_position(tmp_path, mark):
 def test_empty_text_is_a_row_and_a_missing_path_an_error(tmp_path):
     (tmp_path / "a.txt").write_text("")
     assert rows(tmp_path) == [{"text": ""}]
-    with pytest.raises(ConfigError, match=r'training.dataset_path is not set, and the dataset "text" requires it'):
+    with pytest.raises(
+        ConfigError, match=r'training.dataset_path is not set, and the dataset "text" requires it'
+    ):
         text.open_source(Request(None))
     with pytest.raises(ConfigError, match=r"validation.dataset_path=.* does not exist"):
         opened(tmp_path / "no", option="validation.dataset_path")

@@ -72,7 +72,9 @@ def test_invalid_line_is_a_bad_row_with_its_number(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
 def test_quoted_csv_fields_may_contain_anything(tmp_path, name):
-    path = write(tmp_path, name, b'id,text\r\n1,"a, ""b""\r\n\r\nc"\r\n\r\n2,\xc3\xa9\r\n"3",""\r\n4,last')
+    path = write(
+        tmp_path, name, b'id,text\r\n1,"a, ""b""\r\n\r\nc"\r\n\r\n2,\xc3\xa9\r\n"3",""\r\n4,last'
+    )
     assert read(path) == [
         (2, {"id": "1", "text": 'a, "b"\r\n\r\nc'}),
         (6, {"id": "2", "text": "é"}),

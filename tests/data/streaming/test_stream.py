@@ -23,7 +23,10 @@ class Letters:
     fingerprint = "letters"
 
     def encode(self, rows):
-        return [Document(np.array(row["tokens"], np.int32)) if row["tokens"] else BadRow("empty", True) for row in rows]
+        return [
+            Document(np.array(row["tokens"], np.int32)) if row["tokens"] else BadRow("empty", True)
+            for row in rows
+        ]
 
 
 class ListTable:
@@ -161,8 +164,14 @@ def test_one_pass_reads_every_token_once(source, packing, readers):
                 assert set(targets) == {IGNORE}
                 continue
             learned.update(target for target in targets if target != IGNORE)
-            read_tokens.update(token for token, target in zip(tokens, targets, strict=True) if target != IGNORE)
-    rows = source._rows if isinstance(source, ListTable) else [row for shard in source._shards for row in shard]
+            read_tokens.update(
+                token for token, target in zip(tokens, targets, strict=True) if target != IGNORE
+            )
+    rows = (
+        source._rows
+        if isinstance(source, ListTable)
+        else [row for shard in source._shards for row in shard]
+    )
     inner = [token for row in rows for token in row["tokens"][1:]]
     # with concatenation, the first token of a document is a target too, except for the first document of each reader
     assert all(learned[token] == 1 for token in inner)
@@ -180,10 +189,14 @@ def test_cursors_restore_any_row(source, packing, readers, stop, repeat):
         cursors[moved.reader] = moved.cursor
     resumed = feed_of(source, **options)
     resumed.seek(stop, cursors)
-    assert [row[:3] for row in take(resumed, stop, stop + 20)] == [row[:3] for row in straight[stop:]]
+    assert [row[:3] for row in take(resumed, stop, stop + 20)] == [
+        row[:3] for row in straight[stop:]
+    ]
     replayed = feed_of(source, **options)
     replayed.seek(stop, None)
-    assert [row[:3] for row in take(replayed, stop, stop + 20)] == [row[:3] for row in straight[stop:]]
+    assert [row[:3] for row in take(replayed, stop, stop + 20)] == [
+        row[:3] for row in straight[stop:]
+    ]
 
 
 @settings(max_examples=30)
@@ -259,7 +272,9 @@ def test_rows_of_an_epoch_do_not_depend_on_a_following_epoch(lengths, count, sto
     once = take(ending, 0, 60)
     sample_ids = {row[0] for row in once if row[0] >= 0}
     again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
-    assert [row[:3] for row in once if row[0] in sample_ids] == [again[k] for k in sorted(sample_ids)]
+    assert [row[:3] for row in once if row[0] in sample_ids] == [
+        again[k] for k in sorted(sample_ids)
+    ]
     # a finished run that is continued with more passes resumes from cursors written without a next epoch
     cursors = np.zeros((2, 3), dtype=np.int64)
     for *_, moved in once[:stop]:

@@ -43,12 +43,17 @@ def test_text_begins_and_ends_as_in_transformers(tmp_path: Path) -> None:
     assert compared == 12
 
 
-def test_ignored_add_bos_token_in_a_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_add_bos_token_in_a_file_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     open_tokenizer(str(folder(tmp_path / "agree", "llama3", add_bos_token=True)))
     assert not caplog.records
     path = folder(tmp_path / "differ", "gpt2", add_bos_token=True)
     open_tokenizer(str(path))
-    assert "the post-processor takes precedence, as in transformers, unless you set data.add_bos = true" in caplog.text
+    assert (
+        "the post-processor takes precedence, as in transformers, unless you set data.add_bos = true"
+        in caplog.text
+    )
 
 
 def test_documents_begin_and_end_as_the_tokenizer_specifies(tmp_path: Path) -> None:
@@ -96,7 +101,9 @@ def test_end_token_that_the_tokenizer_lacks_is_rejected(tmp_path: Path) -> None:
     bare = open_tokenizer(str(bpe_folder(tmp_path, (), bos_token=None, eos_token=None)))
     assert ends_of(bare, Data(add_bos=False, add_eos=False)).prefix == ()
     for option, kind in (("add_bos", "begins"), ("add_eos", "ends")):
-        with pytest.raises(ConfigError, match=f"data.{option}=true requires .*a token that {kind} a text"):
+        with pytest.raises(
+            ConfigError, match=f"data.{option}=true requires .*a token that {kind} a text"
+        ):
             ends_of(bare, Data(**{option: True}))
 
 
@@ -115,7 +122,10 @@ def test_tokenizers_without_a_post_processor_follow_add_bos_token(tmp_path: Path
 
 
 def test_tokenizers_with_different_beginnings_have_different_fingerprints(tmp_path: Path) -> None:
-    prints = {style: open_tokenizer(str(folder(tmp_path / str(style), style))).fingerprint for style in STYLES}
+    prints = {
+        style: open_tokenizer(str(folder(tmp_path / str(style), style))).fingerprint
+        for style in STYLES
+    }
     assert len(set(prints.values())) == len(STYLES)
     tokenizer = open_tokenizer("bytes")
     encoders = [

@@ -40,7 +40,9 @@ def test_own_tokenizer_encodes_decodes_and_reopens_in_another_process(tmp_path):
     tokenizer = open_tokenizer(written(tmp_path), OPTION)
     ids = tokenizer.encode("The cat")
     assert ids.dtype.name == "int32" and tokenizer.decode([27, *ids.tolist(), 28]) == "the cat"
-    assert tokenizer.decode([27, *ids.tolist(), 28, 28], keep_special=True) == "<bos>the cat<eos><eos>"
+    assert (
+        tokenizer.decode([27, *ids.tolist(), 28, 28], keep_special=True) == "<bos>the cat<eos><eos>"
+    )
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
         29,
         27,
@@ -64,10 +66,14 @@ def test_own_tokenizer_encodes_decodes_and_reopens_in_another_process(tmp_path):
         (LETTERS.replace("len(LETTERS) + 1", "99"), "eos_id=99, which is not an id"),
     ],
 )
-def test_file_without_a_valid_tokenizer_is_a_one_line_error_before_ranks_start(tmp_path, capsys, text, message):
+def test_file_without_a_valid_tokenizer_is_a_one_line_error_before_ranks_start(
+    tmp_path, capsys, text, message
+):
     path = written(tmp_path, text)
     assert main(["config", "check", DEBUG, f"--{OPTION}={path}", "--training.device=cpu"]) == 2
-    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line]
+    (line,) = [
+        line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line
+    ]
     assert OPTION in line and message in line
 
 

@@ -168,10 +168,13 @@ def test_tiktoken_ids_match_the_library_and_long_runs_are_split_as_in_llama_3(pa
         assert tokenizer.encode(text).tolist() == reference.encode_ordinary(text)
     for sign in (" ", "a"):
         long = f"the{sign * 60_000} cat"
-        ids = tokenizer.encode(long)  # the library's regular expressions fail on a few 100,000 spaces
+        # the library's regular expressions fail on a few 100,000 spaces
+        ids = tokenizer.encode(long)
         assert tokenizer.decode(ids) == long
     spaces = tokenizer.encode(" " * 60_000).tolist()
-    assert spaces == 2 * reference.encode_ordinary(" " * 25_000) + reference.encode_ordinary(" " * 10_000)
+    assert spaces == 2 * reference.encode_ordinary(" " * 25_000) + reference.encode_ordinary(
+        " " * 10_000
+    )
     assert tokenizer.decode(tokenizer.encode(" " * 500_000)) == " " * 500_000
 
 
@@ -205,7 +208,8 @@ def test_added_tokens_of_a_sentencepiece_model_follow_its_vocabulary(tmp_path):
         pieces,
         pieces + 1,
     )
-    ids = tokenizer.encode("the<tab> cat")  # an added token that is not special is recognized in every text
+    # an added token that is not special is recognized in every text
+    ids = tokenizer.encode("the<tab> cat")
     assert pieces + 1 in ids and tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
     ((ids, spans),) = tokenizer.encode_spans(["the cat<|im_end|>"])
     assert ids[-1] == pieces and spans[-1].tolist() == [7, 17]
@@ -284,7 +288,9 @@ def test_broken_model_is_reported_in_one_line(tmp_path, name):
 
 def test_ranks_of_another_model_are_rejected(tmp_path):
     tokens = [bytes((i,)) for i in range(256)] + [i.to_bytes(3, "big") for i in range(50257 - 256)]
-    (tmp_path / "gpt2.tiktoken").write_bytes(b"".join(line(token, rank) for rank, token in enumerate(tokens)))
+    (tmp_path / "gpt2.tiktoken").write_bytes(
+        b"".join(line(token, rank) for rank, token in enumerate(tokens))
+    )
     with pytest.raises(ConfigError, match=r"has 50257 ranks like GPT-2"):
         open_tokenizer(str(tmp_path / "gpt2.tiktoken"))
 
@@ -314,7 +320,9 @@ def test_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
     expected = [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)]
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=lambda: queue.put([ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)]))
+    child = context.Process(
+        target=lambda: queue.put([ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)])
+    )
     child.start()
     assert queue.get(timeout=patience.seconds(60)) == expected
     child.join(patience.seconds(60))

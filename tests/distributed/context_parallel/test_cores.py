@@ -44,10 +44,14 @@ class FakeMesh:
 def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size: int) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": size, **WAYS[way]})
     tokens = torch.arange(3 * 64).view(3, 64)
-    batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens + 1000, positions_BT=torch.arange(64).expand(3, 64))
+    batch = SimpleNamespace(
+        tokens_BT=tokens, targets_BT=tokens + 1000, positions_BT=torch.arange(64).expand(3, 64)
+    )
     tokens_of_ranks = []
     for rank in range(size):
-        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, FakeMesh(size, rank), config)  # type: ignore[arg-type]
+        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(
+            batch, FakeMesh(size, rank), config
+        )  # type: ignore[arg-type]
         assert tokens_Bt.shape == (3, 64 // size)
         assert torch.equal(targets_Bt, tokens_Bt + 1000)
         assert torch.equal(tokens_Bt % 64, positions_Bt)
@@ -58,7 +62,9 @@ def test_each_token_goes_to_one_rank_with_its_position_and_target(way: str, size
 IN_ORDER = ("gather, in order", "ring, in order")
 
 
-@pytest.mark.parametrize("way", cases([way for way in WAYS if way not in IN_ORDER], nightly=IN_ORDER))
+@pytest.mark.parametrize(
+    "way", cases([way for way in WAYS if way not in IN_ORDER], nightly=IN_ORDER)
+)
 def test_context_parallelism_changes_no_number(way: str) -> None:
     config = tiny_config(parallelism={"context_parallel_degree": 2, **WAYS[way]})
     for result in run_tiny(2, config):
@@ -88,9 +94,13 @@ def test_any_divisible_length_is_accepted_and_changes_no_number(way, seq_len, cp
     ("way", "seq_len", "tp", "multiple"),
     [("ring", 34, 1, 4), ("ulysses", 33, 1, 2), ("gather", 34, 2, 4)],
 )
-def test_indivisible_length_is_rejected_with_the_nearest_valid_ones(way, seq_len, tp, multiple) -> None:
+def test_indivisible_length_is_rejected_with_the_nearest_valid_ones(
+    way, seq_len, tp, multiple
+) -> None:
     parallelism = {"context_parallel_degree": 2, "tensor_parallel_degree": tp, **WAYS[way]}
-    [problem] = configs.check(Loaded(tiny_config(parallelism=parallelism, training={"seq_len": seq_len})))
+    [problem] = configs.check(
+        Loaded(tiny_config(parallelism=parallelism, training={"seq_len": seq_len}))
+    )
     low = seq_len // multiple * multiple
     assert f"training.seq_len={seq_len} is not a multiple of {multiple} (" in str(problem)
     assert str(problem).endswith(f"use {low} or {low + multiple}")
@@ -112,7 +122,8 @@ def test_largest_loss_of_a_rank_is_per_token_of_its_part() -> None:
     tokens = [run_ranks(2, tokens_of_rank, config), run_ranks(1, tokens_of_rank, tiny_config())]
     assert sum(count for count, _ in tokens[0]) == tokens[1][0][0] == 8 * 64
     for count, loss in tokens[0]:
-        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1  # both halves are similar text
+        # both halves are similar text
+        assert abs(loss / count - tokens[1][0][1] / tokens[1][0][0]) < 0.1
 
 
 def tokens_of_rank(rank: int, config: Any) -> tuple[int, float]:

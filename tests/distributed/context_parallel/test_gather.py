@@ -76,7 +76,9 @@ def by_hand(
         scores = scores_of.softcap * (scores / scores_of.softcap).tanh()
     if scores_of.slopes:
         distance = torch.arange(T)[:, None] - torch.arange(T)
-        scores = scores - torch.tensor(scores_of.slopes, dtype=torch.float64)[:, None, None] * distance
+        scores = (
+            scores - torch.tensor(scores_of.slopes, dtype=torch.float64)[:, None, None] * distance
+        )
     hidden = torch.ones(T, T).triu(1).bool().expand(B, T, T)
     if documents is not None:
         hidden = hidden | (documents[:, :, None] != documents[:, None])
@@ -126,10 +128,11 @@ def largest_errors(
 def test_split_attention_matches_the_reference(num_ranks: int) -> None:
     for errors in run_ranks(num_ranks, largest_errors, torch.float32):
         for name, values in errors.items():
+            # values and gradients are about 1; float32 has a precision of 1e-7
             assert max(values) < 2e-6, (
                 name,
                 values,
-            )  # values and gradients are about 1; float32 has a precision of 1e-7
+            )
 
 
 def test_split_attention_in_bfloat16_has_the_precision_of_bfloat16() -> None:
@@ -143,17 +146,20 @@ def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]
     chosen_kernels.use(kernels)  # global state of this forked rank
     size = dist.get_world_size()
     q, k, v, gradient = inputs(torch.float32)
+    # the standard deviation of scores is 100
     full_inputs = [
         (10 * q).bfloat16(),
         (10 * k).bfloat16(),
         v.bfloat16(),
-    ]  # the standard deviation of scores is 100
+    ]
     gradient = gradient.bfloat16()
     exact_leaves = [x.double().requires_grad_() for x in full_inputs]
     exact = by_hand(*exact_leaves)
     exact.backward(gradient.double())
     leaves = [x.clone().requires_grad_() for x in full_inputs]
-    pytorch_out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
+    pytorch_out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True
+    )
     pytorch_out.transpose(1, 2).backward(gradient)
 
     def error(actual: Tensor, expected: Tensor) -> float:
@@ -176,7 +182,9 @@ def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]
     return errors
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), Kernels(blocked_attention=2.0)], ids=["flash", "blocks"])
+@pytest.mark.parametrize(
+    "kernels", [Kernels(), Kernels(blocked_attention=2.0)], ids=["flash", "blocks"]
+)
 def test_split_attention_of_large_scores_in_bfloat16_has_the_error_of_pytorch_on_one_process(
     kernels: Kernels,
 ) -> None:
@@ -215,9 +223,8 @@ def errors_of_many_cuts(rank: int) -> dict[str, float]:
 def test_split_attention_within_documents_matches_the_reference(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_many_cuts):
         assert len(worst) >= 4
-        assert max(worst.values()) < 4e-6, (
-            worst
-        )  # the maximum over 23 inputs; a single one without documents is below 2e-6
+        # the maximum over 23 inputs; a single one without documents is below 2e-6
+        assert max(worst.values()) < 4e-6, worst
 
 
 def errors_of_many_windows(rank: int) -> dict[str, float]:
@@ -243,7 +250,8 @@ def errors_of_many_windows(rank: int) -> dict[str, float]:
 def test_split_attention_within_a_window_matches_the_reference(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_many_windows):
         assert len(worst) >= 4
-        assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+        # few keys have large weights, and gradients reach 10
+        assert max(worst.values()) < 5e-6, worst
 
 
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
@@ -257,7 +265,9 @@ SCORES = {
 
 def errors_of_scores(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
-    merged_attention.QUERIES_AT_ONCE = 5  # global state of this forked rank; blocks end within chunks
+    merged_attention.QUERIES_AT_ONCE = (
+        5  # global state of this forked rank; blocks end within chunks
+    )
     for scores in SCORES.values():
         for documents, window in (
             (None, 0),
@@ -265,23 +275,27 @@ def errors_of_scores(rank: int) -> dict[str, float]:
             (random_documents(2), 0),
             (random_documents(3), 7),
         ):
-            for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
+            for name, values in largest_errors(
+                rank, torch.float32, documents, window, scores
+            ).items():
                 assert not any(math.isnan(value) for value in values), name
                 worst[name] = max(worst.get(name, 0.0), *values)
     return worst
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))]
+)
 def test_split_attention_with_modified_scores_matches_the_reference(num_ranks: int) -> None:
     for worst in run_ranks(num_ranks, errors_of_scores):
         assert len(worst) >= 4
-        assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+        # few keys have large weights, and gradients reach 10
+        assert max(worst.values()) < 5e-6, worst
 
 
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
-    chosen_kernels.use(
-        Kernels(blocked_attention=2.0, blocked_attention_float32=2.0)
-    )  # global state of this forked rank
+    # global state of this forked rank
+    chosen_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))
     taken, original = [], blocked_attention.attend_in_pieces
     blocked_attention.attend_in_pieces = lambda *inputs: taken.append(1) or original(*inputs)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
@@ -293,13 +307,18 @@ def errors_by_blocks(rank: int) -> dict[str, list[float]]:
         before = len(taken)
         errors["cuts"] += errors_of_many_cuts(rank).values()
         errors["windows"] += errors_of_many_windows(rank).values()
-        errors["scaled"] += largest_errors(rank, torch.float32, scores=Scores(scale=0.1)).get("gathered, balanced", [])
-        assert len(taken) >= before + 4 * 30  # at least once for each of the four gathering implementations
+        errors["scaled"] += largest_errors(rank, torch.float32, scores=Scores(scale=0.1)).get(
+            "gathered, balanced", []
+        )
+        # at least once for each of the four gathering implementations
+        assert len(taken) >= before + 4 * 30
     errors["bfloat16"] = [max(values) for values in largest_errors(rank, torch.bfloat16).values()]
     return errors
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+@pytest.mark.parametrize(
+    "num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))]
+)
 def test_split_attention_by_blocks_matches_the_reference(num_ranks: int) -> None:
     for errors in run_ranks(num_ranks, errors_by_blocks):
         assert max(errors.pop("bfloat16")) < 6e-2
@@ -316,7 +335,11 @@ def recomputed_and_kept(rank: int) -> None:
                 for recomputes in (False, True):
                     local = [part(x, rank, 2, balanced).requires_grad_() for x in full_inputs]
                     arguments = (*local, dist.group.WORLD, balanced, documents, window)
-                    out = checkpoint(function, *arguments, use_reentrant=False) if recomputes else function(*arguments)
+                    out = (
+                        checkpoint(function, *arguments, use_reentrant=False)
+                        if recomputes
+                        else function(*arguments)
+                    )
                     out.backward(part(gradient, rank, 2, balanced))
                     gradients.append([x.grad for x in local])
                 for saved_gradient, recomputed_gradient in zip(*gradients, strict=True):
@@ -342,7 +365,9 @@ def test_ring_visits_every_earlier_key_once() -> None:
             for rank in range(size):
                 visits = torch.zeros(tokens, size * tokens, dtype=torch.int64)
                 for source in range(size):
-                    for rows, columns, causal in masks._causal_parts(tokens, source, rank, balanced):
+                    for rows, columns, causal in masks._causal_parts(
+                        tokens, source, rank, balanced
+                    ):
                         mask = torch.ones(tokens, tokens)[rows, columns]
                         mask = mask.tril() if causal else mask
                         visits[rows, places[source][columns]] += mask.long()

@@ -60,7 +60,9 @@ FIRST = ["gpt_oss", "deepseek_v3"]
 Step = tuple[float, dict[str, Tensor], dict[int, tuple[Tensor, ...]]]
 
 
-def network(name: str, output: Path, documents: bool, changes: dict[str, Any], **sections: Any) -> Config:
+def network(
+    name: str, output: Path, documents: bool, changes: dict[str, Any], **sections: Any
+) -> Config:
     """Return the configuration of two rows of 64 tokens per step, from the weights of a tiny folder."""
     folder = str(hf_folder(name, **changes))
     training: dict[str, Any] = {
@@ -83,7 +85,9 @@ def network(name: str, output: Path, documents: bool, changes: dict[str, Any], *
             "training": {**training, **sections.get("training", {})},
         }
     )
-    model = dataclasses.replace(config.model, name="transformers", flavor="folder", overrides={"path": folder})
+    model = dataclasses.replace(
+        config.model, name="transformers", flavor="folder", overrides={"path": folder}
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -128,22 +132,34 @@ def first_step(rank: int, config: Config) -> Step:
     run.runner.forward_backward, run.runner.update = remember, keep  # type: ignore[method-assign]
     outcome = trainer.step(run)
     assert outcome is not None
-    loss = run.mesh.sum(outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")).item()
+    loss = run.mesh.sum(
+        outcome.loss_sum.double(), over=("pp", "dp_replicate", "dp_shard", "cp")
+    ).item()
     return loss / outcome.global_tokens, gradients, rows
 
 
-def transformers_step(_: int, name: str, changes: dict[str, Any], rows: dict[int, tuple[Tensor, ...]]) -> Step:
+def transformers_step(
+    _: int, name: str, changes: dict[str, Any], rows: dict[int, tuple[Tensor, ...]]
+) -> Step:
     """Return loss and gradients of the same rows, each document on its own, computed only by ``transformers``."""
     import transformers
 
-    network = getattr(transformers, ARCHITECTURES[name][0]).from_pretrained(hf_folder(name, **changes)).eval()
+    network = (
+        getattr(transformers, ARCHITECTURES[name][0])
+        .from_pretrained(hf_folder(name, **changes))
+        .eval()
+    )
     total = torch.zeros(())
     num_targets = 0
     for tokens_T, targets_T, documents_T in rows.values():
         for document in documents_T.unique():
-            tokens_t, targets_t = (column_T[documents_T == document] for column_T in (tokens_T, targets_T))
+            tokens_t, targets_t = (
+                column_T[documents_T == document] for column_T in (tokens_T, targets_T)
+            )
             logits_tV = network(input_ids=tokens_t[None]).logits[0]
-            total = total + F.cross_entropy(logits_tV, targets_t, ignore_index=-100, reduction="sum")
+            total = total + F.cross_entropy(
+                logits_tV, targets_t, ignore_index=-100, reduction="sum"
+            )
             num_targets += int((targets_t != -100).sum())
     (total / num_targets).backward()
     gradients = {f"hf.{n}": p.grad for n, p in network.named_parameters() if p.grad is not None}
@@ -160,7 +176,9 @@ def assert_same(step: Step, expected: Step, case: str) -> None:
         assert error <= 1e-5 * scale, f"{case}: gradient of {name} is off by {error / scale:.1e}"
 
 
-def assert_ways(name: str, num_ranks: int, ways: Sequence[str], documents: bool, path: Path, **fields: Any) -> None:
+def assert_ways(
+    name: str, num_ranks: int, ways: Sequence[str], documents: bool, path: Path, **fields: Any
+) -> None:
     """Compare steps on a mesh with ``transformers``. ``fields`` are sections, or changes of the folder."""
     changes = fields.pop("changes", {})
     parallelism = {"context_parallel_degree": num_ranks, **fields.pop("parallelism", {})}
@@ -185,7 +203,9 @@ def assert_ways(name: str, num_ranks: int, ways: Sequence[str], documents: bool,
             assert_same(step, expected, f"{name}, {way}")
 
 
-@pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in SPLIT if name not in FIRST]))
+@pytest.mark.parametrize(
+    "name", cases(FIRST, nightly=[name for name in SPLIT if name not in FIRST])
+)
 def test_packed_rows_match_transformers(name: str, tmp_path: Path) -> None:
     if name not in installed():
         pytest.skip("this version of transformers does not have it")
@@ -254,10 +274,14 @@ def test_other_options_change_no_number(name: str, option: str, tmp_path: Path) 
     ("seq_len", "window"),
     cases([(36, 5)], nightly=[(36, 1), (36, 2), (44, 40), (36, 200), (4, 3)]),
 )
-def test_odd_parts_and_any_window_match_transformers(seq_len: int, window: int, tmp_path: Path) -> None:
+def test_odd_parts_and_any_window_match_transformers(
+    seq_len: int, window: int, tmp_path: Path
+) -> None:
     changes = {"sliding_window": window}
     training = {"seq_len": seq_len}
-    assert_ways("gemma2", 2, ["ring", "ulysses"], seq_len > 4, tmp_path, changes=changes, training=training)
+    assert_ways(
+        "gemma2", 2, ["ring", "ulysses"], seq_len > 4, tmp_path, changes=changes, training=training
+    )
 
 
 def built(name: str, **changes: Any) -> Any:
@@ -266,7 +290,9 @@ def built(name: str, **changes: Any) -> Any:
 
 
 def split(**parallelism: Any) -> Config:
-    return tiny_config(parallelism={"context_parallel_degree": 2, **parallelism}, training={"seq_len": 64})
+    return tiny_config(
+        parallelism={"context_parallel_degree": 2, **parallelism}, training={"seq_len": 64}
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,7 +304,9 @@ def test_tokens_that_mix_outside_of_attention_are_rejected_by_name(name: str) ->
     with pytest.raises(ConfigError) as raised:
         cores.check_network(built(name), split())
     text = str(raised.value)
-    assert "parallelism.context_parallel_degree=2 splits sequences, and " in text and "\n" not in text
+    assert (
+        "parallelism.context_parallel_degree=2 splits sequences, and " in text and "\n" not in text
+    )
     assert ARCHITECTURES[name][0] in text and REJECTED[name] in text
 
 
@@ -294,24 +322,32 @@ def test_network_that_counts_its_tokens_is_rejected_by_name(tmp_path: Path) -> N
         "head_dim": 8,
     }
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
-    hf_config = transformers.Llama4TextConfig(**sizes, **layers, attention_chunk_size=16, num_local_experts=4)
+    hf_config = transformers.Llama4TextConfig(
+        **sizes, **layers, attention_chunk_size=16, num_local_experts=4
+    )
     hf_config.architectures = ["Llama4ForCausalLM"]
     hf_config.save_pretrained(tmp_path)
     module = models.find("transformers")
     model = models.build(module, module.Config(str(tmp_path)))
-    with pytest.raises(ConfigError, match="counts its tokens with mul in hf.model.layers.1.self_attn"):
+    with pytest.raises(
+        ConfigError, match="counts its tokens with mul in hf.model.layers.1.self_attn"
+    ):
         cores.check_network(model, split())
 
 
 def test_heads_that_ulysses_cannot_exchange_are_rejected_by_name() -> None:
     cores.check_network(built("llama"), split(context_parallel_method="ulysses"))
     config = split(context_parallel_method="ulysses", context_parallel_degree=4)
-    with pytest.raises(ConfigError, match="has 2 key-value heads in hf.model.layers.0.self_attn, which 4 ranks"):
+    with pytest.raises(
+        ConfigError, match="has 2 key-value heads in hf.model.layers.0.self_attn, which 4 ranks"
+    ):
         cores.check_network(built("llama"), config)
 
 
 @pytest.mark.parametrize(("seq_len", "accepted"), [(32, True), (33, False)])
-def test_long_rope_is_rejected_where_its_angles_depend_on_a_ranks_tokens(seq_len: int, accepted: bool) -> None:
+def test_long_rope_is_rejected_where_its_angles_depend_on_a_ranks_tokens(
+    seq_len: int, accepted: bool
+) -> None:
     model = built("phi3")
     for module in model.modules():
         if hasattr(module, "rope_type"):

@@ -72,7 +72,9 @@ def split(rank: int, names: list[str], balanced: bool) -> dict[str, list[Tensor]
         *inputs, filters, weights = tensors(tokens)
         size = dist.get_world_size()
         own = [sequence_part(x, rank, size, balanced) for x in (*inputs, weights)]
-        result = outputs_and_gradients(core, [*own[:3], filters, own[3]], documents_of(tokens, starts))
+        result = outputs_and_gradients(
+            core, [*own[:3], filters, own[3]], documents_of(tokens, starts)
+        )
         dist.all_reduce(result[-1])
         results[name] = result
     return results
@@ -90,11 +92,15 @@ def test_split_recurrence_equals_the_full_one(num_ranks: int, balanced: bool) ->
         for name in names:
             tokens, starts = CASES[name]
             core = GatedDeltaCore(KEY_DIM, VALUE_DIM)
-            *expected, filters = outputs_and_gradients(core, tensors(tokens), documents_of(tokens, starts))
+            *expected, filters = outputs_and_gradients(
+                core, tensors(tokens), documents_of(tokens, starts)
+            )
             own = [sequence_part(x, rank, num_ranks, balanced) for x in expected]
             for actual, wanted in zip(results[name], [*own, filters], strict=True):
                 error = (actual - wanted).norm()
-                assert error <= 1e-12 * wanted.norm() + 1e-13, f"{name}, rank {rank}: off by {error:.1e}"
+                assert error <= 1e-12 * wanted.norm() + 1e-13, (
+                    f"{name}, rank {rank}: off by {error:.1e}"
+                )
 
 
 def test_a_core_without_the_methods_is_rejected() -> None:

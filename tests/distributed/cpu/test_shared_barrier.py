@@ -21,7 +21,9 @@ from shardtrain.distributed.cpu.shared_barrier import (
 )
 from shardtrain.utils.errors import PeerError
 
-pytestmark = pytest.mark.skipif(not own_process().number, reason="requires futexes of Linux on x86-64")
+pytestmark = pytest.mark.skipif(
+    not own_process().number, reason="requires futexes of Linux on x86-64"
+)
 
 
 def _barrier(memory: mmap.mmap, rank: int, limit: float = 300.0) -> Barrier:
@@ -39,7 +41,9 @@ def _turns(rank: int, memory: mmap.mmap, ranks: int, first_turn: int) -> None:
     for counter in barrier._counters:
         counter.value = first_turn % 2**32
     dist.barrier()
-    written = torch.frombuffer(memory, dtype=torch.int64, offset=ranks * LINE_BYTES)[: 2 * ranks].view(2, ranks)
+    written = torch.frombuffer(memory, dtype=torch.int64, offset=ranks * LINE_BYTES)[
+        : 2 * ranks
+    ].view(2, ranks)
     for turn in range(300):
         if turn % 7 == rank:
             time.sleep(0.001)  # a different rank arrives last
@@ -84,7 +88,9 @@ def _late(rank: int, memory: mmap.mmap) -> str:
 
 def test_barrier_times_out_with_the_limit_of_the_group() -> None:
     text, _ = run_ranks(2, _late, mmap.mmap(-1, mmap.PAGESIZE))
-    assert text.startswith("rank 1 of the ranks that share memory with this one did not arrive within 0.2 s")
+    assert text.startswith(
+        "rank 1 of the ranks that share memory with this one did not arrive within 0.2 s"
+    )
     assert "comm.train_timeout_seconds" in text
 
 

@@ -28,7 +28,9 @@ def _drawn(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
-def _collectives(gather: AllGather, reduce: ReduceScatter, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _collectives(
+    gather: AllGather, reduce: ReduceScatter, numel: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return the results of an in-place all-gather (like FSDP) and of a reduce-scatter."""
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     gathered = gather.allocate((numel * ranks,), dtype=dtype, device=torch.device("cpu"))
@@ -67,7 +69,9 @@ def _check(rank: int, ranks: int, shared: bool, futex: bool = True) -> list[tupl
             ]
             exact = torch.stack(inputs).sum(0)
             # float32 rounds once per rank; bfloat16 is summed in float32 and rounded once, to 2^-9
-            torch.testing.assert_close(reduced.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-6)
+            torch.testing.assert_close(
+                reduced.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-6
+            )
             results.append((gathered, reduced))
     (exchange,) = gather.exchanges.values()
     assert (exchange is not None) == shared
@@ -83,7 +87,10 @@ def test_shared_memory_and_gloo_are_bitwise_equal(ranks: int) -> None:
     shared, by_gloo, no_futex = (run_ranks(ranks, _check, ranks, *option) for option in options)
     for by_rank, by_socket, without_futex in zip(shared, by_gloo, no_futex, strict=True):
         for got, expected, also in zip(by_rank, by_socket, without_futex, strict=True):
-            assert all(torch.equal(*pair) for pair in zip((*got, *also), (*expected, *expected), strict=True))
+            assert all(
+                torch.equal(*pair)
+                for pair in zip((*got, *also), (*expected, *expected), strict=True)
+            )
 
 
 def _one_cannot_open(rank: int) -> bool:
@@ -120,7 +127,9 @@ def test_shared_file_is_private_and_unlinked_before_use() -> None:
     assert not Path(path).exists()
 
 
-def test_memory_that_cannot_be_reserved_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_cannot_be_reserved_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(mapped_memory, "FOLDER", tmp_path)
 
     def full(*_: object) -> None:
@@ -131,7 +140,9 @@ def test_memory_that_cannot_be_reserved_is_not_used(monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
-def test_file_of_wrong_size_and_link_are_not_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_file_of_wrong_size_and_link_are_not_mapped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(mapped_memory, "FOLDER", tmp_path)
     token = bytes(range(16))
     assert mapped_memory.create(token, 4096) is not None
@@ -171,17 +182,26 @@ def _sequences(rank: int, ranks: int) -> None:
     assert shared is not None
     for dtype in (torch.float32, torch.bfloat16):
         for rows, tokens, features in ((1, 1, 1), (5, 1, 3), (3, 2, 40), (9, 2, 2), (2, 7, 5)):
-            parts = [_drawn(peer, rows * tokens * features, dtype).view(rows, tokens, -1) for peer in range(ranks)]
+            parts = [
+                _drawn(peer, rows * tokens * features, dtype).view(rows, tokens, -1)
+                for peer in range(ranks)
+            ]
             assert torch.equal(shared.gather(parts[rank]), torch.cat(parts, 1))
             turned = parts[rank].transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous
             assert torch.equal(shared.gather(turned), torch.cat(parts, 1))
-            full_tensors = [_drawn(9 + peer, ranks * rows * tokens * features, dtype) for peer in range(ranks)]
-            sums = [peer.view(rows, ranks * tokens, features).chunk(ranks, 1)[rank] for peer in full_tensors]
+            full_tensors = [
+                _drawn(9 + peer, ranks * rows * tokens * features, dtype) for peer in range(ranks)
+            ]
+            sums = [
+                peer.view(rows, ranks * tokens, features).chunk(ranks, 1)[rank]
+                for peer in full_tensors
+            ]
             reduced = shared.reduce_scatter(full_tensors[rank].view(rows, ranks * tokens, features))
             expected = sums[0].float()
             for peer in sums[1:]:
                 expected = expected + peer
-            assert torch.equal(reduced, expected.to(dtype))  # summed in the order of ranks, and rounded once
+            # summed in the order of ranks, and rounded once
+            assert torch.equal(reduced, expected.to(dtype))
             everywhere = shared.all_reduce(parts[rank])
             expected = parts[0].float()
             for peer in parts[1:]:
@@ -238,11 +258,18 @@ def _check_reduced_parts(
 
     own_addends: list[list[Tensor | None]] = []
     for owner in range(ranks):
-        own_addends.append([addend(rank, owner, part) if has_addend(rank, owner, part) else None for part in (0, 1)])
+        own_addends.append(
+            [
+                addend(rank, owner, part) if has_addend(rank, owner, part) else None
+                for part in (0, 1)
+            ]
+        )
     sources = [[has_addend(source, rank, part) for part in (0, 1)] for source in range(ranks)]
     _, rows, heads, tokens, features = shape
     # outputs with tokens before heads in memory, which are not contiguous
-    outs = [torch.zeros(2, rows, tokens, heads, features, dtype=dtype).transpose(2, 3) for _ in (0, 1)]
+    outs = [
+        torch.zeros(2, rows, tokens, heads, features, dtype=dtype).transpose(2, 3) for _ in (0, 1)
+    ]
     shared.reduce_scatter_parts(own_addends, sources, outs)
     for part in (0, 1):
         exact = torch.zeros(shape, dtype=torch.float64)

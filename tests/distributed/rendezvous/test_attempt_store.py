@@ -38,7 +38,9 @@ def attempt(store, number, size=3):
             numbers_read[rank] = [int(store_of_rank.get(f"address/{peer}")) for peer in range(size)]
             joined.wait(patience.seconds(60))
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(size)
+    ]
     for thread in reversed(threads):  # rank 0 starts last
         thread.start()
     for thread in threads:
@@ -68,7 +70,9 @@ def test_rendezvous_times_out_without_rank_0(shared):
         pass
 
 
-@pytest.mark.parametrize("change", [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"SHARDTRAIN_JOB": "a:1"}])
+@pytest.mark.parametrize(
+    "change", [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"SHARDTRAIN_JOB": "a:1"}]
+)
 def test_launcher_with_a_store_per_attempt_needs_no_other(shared, change):
     with attempt_store.store_of_attempt({**environment(shared, 1), **change}, TIMEOUT) as store:
         assert store is None
@@ -108,6 +112,8 @@ def test_store_that_this_process_already_serves_is_shared():
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (port := str(free_port())), "RANK": "0"},
         TIMEOUT,
     )
-    second = attempt_store.store_at_address({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}, TIMEOUT)
+    second = attempt_store.store_at_address(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}, TIMEOUT
+    )
     first.set("key", "value")
     assert second.get("key") == b"value"

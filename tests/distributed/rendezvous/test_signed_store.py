@@ -51,7 +51,11 @@ def test_ranks_with_the_same_secret_read_each_others_values(server: dist.TCPStor
     first.set("bytes", bytes(range(256)))
     assert second.get("text") == b"one\nline"
     assert second.multi_get(["text", "bytes"]) == [b"one\nline", bytes(range(256))]
-    assert first.compare_set("verdict", "", "one") == b"one" == second.compare_set("verdict", "", "two")
+    assert (
+        first.compare_set("verdict", "", "one")
+        == b"one"
+        == second.compare_set("verdict", "", "two")
+    )
     assert second.compare_set("verdict", "one", "two") == b"two" == first.get("verdict")
     assert (first.add("count", 2), second.add("count", 3)) == (2, 5)
     assert second.check(["text"]) and not second.check(["nothing"])
@@ -68,7 +72,11 @@ def test_store_outlives_the_pytorch_objects_built_on_it(server: dist.TCPStore) -
     second = dist.PrefixStore("below", signed(connection(server), OURS, "1").clone())
     gc.collect()
     first.set("text", "deep")
-    assert dist.PrefixStore("below", second.underlying_store.clone()).get("text") == second.get("text") == b"deep"
+    assert (
+        dist.PrefixStore("below", second.underlying_store.clone()).get("text")
+        == second.get("text")
+        == b"deep"
+    )
     assert first.clone().get("text") == b"deep"
 
 
@@ -80,12 +88,16 @@ def test_store_is_unchanged_without_a_secret(server: dist.TCPStore) -> None:
     "changes",
     [{SECRET: "of another"}, {"TORCHELASTIC_RUN_ID": "another"}, {"attempt": "2"}, {SECRET: ""}],
 )
-def test_value_of_another_secret_run_or_attempt_is_rejected(changes: dict[str, str], server: dist.TCPStore) -> None:
+def test_value_of_another_secret_run_or_attempt_is_rejected(
+    changes: dict[str, str], server: dist.TCPStore
+) -> None:
     ours = signed(connection(server), OURS, "1")
     foreign = signed(connection(server), {**OURS, **changes}, changes.get("attempt", "1"))
     foreign.set("address", "6.6.6.6")
     for read in (lambda: ours.get("address"), lambda: ours.multi_get(["address"])):
-        with pytest.raises(ForgedError, match="'address'.* not signed with this node's SHARDTRAIN_SECRET"):
+        with pytest.raises(
+            ForgedError, match="'address'.* not signed with this node's SHARDTRAIN_SECRET"
+        ):
             read()
     with pytest.raises(ForgedError):
         ours.compare_set("address", "", "7.7.7.7")
@@ -136,7 +148,8 @@ def launched(server: dist.TCPStore, rank: int, **more: str) -> dict[str, str]:
 
 def test_requests_and_answers_of_an_attacker_are_ignored(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")  # rank 0 continues
+    # rank 0 continues
+    stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")
     values: dict[int, bytes] = {}
     joined = threading.Barrier(2)
 
@@ -152,7 +165,9 @@ def test_requests_and_answers_of_an_attacker_are_ignored(server: dist.TCPStore) 
     assert not stranger.check(["shardtrain/asked/answer/a word"])
 
 
-def test_forged_answer_stops_the_start_with_its_cause(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forged_answer_stops_the_start_with_its_cause(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attempt_store.secrets, "token_hex", lambda size: "word")
     connection(server).set("shardtrain/asked/answer/word", "a store of mine")
     with (
@@ -203,7 +218,9 @@ def test_forged_address_stops_the_start_with_exit_code_6(
 
 def test_forged_verdict_is_ignored_and_a_signed_one_is_received(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    ranks = [HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
+    ranks = [
+        HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)
+    ]
     stranger.set(VERDICT, '{"text": "mine"}')
     assert [channel.verdict() for channel in ranks] == [None, None]
     assert ranks[0].declare("ours") == b"ours" == ranks[1].verdict()
@@ -211,7 +228,9 @@ def test_forged_verdict_is_ignored_and_a_signed_one_is_received(server: dist.TCP
 
 def test_forged_and_replayed_heartbeats_are_ignored(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    ranks = [HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
+    ranks = [
+        HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)
+    ]
     for rank, channel in enumerate(ranks):
         channel.say(Heartbeat(1, f"node{rank}"))
     old = stranger.get("place-2")
@@ -293,9 +312,13 @@ def test_tasks_of_several_nodes_and_ranks_of_other_launchers_use_no_folder(
         assert store is None
 
 
-@pytest.mark.parametrize("change", [{"SLURM_JOB_ID": "8"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}])
+@pytest.mark.parametrize(
+    "change", [{"SLURM_JOB_ID": "8"}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}]
+)
 def test_each_step_has_a_separate_folder(change: dict[str, str], tmp_path: Path) -> None:
-    assert private_store.folder_of_step(task(tmp_path)) != private_store.folder_of_step(task(tmp_path, **change))
+    assert private_store.folder_of_step(task(tmp_path)) != private_store.folder_of_step(
+        task(tmp_path, **change)
+    )
 
 
 def test_key_is_signed_with_its_length() -> None:

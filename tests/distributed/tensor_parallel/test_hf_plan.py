@@ -44,7 +44,9 @@ def config_of(folder: Path, **sections: Any) -> Config:
     defaults = {"job": {"dump_folder": str(folder.parent / "out")}, "training": training}
     config = tiny_config(**{**defaults, **sections})
     fields = {"path": str(folder)}
-    model = dataclasses.replace(config.model, name="transformers", flavor="folder", overrides=fields)
+    model = dataclasses.replace(
+        config.model, name="transformers", flavor="folder", overrides=fields
+    )
     return dataclasses.replace(config, model=model)
 
 
@@ -71,7 +73,11 @@ def sharded_step(rank: int, config: Config) -> Step:
     add_noise(run.runner.parameters())
     batch = next(run.dataloader)
     loss = float(run.runner.forward_backward([batch], torch.ones(()))) / batch.num_targets
-    gradients = {name: to_full(p.grad).clone() for name, p in run.runner.parameters().items() if p.grad is not None}
+    gradients = {
+        name: to_full(p.grad).clone()
+        for name, p in run.runner.parameters().items()
+        if p.grad is not None
+    }
     return loss, gradients, initial
 
 
@@ -90,7 +96,9 @@ def transformers_step(rank: int, config: Config, name: str) -> Step:
     missing = model.load_state_dict(weights, strict=False).missing_keys
     assert not {path for path, _ in model.named_parameters()} & set(missing)
     logits = model(input_ids=batch.tokens_BT).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=-100, reduction="sum"
+    )
     loss.backward()
     gradients = {f"hf.{path}": p.grad for path, p in model.named_parameters() if p.grad is not None}
     return float(loss) / batch.num_targets, gradients, initial
@@ -109,7 +117,9 @@ def assert_equal_steps(step: Step, expected: Step) -> None:
     floor = 1e-2 * max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for name in nonzero:
         scale = max(floor, float(expected_gradients[name].abs().max()))
-        torch.testing.assert_close(gradients[name], expected_gradients[name], atol=1e-5 * scale, rtol=0, msg=name)
+        torch.testing.assert_close(
+            gradients[name], expected_gradients[name], atol=1e-5 * scale, rtol=0, msg=name
+        )
 
 
 def check_mesh(name: str, path: Path, ranks: int, changes: dict[str, Any], **options: Any) -> None:
@@ -125,7 +135,9 @@ def check_mesh(name: str, path: Path, ranks: int, changes: dict[str, Any], **opt
 PLANNED = sorted(set(ARCHITECTURES) - {*WITHOUT_PLAN})
 
 
-@pytest.mark.parametrize("name", cases(DEFAULT, nightly=[name for name in PLANNED if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT, nightly=[name for name in PLANNED if name not in DEFAULT])
+)
 def test_two_ranks_match_transformers(name: str, tmp_path: Path) -> None:
     if name not in installed():
         pytest.skip("this version of transformers does not have it")
@@ -227,7 +239,9 @@ def test_plan_is_derived_from_the_usual_projections(tmp_path: Path) -> None:
     module = models.find("transformers")
     model: Any = models.build(module, module.Config(str(config_folder("opt", tmp_path / "opt"))))
     plan = hf_derived_plan.derive(model, 2)
-    of_first_layer = {path.partition(".0.")[2]: style for path, style in plan.items() if ".0." in path}
+    of_first_layer = {
+        path.partition(".0.")[2]: style for path, style in plan.items() if ".0." in path
+    }
     assert of_first_layer == {
         **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
         "self_attn.out_proj": "rowwise",
@@ -242,7 +256,9 @@ def test_no_plan_is_derived_for_attention_with_other_weights(tmp_path: Path) -> 
     assert "needs the plan of StableLmForCausalLM, which does not exist" in problem
 
 
-def test_unknown_style_is_refused_by_name_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_style_is_refused_by_name_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(hf_plan.STYLES, "rowwise_split_input")
     (problem,) = problems(config_folder("phi3", tmp_path / "folder"), 2)
     assert "which has unknown styles (rowwise_split_input)" in problem
@@ -252,7 +268,11 @@ def resolved(folder: Path, without: str) -> hf_plan.Resolved:
     """Resolve the plan of a folder without the rules that end in ``without``."""
     module = models.find("transformers")
     model: Any = models.build(module, module.Config(str(folder)))
-    plan = {pattern: style for pattern, style in model.tensor_plan.items() if not pattern.endswith(without)}
+    plan = {
+        pattern: style
+        for pattern, style in model.tensor_plan.items()
+        if not pattern.endswith(without)
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model), "tensor_plan", plan)
         return hf_plan.resolve(model, tensor_parallel(folder, 2))
@@ -283,7 +303,9 @@ def test_norms_of_heads_that_a_plan_omits_are_found(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_plan_with_wrong_gradients_is_refused(name: str, without: str, message: str, tmp_path: Path) -> None:
+def test_plan_with_wrong_gradients_is_refused(
+    name: str, without: str, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(config_folder(name, tmp_path / "folder"), without)
 

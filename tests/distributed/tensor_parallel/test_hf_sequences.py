@@ -41,10 +41,16 @@ def step_and_norm_length(rank: int, config: Config) -> tuple[FirstStep, int]:
 
 
 @pytest.mark.parametrize(("seq_len", "part"), cases([(32, 16)], nightly=[(33, 33)]))
-def test_norms_run_on_parts_of_sequences_that_the_ranks_divide(seq_len: int, part: int, tmp_path: Path) -> None:
+def test_norms_run_on_parts_of_sequences_that_the_ranks_divide(
+    seq_len: int, part: int, tmp_path: Path
+) -> None:
     path = hf_folder("llama")
-    expected = run_ranks(1, first_step, hf_tiny(path, tmp_path / "one", training={"seq_len": seq_len}))[0]
-    results = run_ranks(2, step_and_norm_length, tensor_parallel(path, tmp_path / "split", 2, seq_len=seq_len))
+    expected = run_ranks(
+        1, first_step, hf_tiny(path, tmp_path / "one", training={"seq_len": seq_len})
+    )[0]
+    results = run_ranks(
+        2, step_and_norm_length, tensor_parallel(path, tmp_path / "split", 2, seq_len=seq_len)
+    )
     assert difference([step for step, _ in results], expected) <= 1e-5
     assert [length for _, length in results] == [part, part]
 
@@ -61,7 +67,9 @@ def test_pass_without_gradients_accepts_any_length(tmp_path: Path) -> None:
     path = hf_folder("gemma2")
     expected = run_ranks(1, logits_of, hf_tiny(path, tmp_path / "one"), 7)[0]
     parallelism = {"tensor_parallel_degree": 2, "disable_loss_parallel": True}
-    for logits in run_ranks(2, logits_of, hf_tiny(path, tmp_path / "split", parallelism=parallelism), 7):
+    for logits in run_ranks(
+        2, logits_of, hf_tiny(path, tmp_path / "split", parallelism=parallelism), 7
+    ):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
@@ -92,7 +100,10 @@ def reading_layers_behind(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_blocks_that_combine_tokens_run_on_full_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("llama") == ""
-    assert reason("llama", mixing, monkeypatch) == "may combine tokens with cumsum in hf.model.layers.0"
+    assert (
+        reason("llama", mixing, monkeypatch)
+        == "may combine tokens with cumsum in hf.model.layers.0"
+    )
 
 
 def test_blocks_that_use_a_part_of_a_child_run_on_full_sequences(
@@ -102,7 +113,9 @@ def test_blocks_that_use_a_part_of_a_child_run_on_full_sequences(
     model: Any = models.build(module, module.Config(str(hf_folder("llama"))))
     block_class = type(next(iter(model.blocks.values())))
     monkeypatch.setattr(block_class, "forward", reading_layers_behind(block_class.forward))
-    with pytest.raises(hf_sequences.Unsplittable, match="calls hf.model.layers.0.mlp.up_proj on parts of sequences"):
+    with pytest.raises(
+        hf_sequences.Unsplittable, match="calls hf.model.layers.0.mlp.up_proj on parts of sequences"
+    ):
         hf_sequences.find(model, {}, set())
 
 

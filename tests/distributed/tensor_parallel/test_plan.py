@@ -49,10 +49,14 @@ PLACEMENTS = {
 def _model(tied: bool = False) -> tuple[Any, torch.nn.Module]:
     module = find("llama3")
     torch.manual_seed(0)
-    return module, module.Model(shape_of(module, "debugmodel", {**SHAPE, "tied_embeddings": tied}, "rmsnorm"))
+    return module, module.Model(
+        shape_of(module, "debugmodel", {**SHAPE, "tied_embeddings": tied}, "rmsnorm")
+    )
 
 
-def _split(rank: int, size: int, whole_logits: bool = False, tied: bool = False) -> tuple[Any, torch.nn.Module, Any]:
+def _split(
+    rank: int, size: int, whole_logits: bool = False, tied: bool = False
+) -> tuple[Any, torch.nn.Module, Any]:
     options = {"tensor_parallel_degree": size, "disable_loss_parallel": whole_logits}
     config = tiny_config(parallelism=options)
     mesh = build(config, World(rank, size, rank, torch.device("cpu")))
@@ -67,7 +71,9 @@ def _check(rank: int) -> None:
     for whole_logits in (False, True):
         _, model, mesh = _split(rank, 2, whole_logits)
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor) and parameter.placements == (PLACEMENTS[name.split(".")[-2]],), name
+            assert isinstance(parameter, DTensor) and parameter.placements == (
+                PLACEMENTS[name.split(".")[-2]],
+            ), name
         shapes: dict[str, tuple[int, ...]] = {}
         for path in (
             "layers.0.attn_norm",
@@ -120,13 +126,17 @@ def _check_operand_types(rank: int, has_bias: bool) -> None:
         World(rank, 2, rank, torch.device("cpu")),
     )
     torch.manual_seed(0)
-    unsplit = torch.nn.Sequential(torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias))
+    unsplit = torch.nn.Sequential(
+        torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias)
+    )
     split = copy.deepcopy(unsplit)
     model = torch.nn.ModuleDict({"layer": split})
     model.forward = lambda x_BtD, positions_BT: split(x_BtD)
     styles = {"layer.0": "colwise", "layer.2": "rowwise"}
     layout = Layout(first=(), layers="", last=(), tensor=styles, context="", expert="")
-    tensor_parallel.apply(model, layout, mesh, tiny_config(parallelism={"tensor_parallel_degree": 2}))
+    tensor_parallel.apply(
+        model, layout, mesh, tiny_config(parallelism={"tensor_parallel_degree": 2})
+    )
     x_BTD = torch.randn(3, 6, 8)
     own_BtD = x_BTD.chunk(2, 1)[rank].clone().requires_grad_()
     operand_types: list[type] = []
@@ -140,9 +150,8 @@ def _check_operand_types(rank: int, has_bias: bool) -> None:
     with Look(), CommDebugMode() as collectives:
         out_BtD = model(own_BtD, torch.arange(6).expand(3, -1))
         out_BtD.square().sum().backward()
-    assert len(operand_types) == 4 and not any(
-        issubclass(kind, DTensor) for kind in operand_types
-    )  # plain tensors, not DTensors
+    # plain tensors, not DTensors
+    assert len(operand_types) == 4 and not any(issubclass(kind, DTensor) for kind in operand_types)
     # ranks of one machine exchange sequences through shared memory, with two barriers in each direction
     by_gloo = {} if shared_barrier.own_process().number else {"c10d.allreduce_": 4}
     assert {str(one): count for one, count in collectives.get_comm_counts().items()} == by_gloo
@@ -151,7 +160,9 @@ def _check_operand_types(rank: int, has_bias: bool) -> None:
     expected_BTD.square().sum().backward()
     torch.testing.assert_close(out_BtD, expected_BTD.chunk(2, 1)[rank])
     torch.testing.assert_close(own_BtD.grad, whole_BTD.grad.chunk(2, 1)[rank])
-    for (name, split_weight), weight in zip(split.named_parameters(), unsplit.parameters(), strict=True):
+    for (name, split_weight), weight in zip(
+        split.named_parameters(), unsplit.parameters(), strict=True
+    ):
         torch.testing.assert_close(split_weight.grad.full_tensor(), weight.grad, msg=name)
 
 
@@ -165,13 +176,17 @@ class Uses(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.fourth = (torch.nn.Linear(8, 12, bias) for bias in (True, False, True))
+        self.one, self.two, self.fourth = (
+            torch.nn.Linear(8, 12, bias) for bias in (True, False, True)
+        )
         self.third = torch.nn.Linear(12, 12)
         self.whole, self.out = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
 
     def forward(self, x_BTD):
         of_whole_BTF = self.third(self.whole(x_BTD).tanh())
-        return self.out(self.one(x_BTD).tanh() * self.two(x_BTD) * of_whole_BTF * self.fourth(x_BTD.sin()))
+        return self.out(
+            self.one(x_BTD).tanh() * self.two(x_BTD) * of_whole_BTF * self.fourth(x_BTD.sin())
+        )
 
 
 class Chain(torch.nn.Module):
@@ -187,11 +202,15 @@ class Chain(torch.nn.Module):
 
     def forward(self, tokens_BT, positions_BT):
         x_BTD = self.embed(tokens_BT)
-        block = partial(checkpoint, self.block, use_reentrant=False) if self.recomputes else self.block
+        block = (
+            partial(checkpoint, self.block, use_reentrant=False) if self.recomputes else self.block
+        )
         return self.head(x_BTD + block(self.norm(x_BTD)))
 
 
-def _note_gradient_of_input(seen: list[torch.Tensor], _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+def _note_gradient_of_input(
+    seen: list[torch.Tensor], _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+) -> None:
     inputs[0].register_hook(seen.append)
 
 
@@ -223,14 +242,18 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         torch.testing.assert_close(out_BTV, expected_BTV[..., columns])
         expected_BTV.backward(back_BTV)
         out_BTV.backward(back_BTV[..., columns])
-        for (name, split_weight), weight in zip(split.named_parameters(), unsplit.parameters(), strict=True):
+        for (name, split_weight), weight in zip(
+            split.named_parameters(), unsplit.parameters(), strict=True
+        ):
             torch.testing.assert_close(split_weight.grad.full_tensor(), weight.grad, msg=name)
         # a second backward through the graph adds the same gradients again, also with a recomputed block
         split.recomputes = True
         again_BTV = split(tokens_BT, positions_BT)
         again_BTV.backward(back_BTV[..., columns], retain_graph=True)
         again_BTV.backward(back_BTV[..., columns])
-        for (name, split_weight), weight in zip(split.named_parameters(), unsplit.parameters(), strict=True):
+        for (name, split_weight), weight in zip(
+            split.named_parameters(), unsplit.parameters(), strict=True
+        ):
             torch.testing.assert_close(split_weight.grad.full_tensor(), 3 * weight.grad, msg=name)
         # a hook on the gathered sequence sees its full gradient
         split.recomputes = False
@@ -290,7 +313,9 @@ def _check_rowwise_on_full_features(rank: int) -> None:
     out_BTD.backward(back_BTD[:, half])
     torch.testing.assert_close(mine_BTD.grad, theirs_BTD.grad[:, half])
     for name, parameter in split.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name)
+        torch.testing.assert_close(
+            parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name
+        )
     # replicated weights have full gradients, which must not be summed
     torch.testing.assert_close(split.into.weight.grad.to_local(), alone.into.weight.grad)
     with pytest.raises(ConfigError, match='"rowwise" works on the full sequence.*write "router"'):
@@ -318,7 +343,9 @@ def test_styles_of_dense_models_exist_and_an_unknown_one_is_rejected() -> None:
         style_for("", torch.nn.Linear(2, 2), "diagonal", splitting)
 
 
-@pytest.mark.parametrize("slopes", [(0.5, 0.25, 0.125, 0.0625), torch.tensor([0.5, 0.25, 0.125, 0.0625]), None])
+@pytest.mark.parametrize(
+    "slopes", [(0.5, 0.25, 0.125, 0.0625), torch.tensor([0.5, 0.25, 0.125, 0.0625]), None]
+)
 def test_only_attention_cores_drop_the_slopes_of_other_ranks_heads(slopes: Any) -> None:
     """Slopes outside of attention cores are unchanged, for example those a model passes to its core."""
 

@@ -36,7 +36,9 @@ class Life:
         self.command += 1
         self.job, self.attempts = f"job{self.command}:{self.now}", 0
 
-    def attempt(self, steps: int, interval: int, step_seconds: float, dies: bool, unknown: float = 0.0) -> None:
+    def attempt(
+        self, steps: int, interval: int, step_seconds: float, dies: bool, unknown: float = 0.0
+    ) -> None:
         """Train ``steps`` from the last save, saving every ``interval``; 5 s to start, 3 s more in the first step."""
         started, first = self.now, self.saved
         if self.attempts == 0:
@@ -95,7 +97,9 @@ def test_every_second_of_a_run_with_restarts_is_in_its_bin(tmp_path):
     life.new_command()
     life.attempt(10, 5, 2.0, dies=False)
     accounted = life.account()
-    assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(life.truth, abs=1e-3)
+    assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(
+        life.truth, abs=1e-3
+    )
     assert accounted.running_seconds + accounted.idle_seconds == pytest.approx(life.now - 1e9)
     assert (accounted.attempts, accounted.failures, accounted.saves) == (3, 1, 5)
     assert accounted.goodput == pytest.approx(life.truth["productive"] / (life.now - 1e9 - 100))
@@ -110,7 +114,9 @@ def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
         dies = dice.random() < 0.6
         steps = interval * dice.randrange(1, 5) + (dice.randrange(interval) if dies else 0)
         # With only one step, the duration of a usual step is unknown.
-        life.attempt(max(2 * interval, steps), interval, dice.uniform(0.1, 9.0), dies, dice.random())
+        life.attempt(
+            max(2 * interval, steps), interval, dice.uniform(0.1, 9.0), dies, dice.random()
+        )
         if dies:
             life.spend(dice.uniform(0.1, 60.0), "restart")
         else:
@@ -118,8 +124,12 @@ def test_the_bins_of_any_life_add_up_to_its_wall_time(tmp_path, seed):
             life.new_command()
     life.attempt(4, 2, 1.0, dies=False)
     accounted = life.account()
-    assert accounted.running_seconds + accounted.idle_seconds == pytest.approx(life.now - 1e9, rel=1e-6)
-    assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(life.truth, abs=1e-2)
+    assert accounted.running_seconds + accounted.idle_seconds == pytest.approx(
+        life.now - 1e9, rel=1e-6
+    )
+    assert {**accounted.seconds, "idle": accounted.idle_seconds} == pytest.approx(
+        life.truth, abs=1e-2
+    )
 
 
 def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
@@ -149,7 +159,9 @@ def test_live_goodput_equals_the_goodput_from_the_file(tmp_path):
             **{f"goodput_{k}_seconds": v for k, v in accounted.seconds.items()},
         }
     )
-    assert live["goodput_lost_seconds"] == pytest.approx(9.0) and live["goodput_restart_seconds"] == pytest.approx(3.0)
+    assert live["goodput_lost_seconds"] == pytest.approx(9.0) and live[
+        "goodput_restart_seconds"
+    ] == pytest.approx(3.0)
 
 
 def a_ledger(life: Life, phases: Phases, step: int = 0) -> Ledger:
@@ -179,7 +191,9 @@ def test_a_save_reported_late_counts_exactly_the_saved_steps(tmp_path):
     note_death(tmp_path, life.job, life.now)
     accounted = life.account()
     # There is no next attempt yet, so the steps after step 4 count as lost.
-    assert accounted.seconds["productive"] == pytest.approx(8.0) and accounted.seconds["lost"] == pytest.approx(12.0)
+    assert accounted.seconds["productive"] == pytest.approx(8.0) and accounted.seconds[
+        "lost"
+    ] == pytest.approx(12.0)
     a_ledger(life, Phases(lambda: life.now), 4)
     assert life.account().seconds == pytest.approx(accounted.seconds)
 
@@ -198,7 +212,9 @@ def test_steps_undone_by_a_rewind_are_lost_and_every_second_is_in_a_bin(tmp_path
         live = ledger.account()
     accounted = life.account()
     assert accounted.seconds == pytest.approx(live.seconds)
-    assert accounted.seconds["productive"] == pytest.approx(18.0) and accounted.seconds["lost"] == pytest.approx(6.0)
+    assert accounted.seconds["productive"] == pytest.approx(18.0) and accounted.seconds[
+        "lost"
+    ] == pytest.approx(6.0)
     assert accounted.running_seconds == pytest.approx(24.0) and accounted.saves == 1
 
 
@@ -267,7 +283,10 @@ def test_the_time_between_two_commands_is_idle_with_every_launcher(tmp_path, mon
         (first, 90.0, 90.0, 110.0),
         (environment, parent_started, 140.0, 150.0),
     ):
-        began = lambda now, otherwise, pid="self", rank=started, agent=parent: rank if pid == "self" else agent  # noqa: E731
+
+        def began(now, otherwise, pid="self", rank=started, agent=parent):
+            return rank if pid == "self" else agent
+
         monkeypatch.setattr(ledger, "process_started", began)
         now = [started]
         phases = Phases(lambda now=now: now[0])
@@ -288,7 +307,8 @@ def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
     now = time.time()
     started_at = ledger.process_started(now, now)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
-    assert ledger.process_started(now, now) == max(started_at, int(now - 1))  # excludes the time of the script before
+    # excludes the time of the script before
+    assert ledger.process_started(now, now) == max(started_at, int(now - 1))
     for text in (
         str(int(started_at - 100)),
         "yesterday",
@@ -325,7 +345,10 @@ BAD = [
         b'{"kind": "start"}',
         b'{"kind": []}',
     ],
-    *[DEATH.replace(b"4.0", value) for value in (b"NaN", b"1e400", b"-1", b"true", b'"4"', b"null", b'4.0, "more": 1')],
+    *[
+        DEATH.replace(b"4.0", value)
+        for value in (b"NaN", b"1e400", b"-1", b"true", b'"4"', b"null", b'4.0, "more": 1')
+    ],
     DEATH.replace(b'"j"', b"1"),
     START.replace(b'"step": 0', b'"step": 1.5'),
     PROGRESS.replace(b'"step": 1.0', b'"walk": 1.0'),
@@ -355,8 +378,14 @@ def test_the_verb_prints_the_bins_and_reports_damaged_lines(tmp_path, capsys):
         file.write(json.dumps({"kind": "start"}) + "\n")
     assert cli.main(["goodput", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "ignored 1 incomplete or damaged line of " in text and "2 attempts on 2 ranks, 1 failure, 3 saves" in text
-    assert all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput")) and "predicted" in text
+    assert (
+        "ignored 1 incomplete or damaged line of " in text
+        and "2 attempts on 2 ranks, 1 failure, 3 saves" in text
+    )
+    assert (
+        all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput"))
+        and "predicted" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -384,8 +413,11 @@ def test_no_line_of_the_table_is_wider_than_a_terminal(tmp_path, capsys, monkeyp
     monkeypatch.setattr(goodput.sys.stdout, "isatty", lambda: True, raising=False)
     assert cli.main(["goodput", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= columns and lines[0].startswith("1 attempt on 2 ranks, 0 failures, ")
-    assert [line for line in lines if line.startswith(" " * 37)]  # wrapped explanations stay in their column
+    assert max(map(len, lines)) <= columns and lines[0].startswith(
+        "1 attempt on 2 ranks, 0 failures, "
+    )
+    # wrapped explanations stay in their column
+    assert [line for line in lines if line.startswith(" " * 37)]
 
 
 def test_the_verb_rejects_other_folders(tmp_path, capsys):
@@ -426,4 +458,5 @@ def test_a_rewind_past_an_empty_attempt_is_accounted(tmp_path):
     train(life, ledger, 3, 4)
     accounted = ledger.account()
     assert accounted.seconds["productive"] == pytest.approx(2 * 4.0 + 2 * 2.0)
-    assert accounted.seconds["lost"] == pytest.approx(4 * 4.5)  # steps 3 to 6 of the first, with their data
+    # steps 3 to 6 of the first, with their data
+    assert accounted.seconds["lost"] == pytest.approx(4 * 4.5)

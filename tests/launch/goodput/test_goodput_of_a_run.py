@@ -19,7 +19,9 @@ from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import BINS, account, attempts_of
 from shardtrain.train import trainer, validation
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="forks of a process that has imported torch"
+)
 
 DATA, SAVE, VALIDATION, STEP = 0.1, 0.3, 0.2, 0.15
 KILLED = 6
@@ -45,7 +47,11 @@ def _launch(run_config, folder):
 
         def kill():
             updates.append(1)
-            if os.environ["RANK"] == "0" and len(updates) == KILLED and not (folder / "killed").exists():
+            if (
+                os.environ["RANK"] == "0"
+                and len(updates) == KILLED
+                and not (folder / "killed").exists()
+            ):
                 (folder / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -59,7 +65,8 @@ def _launch(run_config, folder):
 
 
 def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
-    run_config = config(tmp_path)  # saves after 2, 4 and 6; validates after 3 and 6; one micro-batch per step
+    # saves after 2, 4 and 6; validates after 3 and 6; one micro-batch per step
+    run_config = config(tmp_path)
     assert end(fork(_launch, run_config, tmp_path)) == 0
     lines, bad = events.read(tmp_path)
     assert not bad
@@ -68,7 +75,9 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     accounted = account(attempts)
     assert (accounted.attempts, accounted.failures, accounted.saves) == (2, 1, 3)
     wall = attempts[-1].points[-1].time - attempts[0].start.job_started
-    assert accounted.running_seconds == pytest.approx(wall, rel=0.01) and accounted.idle_seconds == 0
+    assert (
+        accounted.running_seconds == pytest.approx(wall, rel=0.01) and accounted.idle_seconds == 0
+    )
 
     seconds = accounted.seconds
     assert seconds["checkpoint"] >= 3 * SAVE
@@ -78,6 +87,8 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     assert seconds["productive"] >= (STEPS - 1) * STEP
     assert seconds["restart"] > 0 and seconds["start"] > 0
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert 0 < last["goodput"] < 1 and last["goodput_lost_seconds"] == pytest.approx(seconds["lost"])
+    assert 0 < last["goodput"] < 1 and last["goodput_lost_seconds"] == pytest.approx(
+        seconds["lost"]
+    )
     assert {f"goodput_{name}_seconds" for name in BINS} <= last.keys()
     assert "goodput " in (tmp_path / "logs/rank-0.log").read_text()

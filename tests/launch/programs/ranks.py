@@ -15,8 +15,12 @@ from shardtrain.utils.errors import ConfigError, DataError, Preempted, Problem
 
 
 def loaded(folder):
-    checkpoint = Checkpoint(enable=mode in ("wait", "stubborn"), grace_seconds=int(os.environ.get("GRACE", "60")))
-    return SimpleNamespace(config=Config(job=Job(dump_folder=folder), metrics=Metrics(), checkpoint=checkpoint))
+    checkpoint = Checkpoint(
+        enable=mode in ("wait", "stubborn"), grace_seconds=int(os.environ.get("GRACE", "60"))
+    )
+    return SimpleNamespace(
+        config=Config(job=Job(dump_folder=folder), metrics=Metrics(), checkpoint=checkpoint)
+    )
 
 
 def meeting():
@@ -42,7 +46,9 @@ def trainer(mode):
         if mode.startswith("exit-") and rank == 1:
             sys.exit(int(mode.removeprefix("exit-")))
         world = {} if os.environ["WORLD_SIZE"] == "1" else {"store": meeting()}
-        dist.init_process_group("gloo", **world, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group(
+            "gloo", **world, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+        )
         number = torch.ones(1)
         dist.all_reduce(number)
         assert int(number) == dist.get_world_size()
@@ -70,7 +76,9 @@ def trainer(mode):
         if mode == "data":
             raise DataError("the data ends at sample 7")
         if mode == "config":
-            raise ConfigError([Problem("a.b", 1, "is wrong", "use 2"), Problem("c.d", 3, "is wrong", "use 4")])
+            raise ConfigError(
+                [Problem("a.b", 1, "is wrong", "use 2"), Problem("c.d", 3, "is wrong", "use 4")]
+            )
         if mode == "memory":
             raise MemoryError
         if mode == "kill":

@@ -56,14 +56,18 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids, position_ids):
         types = self.token_type_embeddings(torch.zeros_like(input_ids))
-        return self.norm(self.word_embeddings(input_ids) + types + self.position_embeddings(position_ids))
+        return self.norm(
+            self.word_embeddings(input_ids) + types + self.position_embeddings(position_ids)
+        )
 
 
 class Core(nn.Module):
     def forward(self, q, k, v):
         scores = torch.einsum("bqnh,bknh->bnqk", q, k) / q.size(-1) ** 0.5
         hidden = torch.ones(q.size(1), k.size(1), dtype=torch.bool, device=q.device).triu(1)
-        return torch.einsum("bnqk,bknh->bqnh", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        return torch.einsum(
+            "bnqk,bknh->bqnh", scores.masked_fill(hidden, float("-inf")).softmax(-1), v
+        )
 
 
 class SelfAttention(nn.Module):

@@ -53,7 +53,9 @@ class CohereNorm(nn.Module):
     def forward(self, x):
         y = x.float()
         y = y - y.mean(-1, keepdim=True)
-        return (self.weight.float() * y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        return (self.weight.float() * y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)).to(
+            x.dtype
+        )
 
 
 class Attention(nn.Module):

@@ -81,19 +81,25 @@ class Delta(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.k, self.v, self.z, self.out = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(5))
+        self.q, self.k, self.v, self.z, self.out = (
+            nn.Linear(c.dim, c.dim, bias=False) for _ in range(5)
+        )
         self.alpha, self.beta = (nn.Linear(c.dim, c.num_heads, bias=False) for _ in range(2))
         self.conv, self.a, self.head_norm = Conv(c.dim), Decay(c.num_heads), nn.RMSNorm(self.width)
 
     def forward(self, x):
-        q, k, v = (self.conv(f(x)).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            self.conv(f(x)).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v)
+        )
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         beta, keep = self.beta(x).sigmoid()[..., None], self.a(self.alpha(x)).exp()[..., None, None]
         memory, out = q.new_zeros(x.size(0), q.size(2), self.width, self.width), []
         for t in range(x.size(1)):
             memory = memory * keep[:, t]
             prediction = (memory * k[:, t, :, :, None]).sum(2)
-            memory = memory + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - prediction))[:, :, None]
+            memory = (
+                memory + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - prediction))[:, :, None]
+            )
             out.append((memory * q[:, t, :, :, None]).sum(2))
         y = self.head_norm(torch.stack(out, 1)).flatten(2)
         return self.out(y * F.silu(self.z(x)))

@@ -68,7 +68,9 @@ class Attention(nn.Module):
     def forward(self, x, positions):
         q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
         scaled_positions = positions[..., None, None] / 16
-        return self.o(self.core(q * scaled_positions.cos() + k * scaled_positions.sin(), k, v).flatten(2))
+        return self.o(
+            self.core(q * scaled_positions.cos() + k * scaled_positions.sin(), k, v).flatten(2)
+        )
 
 
 class Layer(nn.Module):

@@ -58,7 +58,9 @@ def rotary(x, positions):
     half = rotated.size(-1) // 2
     angles = positions[..., None, None] * 1000.0 ** (-torch.arange(half, device=x.device) / half)
     a, b = rotated.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), unrotated], -1)
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin(), unrotated], -1
+    )
 
 
 class Attention(nn.Module):

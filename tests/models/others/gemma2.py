@@ -69,7 +69,9 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x):
-        return (F.rms_norm(x.float(), x.shape[-1:], eps=1e-6) * (1.0 + self.weight.float())).type_as(x)
+        return (
+            F.rms_norm(x.float(), x.shape[-1:], eps=1e-6) * (1.0 + self.weight.float())
+        ).type_as(x)
 
 
 class Attention(nn.Module):
@@ -83,8 +85,12 @@ class Attention(nn.Module):
         self.core = AttentionCore(window, c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping)
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(
+            self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
+        )
 
 
 class GeGLU(nn.Module):
@@ -106,7 +112,9 @@ class Layer(nn.Module):
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = Norm(c.dim), Norm(c.dim)
 
     def forward(self, x, angles, documents_BT):
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), angles, documents_BT))
+        x = x + self.post_attention_layernorm(
+            self.self_attn(self.input_layernorm(x), angles, documents_BT)
+        )
         return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 

@@ -78,7 +78,9 @@ class Attention(nn.Module):
 
     def forward(self, x, global_angles, local_angles, documents_BT):
         angles = local_angles if self.is_sliding else global_angles
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
         return self.o_proj(self.core(q, k, v, documents_BT).flatten(2))
 

@@ -57,13 +57,17 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim, self.rotary_dim = c.n_embd // c.num_heads, c.rotary_dim
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(c.n_embd, c.n_embd, bias=False) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(c.n_embd, c.n_embd, bias=False) for _ in range(3)
+        )
         self.core = Core()
         self.out_proj = nn.Linear(c.n_embd, c.n_embd, bias=False)
 
     def forward(self, x, positions):
         B, T = positions.shape
-        q, k, v = (w(x).view(B, T, -1, self.head_dim) for w in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            w(x).view(B, T, -1, self.head_dim) for w in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = (rotate_every_two(y, positions, self.rotary_dim) for y in (q, k))
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         return self.out_proj(out.transpose(1, 2).reshape(B, T, -1))

@@ -83,7 +83,9 @@ class Layer(nn.Module):
         super().__init__()
         self.attn_norm, self.ffn_norm = nn.RMSNorm(c.dim, eps=1e-6), nn.RMSNorm(c.dim, eps=1e-6)
         self.attn = Attention(c)
-        self.moe = MoE(c.dim, c.moe_ffn_dim, Routing(c.num_experts, c.top_k, load_balance_coeff=1e-3))
+        self.moe = MoE(
+            c.dim, c.moe_ffn_dim, Routing(c.num_experts, c.top_k, load_balance_coeff=1e-3)
+        )
         self.residual_multiplier = c.residual_multiplier
 
     def forward(self, x, angles, documents_BT):

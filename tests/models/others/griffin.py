@@ -68,7 +68,9 @@ class Conv(nn.Module):
         )
 
     def forward(self, x):
-        y = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), self.weight, self.bias, groups=self.weight.size(0))
+        y = F.conv1d(
+            F.pad(x.transpose(1, 2), (3, 0)), self.weight, self.bias, groups=self.weight.size(0)
+        )
         return y.transpose(1, 2)
 
 
@@ -83,7 +85,10 @@ class RGLRU(nn.Module):
 
     def forward(self, x):
         x = x.unflatten(-1, (-1, self.rate.size(1)))
-        i, r = (torch.einsum("btnd,nde->btne", x, w).sigmoid() for w in (self.input_gate, self.recurrence_gate))
+        i, r = (
+            torch.einsum("btnd,nde->btne", x, w).sigmoid()
+            for w in (self.input_gate, self.recurrence_gate)
+        )
         log_a = -8.0 * r * F.softplus(self.rate)
         gated_input = (1 - (2 * log_a).exp()).clamp_min(1e-6).sqrt() * i * x
         h, out = torch.zeros_like(x[:, 0]), []
@@ -117,13 +122,19 @@ class Core(nn.Module):
         lag = T[:, None] - T
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = (lag >= 0) & (lag < self.window)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(
+            1, 2
+        )
 
 
 def rotary(x, positions):
-    angles = positions[..., None, None] * 1000.0 ** (-torch.arange(0, x.size(-1), 2, device=x.device) / x.size(-1))
+    angles = positions[..., None, None] * 1000.0 ** (
+        -torch.arange(0, x.size(-1), 2, device=x.device) / x.size(-1)
+    )
     a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).flatten(-2)
+    return torch.stack(
+        [a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1
+    ).flatten(-2)
 
 
 class Attention(nn.Module):
@@ -131,7 +142,9 @@ class Attention(nn.Module):
         super().__init__()
         self.width = c.dim // c.num_heads
         self.q, self.o = nn.Linear(c.dim, c.dim, bias=False), nn.Linear(c.dim, c.dim)
-        self.k, self.v = (nn.Linear(c.dim, c.num_kv_heads * self.width, bias=False) for _ in range(2))
+        self.k, self.v = (
+            nn.Linear(c.dim, c.num_kv_heads * self.width, bias=False) for _ in range(2)
+        )
         self.core = Core(c.window)
 
     def forward(self, x, positions):

@@ -59,7 +59,9 @@ class Short(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, 1, 3))
 
     def forward(self, x):
-        return F.conv1d(F.pad(x.transpose(1, 2), (2, 0)), self.weight, groups=self.weight.size(0)).transpose(1, 2)
+        return F.conv1d(
+            F.pad(x.transpose(1, 2), (2, 0)), self.weight, groups=self.weight.size(0)
+        ).transpose(1, 2)
 
 
 class Skip(nn.Module):
@@ -84,7 +86,9 @@ class Filter(nn.Module):
         encoded_lag = torch.cat([lag[:, None], waves.sin(), waves.cos()], -1)
         h = self.out(self.into(encoded_lag).sin()) * (-4 * lag[:, None]).exp()
         size = 2 * x.size(1)
-        y = torch.fft.irfft(torch.fft.rfft(x, size, 1) * torch.fft.rfft(h, size, 0), size, 1)[:, : x.size(1)]
+        y = torch.fft.irfft(torch.fft.rfft(x, size, 1) * torch.fft.rfft(h, size, 0), size, 1)[
+            :, : x.size(1)
+        ]
         return y + self.skip(x)
 
 

@@ -47,7 +47,10 @@ class Core(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         T = torch.arange(q.size(2), device=q.device)
         distance = (T[:, None] - T).clamp_min(0)
-        s = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5 - slopes.exp()[:, None, None] * (1 + distance).log()
+        s = (
+            q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
+            - slopes.exp()[:, None, None] * (1 + distance).log()
+        )
         s = s.masked_fill(T[:, None] < T, float("-inf"))
         return (s.softmax(-1) @ v).transpose(1, 2)
 

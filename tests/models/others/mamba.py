@@ -49,7 +49,9 @@ class Conv(nn.Module):
         )
 
     def forward(self, x):
-        y = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), self.weight, self.bias, groups=self.weight.size(0))
+        y = F.conv1d(
+            F.pad(x.transpose(1, 2), (3, 0)), self.weight, self.bias, groups=self.weight.size(0)
+        )
         return y.transpose(1, 2)
 
 

@@ -72,8 +72,12 @@ class Attention(nn.Module):
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(
+            self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
+        )
 
 
 class MLP(nn.Module):

@@ -89,7 +89,9 @@ class Layer(nn.Module):
         if dense:
             self.ffn = FeedForward(c.dim, c.ffn_dim)
         else:
-            routing = Routing(c.num_experts, c.top_k, "sigmoid", route_scale=1.5, balance_loss_coeff=1e-3)
+            routing = Routing(
+                c.num_experts, c.top_k, "sigmoid", route_scale=1.5, balance_loss_coeff=1e-3
+            )
             self.moe = MoE(c.dim, c.moe_ffn_dim, routing, c.num_shared_experts * c.moe_ffn_dim)
         self.dense = dense
 
@@ -104,7 +106,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.rope = RotaryAngles(c.rope_dim, 10000.0)
-        self.layers = nn.ModuleDict({str(i): Layer(c, i < c.num_dense_layers) for i in range(c.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): Layer(c, i < c.num_dense_layers) for i in range(c.num_layers)}
+        )
         self.norm, self.head = (
             nn.RMSNorm(c.dim, eps=1e-6),
             nn.Linear(c.dim, c.vocab_size, bias=False),

@@ -42,7 +42,9 @@ class AlibiCore(nn.Module):
 
     def __init__(self, num_heads, bias_max):
         super().__init__()
-        self.alibi_slopes = tuple(2.0 ** (-bias_max * (i + 1) / num_heads) for i in range(num_heads))
+        self.alibi_slopes = tuple(
+            2.0 ** (-bias_max * (i + 1) / num_heads) for i in range(num_heads)
+        )
 
     def forward(self, q, k, v, documents=None):
         scores = torch.einsum("btnh,bsnh->bnts", q, k) / math.sqrt(q.size(-1))
@@ -52,7 +54,9 @@ class AlibiCore(nn.Module):
         visible = (place[:, None] >= place)[None]
         if documents is not None:
             visible = visible & (documents[:, :, None] == documents[:, None])
-        return torch.einsum("bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1), v)
+        return torch.einsum(
+            "bnts,bsnh->btnh", scores.masked_fill(~visible[:, None], -torch.inf).softmax(-1), v
+        )
 
 
 class Attention(nn.Module):

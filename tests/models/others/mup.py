@@ -44,7 +44,9 @@ class MupCore(nn.Module):
 
     def forward(self, q, k, v):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale).transpose(
+            1, 2
+        )
 
 
 class Embed(nn.Module):

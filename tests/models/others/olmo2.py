@@ -72,7 +72,9 @@ class Attention(nn.Module):
     def forward(self, x, angles, documents_BT):
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
-        return self.o_proj(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+        return self.o_proj(
+            self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2)
+        )
 
 
 class MLP(nn.Module):

@@ -47,13 +47,16 @@ class Attention(nn.Module):
         super().__init__()
         self.hd = c.dim // c.num_heads
         self.wq, self.wo = nn.Linear(c.dim, c.dim, bias=False), nn.Linear(c.dim, c.dim, bias=False)
-        self.wk, self.wv = (nn.Linear(c.dim, c.num_kv_heads * self.hd, bias=False) for _ in range(2))
+        self.wk, self.wv = (
+            nn.Linear(c.dim, c.num_kv_heads * self.hd, bias=False) for _ in range(2)
+        )
         self.q_norm, self.k_norm = nn.LayerNorm(c.dim), nn.LayerNorm(c.num_kv_heads * self.hd)
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents_BT=None):
         q, k, v = (
-            y.unflatten(-1, (-1, self.hd)) for y in (self.q_norm(self.wq(x)), self.k_norm(self.wk(x)), self.wv(x))
+            y.unflatten(-1, (-1, self.hd))
+            for y in (self.q_norm(self.wq(x)), self.k_norm(self.wk(x)), self.wv(x))
         )
         return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
 

@@ -43,7 +43,8 @@ class Attention(nn.Module):
     def __init__(self, c, groups):
         super().__init__()
         self.head_dim = c.head_dim
-        self.qkv = nn.Linear(c.dim, groups * 4 * c.head_dim, bias=False)  # per group: two q, one k, one v
+        # per group: two q, one k, one v
+        self.qkv = nn.Linear(c.dim, groups * 4 * c.head_dim, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(c.head_dim, eps=1e-6),
             nn.RMSNorm(c.head_dim, eps=1e-6),
@@ -61,7 +62,8 @@ class Attention(nn.Module):
 class GatedFFN(nn.Module):
     def __init__(self, dim, width):
         super().__init__()
-        self.proj_1 = nn.Linear(dim, 2 * width, bias=False)  # gate and value of each feature are adjacent
+        # gate and value of each feature are adjacent
+        self.proj_1 = nn.Linear(dim, 2 * width, bias=False)
         self.proj_2 = nn.Linear(width, dim, bias=False)
 
     def forward(self, x):

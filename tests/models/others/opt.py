@@ -64,7 +64,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, documents: Tensor | None) -> Tensor:
         shape = (-1, self.head_dim)
-        q = (self.q_proj(x) * self.head_dim**-0.5).unflatten(-1, shape)  # scaled before, like fairseq
+        # scaled before, like fairseq
+        q = (self.q_proj(x) * self.head_dim**-0.5).unflatten(-1, shape)
         k, v = self.k_proj(x).unflatten(-1, shape), self.v_proj(x).unflatten(-1, shape)
         return self.out_proj(self.core(q, k, v, documents).flatten(2))
 
@@ -91,7 +92,9 @@ class Model(nn.Module):
         self.final_layer_norm = nn.LayerNorm(c.dim)
         self.lm_head = nn.Linear(c.dim, c.vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None
+    ) -> Tensor:
         x = self.embeddings(tokens_BT, positions_BT)
         for layer in self.layers.values():
             x = layer(x, documents_BT)

@@ -47,11 +47,15 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
         self.rotary_dim = int(c.partial_rotary_factor * self.head_dim)
-        self.q_proj, self.k_proj, self.v_proj, self.dense = (nn.Linear(c.dim, c.dim) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.dense = (
+            nn.Linear(c.dim, c.dim) for _ in range(4)
+        )
         self.core = AttentionCore()
 
     def forward(self, x, angles, documents):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj)
+        )
         r = self.rotary_dim
         q = torch.cat([rotate(q[..., :r], angles), q[..., r:]], -1)
         k = torch.cat([rotate(k[..., :r], angles), k[..., r:]], -1)
@@ -78,7 +82,11 @@ class Layer(nn.Module):
 
     def forward(self, x, angles, documents):
         h = self.input_layernorm(x)
-        return self.resid_dropout(self.self_attn(h, angles, documents)) + self.resid_dropout(self.mlp(h)) + x
+        return (
+            self.resid_dropout(self.self_attn(h, angles, documents))
+            + self.resid_dropout(self.mlp(h))
+            + x
+        )
 
 
 class Model(nn.Module):

@@ -46,7 +46,9 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.group = c.hidden_size // c.num_heads, c.num_heads // c.num_kv_heads
         # for each KV head: queries, key, value
-        self.qkv_proj = nn.Linear(c.hidden_size, c.num_kv_heads * (self.group + 2) * self.head_dim, bias=False)
+        self.qkv_proj = nn.Linear(
+            c.hidden_size, c.num_kv_heads * (self.group + 2) * self.head_dim, bias=False
+        )
         self.core = AttentionCore(window=c.sliding_window)
         self.o_proj = nn.Linear(c.hidden_size, c.hidden_size, bias=False)
 

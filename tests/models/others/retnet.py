@@ -70,11 +70,15 @@ class Retention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.width = c.dim // c.num_heads
-        self.q, self.k, self.v, self.g, self.out = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(5))
+        self.q, self.k, self.v, self.g, self.out = (
+            nn.Linear(c.dim, c.dim, bias=False) for _ in range(5)
+        )
         self.pace, self.group = Pace(c.num_heads), nn.LayerNorm(self.width)
 
     def forward(self, x):
-        q, k, v = (f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         decayed = self.pace(q @ k.transpose(-1, -2) * self.width**-0.5)
         y = self.group((decayed @ v).transpose(1, 2)).flatten(2)
         return self.out(F.silu(self.g(x)) * y)

@@ -57,16 +57,21 @@ class TimeMix(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.shift = Shift(dim)
-        self.decay, self.receptance, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.decay, self.receptance, self.key, self.value = (
+            nn.Linear(dim, dim, bias=False) for _ in range(4)
+        )
         self.output = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x):
         x = self.shift(x)
         w, r, k, v = (f(x) for f in (self.decay, self.receptance, self.key, self.value))
-        decay = (-0.5 - F.softplus(w)).cumsum(1)  # logarithm of the remaining weight of a token at each later one
+        # logarithm of the remaining weight of a token at each later one
+        decay = (-0.5 - F.softplus(w)).cumsum(1)
         log_weight = decay[:, :, None] - decay[:, None]
         hidden = torch.ones(x.size(1), x.size(1), dtype=torch.bool, device=x.device).triu(1)
-        share = (log_weight + k[:, None].tanh()).masked_fill(hidden[None, :, :, None], -torch.inf).exp()
+        share = (
+            (log_weight + k[:, None].tanh()).masked_fill(hidden[None, :, :, None], -torch.inf).exp()
+        )
         summed = (share * v[:, None]).sum(2) / share.sum(2)
         return self.output(r.sigmoid() * summed)
 

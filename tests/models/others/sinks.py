@@ -42,7 +42,9 @@ LAYOUT = Layout(
 class SinkCore(nn.Module):
     def forward(self, q, k, v, documents, sinks):
         scores = torch.einsum("btnh,bsnh->bnts", q, k) * q.size(-1) ** -0.5
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -torch.inf
+        )
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
         return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1)[..., :-1], v)
 
@@ -52,7 +54,8 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = c.dim // c.num_heads
         self.q, self.k, self.v, self.out = (nn.Linear(c.dim, c.dim) for _ in range(4))
-        self.sinks = nn.Embedding(1, c.num_heads)  # a table with one row, whose columns are split with the heads
+        # a table with one row, whose columns are split with the heads
+        self.sinks = nn.Embedding(1, c.num_heads)
         self.core = SinkCore()
 
     def forward(self, x, angles):

@@ -50,7 +50,9 @@ class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.head_dim, self.num_buckets = c.d_model // c.num_heads, c.num_buckets
-        self.q, self.k, self.v, self.o = (nn.Linear(c.d_model, c.d_model, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(c.d_model, c.d_model, bias=False) for _ in range(4)
+        )
         self.relative_attention_bias = nn.Embedding(c.num_buckets, c.num_heads)
         self.core = Core()
 

@@ -72,7 +72,9 @@ class Cell(nn.Module):
                 (f[:, t] + top - higher).exp()[..., None],
                 (i[:, t] - higher).exp()[..., None],
             )
-            memory = keep[..., None] * memory + take[..., None] * v[:, t, :, :, None] * k[:, t, :, None]
+            memory = (
+                keep[..., None] * memory + take[..., None] * v[:, t, :, :, None] * k[:, t, :, None]
+            )
             total, top = keep * total + take * k[:, t], higher
             size = (total * q[:, t]).sum(-1, keepdim=True).abs().maximum((-top).exp()[..., None])
             out.append((memory @ q[:, t, :, :, None])[..., 0] / size)

@@ -35,7 +35,9 @@ def exact(inputs: list[Tensor], visible_BTT: Tensor, scale: float | None) -> lis
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     groups = q.size(2) // k.size(2)
     k, v = (x.repeat_interleave(groups, dim=2).transpose(1, 2) for x in leaves[1:])
-    out = F.scaled_dot_product_attention(leaves[0].transpose(1, 2), k, v, attn_mask=visible_BTT[:, None], scale=scale)
+    out = F.scaled_dot_product_attention(
+        leaves[0].transpose(1, 2), k, v, attn_mask=visible_BTT[:, None], scale=scale
+    )
     out.transpose(1, 2).backward(gradient)
     return [out.transpose(1, 2).detach(), *(x.grad for x in leaves if x.grad is not None)]
 
@@ -81,7 +83,9 @@ def test_blocked_attention_has_the_precision_of_bfloat16(
 
 
 @pytest.mark.parametrize(("window", "packed"), [(0, True), (17, True), (200, False)])
-def test_blocked_attention_with_masks_matches_within_1e_6_in_float32(window: int, packed: bool) -> None:
+def test_blocked_attention_with_masks_matches_within_1e_6_in_float32(
+    window: int, packed: bool
+) -> None:
     inputs = drawn(torch.float32, 300)
     of_row = documents(300) if packed else None
     visible = torch.ones(2, 300, 300, dtype=torch.bool).tril()
@@ -92,7 +96,8 @@ def test_blocked_attention_with_masks_matches_within_1e_6_in_float32(window: int
     out.backward(inputs[3])
     results = [out, *(x.grad for x in leaves)]
     assert all(
-        error(actual, expected) <= 1e-6 for actual, expected in zip(results, exact(inputs, visible, None), strict=True)
+        error(actual, expected) <= 1e-6
+        for actual, expected in zip(results, exact(inputs, visible, None), strict=True)
     )
 
 
@@ -101,7 +106,10 @@ def test_blocked_attention_matches_within_1e_6_in_float32(groups: int) -> None:
     q, k, v, gradient = inputs = drawn(torch.float32, 300, groups)
     results = attended(q, k, v, gradient)
     expected = exact(inputs, torch.ones(2, 300, 300, dtype=torch.bool).tril(), None)
-    assert all(error(actual, reference) <= 1e-6 for actual, reference in zip(results, expected, strict=True))
+    assert all(
+        error(actual, reference) <= 1e-6
+        for actual, reference in zip(results, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,18 +118,24 @@ def test_number_of_rows_and_heads_per_block_changes_no_number(
     dtype: torch.dtype, scores_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(1)
+    # three head groups per row: 1, 2 or all fit into memory, and so do 2 or all rows
     heads = (
         9,
         3,
         3,
         9,
-    )  # three head groups per row: 1, 2 or all fit into memory, and so do 2 or all rows
-    q, k, v, gradient = (torch.randn(5, 150, count, 16, generator=generator).to(dtype) for count in heads)
+    )
+    q, k, v, gradient = (
+        torch.randn(5, 150, count, 16, generator=generator).to(dtype) for count in heads
+    )
     monkeypatch.setattr(blocked_attention, "_SCORES_BYTES", scores_bytes)
     expected = exact([q, k, v, gradient], torch.ones(5, 150, 150, dtype=torch.bool).tril(), None)
     bound = 1e-6 if dtype == torch.float32 else 5e-3
     results = attended(q, k, v, gradient)
-    assert all(error(actual, reference) <= bound for actual, reference in zip(results, expected, strict=True))
+    assert all(
+        error(actual, reference) <= bound
+        for actual, reference in zip(results, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -145,12 +159,15 @@ def test_non_contiguous_tensors_are_supported(groups: int) -> None:
 def test_large_scores_in_float32_match_softmax(size: float) -> None:
     q, k, v, gradient = drawn(torch.float32, 200)
     results = attended(q * size, k, v, gradient)
-    expected = exact([q * size, k, v, gradient], torch.ones(2, 200, 200, dtype=torch.bool).tril(), None)
+    expected = exact(
+        [q * size, k, v, gradient], torch.ones(2, 200, 200, dtype=torch.bool).tril(), None
+    )
     # scores of some thousands are rounded to 2^-12, and so are logarithms of weights
     bound = 4 * size * 2.0**-23 * 4
     assert all(bool(x.isfinite().all()) for x in results)
     assert all(
-        error(actual, reference) <= max(1e-5, bound) for actual, reference in zip(results, expected, strict=True)
+        error(actual, reference) <= max(1e-5, bound)
+        for actual, reference in zip(results, expected, strict=True)
     )
 
 
@@ -158,19 +175,25 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, win
     return document_mask.attention(q, k, v, documents_BT, window)
 
 
-def _by_flash_in_pieces(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, window: int) -> Tensor:
+def _by_flash_in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, window: int
+) -> Tensor:
     chosen_kernels.use(chosen_kernels.PYTORCH)
     return document_mask.attention(q, k, v, documents_BT, window)
 
 
-def _written_out(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, window: int) -> Tensor:
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, window: int
+) -> Tensor:
     return attention_scores.attention(q, k, v, documents_BT, window, PLAIN)
 
 
 def _by_pytorch(inputs: list[Tensor], visible_BTT: Tensor) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     q, k, v = (x.transpose(1, 2) for x in leaves)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_BTT[:, None], enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible_BTT[:, None], enable_gqa=True
+    ).transpose(1, 2)
     out.backward(inputs[3])
     return [out, *(x.grad for x in leaves if x.grad is not None)]
 
@@ -186,7 +209,9 @@ def _by_pytorch(inputs: list[Tensor], visible_BTT: Tensor) -> list[Tensor]:
             (100, 201, 256, True),
             (100, 129, 8, False),
         ],
-        nightly=itertools.product((1, 10, 40, 100), (31, 64, 127, 517), (8, 16, 40, 64, 128, 256), (False, True)),
+        nightly=itertools.product(
+            (1, 10, 40, 100), (31, 64, 127, 517), (8, 16, 40, 64, 128, 256), (False, True)
+        ),
     ),
 )
 def test_error_in_bfloat16_is_that_of_pytorch_for_any_scores(
@@ -194,7 +219,10 @@ def test_error_in_bfloat16_is_that_of_pytorch_for_any_scores(
 ) -> None:
     """Scores have the given standard deviation. PyTorch's kernel gets the same inputs."""
     sizes = (deviation**0.5, deviation**0.5, 1.0, 1.0)
-    inputs = [(x * size).bfloat16() for x, size in zip(drawn(torch.float32, tokens, 1, width), sizes, strict=True)]
+    inputs = [
+        (x * size).bfloat16()
+        for x, size in zip(drawn(torch.float32, tokens, 1, width), sizes, strict=True)
+    ]
     of_row, window = (documents(tokens), tokens // 4) if packed else (None, 0)
     visible = torch.ones(2, tokens, tokens, dtype=torch.bool).tril()
     if of_row is not None:
@@ -204,7 +232,9 @@ def test_error_in_bfloat16_is_that_of_pytorch_for_any_scores(
     out = kernel(*leaves, of_row, window)
     out.backward(inputs[3])
     results = [out, *(x.grad for x in leaves if x.grad is not None)]
-    for name, actual, pytorch, exact_value in zip("oqkv", results, _by_pytorch(inputs, visible), expected, strict=True):
+    for name, actual, pytorch, exact_value in zip(
+        "oqkv", results, _by_pytorch(inputs, visible), expected, strict=True
+    ):
         assert error(actual, exact_value) <= 1.5 * error(pytorch, exact_value), name
 
 

@@ -70,5 +70,7 @@ def test_modules_outside_the_cpu_folders_do_not_import_them_at_module_level() ->
         if "/cpu/" in name or name.startswith(PROGRAMS):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        imports += [f"{name}: {module}" for module in imports_at_top(tree) if module.startswith(FOLDERS)]
+        imports += [
+            f"{name}: {module}" for module in imports_at_top(tree) if module.startswith(FOLDERS)
+        ]
     assert not imports, "import these inside the function that runs on a CPU: " + ", ".join(imports)

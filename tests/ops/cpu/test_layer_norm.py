@@ -27,12 +27,15 @@ def computed(
     """Return the output, and gradients of input, weight and bias."""
     generator = torch.Generator().manual_seed(0)
     x, gradient = (
-        torch.randn(*shape, generator=generator, dtype=torch.float32).add_(0.3).bfloat16().to(dtype) for _ in range(2)
+        torch.randn(*shape, generator=generator, dtype=torch.float32).add_(0.3).bfloat16().to(dtype)
+        for _ in range(2)
     )
     module = kind(shape[-1], eps=eps, bias=bias, dtype=dtype)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(shape[-1], generator=generator, dtype=torch.float32).bfloat16())
+            parameter.copy_(
+                torch.randn(shape[-1], generator=generator, dtype=torch.float32).bfloat16()
+            )
     x.requires_grad_()
     out = module(x)
     out.backward(gradient)
@@ -71,18 +74,24 @@ def test_gradients_match_float64_except_for_the_last_rounding(
     results = computed(Float32SumLayerNorm, dtype, shape, bias, eps)
     assert len(results) == len(exact) == 3 + bias
     for actual, expected in zip(results, exact, strict=True):
-        assert float((actual.double() - expected).norm()) <= torch.finfo(dtype).eps * float(expected.norm())
+        assert float((actual.double() - expected).norm()) <= torch.finfo(dtype).eps * float(
+            expected.norm()
+        )
 
 
 def test_pytorch_layer_norm_loses_most_of_a_sum() -> None:
     """If this fails, PyTorch sums in float32 too, and the class can be removed."""
-    exact, pytorch = (computed(nn.LayerNorm, d, (16384, 16), True) for d in (torch.float64, torch.bfloat16))
+    exact, pytorch = (
+        computed(nn.LayerNorm, d, (16384, 16), True) for d in (torch.float64, torch.bfloat16)
+    )
     assert float((pytorch[3].double() - exact[3]).norm()) > 0.1 * float(exact[3].norm())
 
 
 def test_float32_mixed_dtypes_and_norms_without_weights_use_pytorch() -> None:
     x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
-    model = nn.ModuleList([nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm((4, 8))])
+    model = nn.ModuleList(
+        [nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm((4, 8))]
+    )
     before = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
     layer_norm.use(model)
     assert [type(module) for module in model] == [
@@ -91,7 +100,9 @@ def test_float32_mixed_dtypes_and_norms_without_weights_use_pytorch() -> None:
         Float32SumLayerNorm,
     ]
     after = [model[0](x), model[1](x.bfloat16()), model[2](x.view(10, 4, 8))]
-    assert all(torch.equal(original, replaced) for original, replaced in zip(before, after, strict=True))
+    assert all(
+        torch.equal(original, replaced) for original, replaced in zip(before, after, strict=True)
+    )
     assert torch.equal(model[0](x.bfloat16()), nn.LayerNorm(8)(x.bfloat16()))  # float32 weights
 
 
@@ -101,7 +112,13 @@ def gradients(rank: int, config: Config) -> dict[str, Tensor]:
     update = run.runner.update
 
     def keep(optimizer: torch.optim.Optimizer) -> None:
-        saved.update({n: to_full(p.grad).float() for n, p in run.runner.parameters().items() if p.grad is not None})
+        saved.update(
+            {
+                n: to_full(p.grad).float()
+                for n, p in run.runner.parameters().items()
+                if p.grad is not None
+            }
+        )
         update(optimizer)
 
     run.runner.update = keep  # type: ignore[method-assign]
@@ -120,15 +137,23 @@ def test_bfloat16_model_has_the_gradients_of_float32_on_one_process(how: str) ->
         "vocab_size": 320,
         "num_layers": 2,
     }
-    reduced = {"mixed_precision_param": "bfloat16"} if how == "mixed precision" else {"dtype": "bfloat16"}
+    reduced = (
+        {"mixed_precision_param": "bfloat16"} if how == "mixed precision" else {"dtype": "bfloat16"}
+    )
 
     def config(**training: str) -> Config:
-        base = tiny_config(training={"seq_len": 2048, "local_batch_size": 2, "global_batch_size": -1, **training})
-        return type(base)(**{**vars(base), "model": Model(name="neox", flavor="debugmodel", overrides=overrides)})
+        base = tiny_config(
+            training={"seq_len": 2048, "local_batch_size": 2, "global_batch_size": -1, **training}
+        )
+        return type(base)(
+            **{**vars(base), "model": Model(name="neox", flavor="debugmodel", overrides=overrides)}
+        )
 
     (exact,) = run_ranks(1, gradients, config(mixed_precision_param="float32"))
     (gradients_of_run,) = run_ranks(1, gradients, config(**reduced))
     norms = [name for name in exact if "norm" in name]
     assert len(norms) == 10
     for name in norms:  # activations are rounded to 8 bits
-        assert float((gradients_of_run[name] - exact[name]).norm()) < 0.03 * float(exact[name].norm()), name
+        assert float((gradients_of_run[name] - exact[name]).norm()) < 0.03 * float(
+            exact[name].norm()
+        ), name

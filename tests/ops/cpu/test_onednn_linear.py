@@ -16,12 +16,16 @@ from shardtrain.ops.chosen_kernels import Kernels
 from shardtrain.ops.cpu import onednn_linear
 from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
-pytestmark = pytest.mark.skipif(not onednn_linear.is_available(), reason="this build of PyTorch has no oneDNN")
+pytestmark = pytest.mark.skipif(
+    not onednn_linear.is_available(), reason="this build of PyTorch has no oneDNN"
+)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("weight_gradient", [0.0, 2.0])
-def test_values_and_gradients_match_linear(bias: bool, weight_gradient: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_match_linear(
+    bias: bool, weight_gradient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(onednn_linear, "_SMALLEST_PRODUCT", 0)
     monkeypatch.setattr(chosen_kernels, "_chosen", Kernels(onednn_weight_gradient=weight_gradient))
     torch.manual_seed(0)
@@ -29,8 +33,13 @@ def test_values_and_gradients_match_linear(bias: bool, weight_gradient: float, m
     ours = nn.Sequential(nn.Linear(48, 80, bias=bias))
     ours[0].load_state_dict(plain.state_dict())
     onednn_linear.use(ours)
-    assert type(ours[0]) is OneDnnLinear and list(ours.state_dict()) == [f"0.{name}" for name in plain.state_dict()]
-    x, y = (torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    assert type(ours[0]) is OneDnnLinear and list(ours.state_dict()) == [
+        f"0.{name}" for name in plain.state_dict()
+    ]
+    x, y = (
+        torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(2)
+    )
     gradient = torch.randn(3, 5, 80)
     out, expected = ours(x), plain(y)
     out.backward(gradient)
@@ -39,7 +48,8 @@ def test_values_and_gradients_match_linear(bias: bool, weight_gradient: float, m
     for weight, plain_weight in zip(ours.parameters(), plain.parameters(), strict=True):
         pairs.append((weight.grad, plain_weight.grad))
     for actual, target in pairs:
-        torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-5)  # float32 sums in a different order
+        # float32 sums in a different order
+        torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ NO_BFLOAT16 = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def both_types_and_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen_kernels, "_chosen", Kernels(packed_linear=2.0, packed_linear_float32=2.0))
+    monkeypatch.setattr(
+        chosen_kernels, "_chosen", Kernels(packed_linear=2.0, packed_linear_float32=2.0)
+    )
     monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.bfloat16: 0, torch.float32: 0})
 
 
@@ -60,7 +62,9 @@ def test_values_match_linear(dtype: torch.dtype, tolerance: float, bias: bool) -
             actual = packed(x)
             assert actual.shape == (*shape, 144) and actual.dtype == dtype
             # rounding of a sum, or of a 16-bit result; the largest values are about 2, hence the factor
-            torch.testing.assert_close(actual.double(), exact(x.double()), rtol=0, atol=2 * tolerance)
+            torch.testing.assert_close(
+                actual.double(), exact(x.double()), rtol=0, atol=2 * tolerance
+            )
 
 
 def test_weight_is_unchanged_and_its_old_memory_is_freed() -> None:
@@ -79,7 +83,8 @@ def test_tied_head_is_packed_and_the_embedding_keeps_its_weight() -> None:
     expected = model(tokens_BT, torch.arange(3).expand(2, -1))
     assert packed_linear.use(model) and type(model.head) is PackedLinear
     logits = model(tokens_BT, torch.arange(3).expand(2, -1))
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)  # float32 sums in a different order
+    # float32 sums in a different order
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
 class Doubled(nn.Linear):
@@ -87,15 +92,21 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("layer", [Doubled(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).half(), nn.LayerNorm(8)])
+@pytest.mark.parametrize(
+    "layer", [Doubled(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).half(), nn.LayerNorm(8)]
+)
 def test_other_layers_and_dtypes_are_not_packed(layer: nn.Module) -> None:
     kind = type(layer)
     assert not packed_linear.use(nn.Sequential(layer))
     assert type(layer) is kind
 
 
-@pytest.mark.parametrize("kernels", [chosen_kernels.PYTORCH, Kernels(packed_linear=1.04, packed_linear_float32=-1.0)])
-def test_nothing_is_packed_if_it_is_slower_or_failed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kernels", [chosen_kernels.PYTORCH, Kernels(packed_linear=1.04, packed_linear_float32=-1.0)]
+)
+def test_nothing_is_packed_if_it_is_slower_or_failed(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chosen_kernels, "_chosen", kernels)
     assert not packed_linear.use(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()))
 
@@ -115,9 +126,13 @@ def test_onednn_layers_are_packed_too() -> None:
         (torch.float32, 128, 1, False),  # unpacked weights are as fast for a single row
     ],
 )
-def test_packing_requires_enough_use(dtype: torch.dtype, passes: int, rows: int, pays: bool) -> None:
+def test_packing_requires_enough_use(
+    dtype: torch.dtype, passes: int, rows: int, pays: bool
+) -> None:
     module = find("llama3")
     model = module.Model(module.Config(vocab_size=32, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=24)).to(dtype)  # fmt: skip  # noqa: E501
     assert packed_linear.use_where_it_pays(model, passes, rows) is pays
     # models of users may read the weight of a linear layer
-    assert not packed_linear.use_where_it_pays(nn.Sequential(nn.Linear(8, 8, dtype=dtype)), passes, rows)
+    assert not packed_linear.use_where_it_pays(
+        nn.Sequential(nn.Linear(8, 8, dtype=dtype)), passes, rows
+    )

@@ -22,9 +22,14 @@ def _also_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rms_norm, "SMALLEST_NUMEL", 1)
 
 
-def computed(kind: type[nn.RMSNorm], dtype: torch.dtype, shape: tuple[int, ...], eps: float) -> list[Tensor]:
+def computed(
+    kind: type[nn.RMSNorm], dtype: torch.dtype, shape: tuple[int, ...], eps: float
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x, gradient = (torch.randn(*shape, generator=generator, dtype=torch.float32).bfloat16().to(dtype) for _ in range(2))
+    x, gradient = (
+        torch.randn(*shape, generator=generator, dtype=torch.float32).bfloat16().to(dtype)
+        for _ in range(2)
+    )
     weight = torch.randn(shape[-1], generator=generator, dtype=torch.float32).bfloat16().to(dtype)
     module = kind(shape[-1], eps=eps, dtype=dtype)
     with torch.no_grad():
@@ -46,7 +51,9 @@ def _float64_by_default() -> Iterator[None]:
 def test_default_dtype_changes_no_number(request: pytest.FixtureRequest) -> None:
     expected = computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5)
     request.getfixturevalue("_float64_by_default")
-    for actual, expected_value in zip(computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5), expected, strict=True):
+    for actual, expected_value in zip(
+        computed(RowwiseRMSNorm, torch.bfloat16, (7, 24), 1e-5), expected, strict=True
+    ):
         assert torch.equal(actual, expected_value)
 
 
@@ -63,7 +70,9 @@ def test_error_against_float64_is_that_of_pytorch(
         computed(nn.RMSNorm, dtype, shape, eps),
     )
     for actual, pytorch_value, expected in zip(rowwise, pytorch, exact, strict=True):
-        error, usual_error = (float((value.double() - expected).norm()) for value in (actual, pytorch_value))
+        error, usual_error = (
+            float((value.double() - expected).norm()) for value in (actual, pytorch_value)
+        )
         # half a unit in the last place, in case PyTorch happens to be exact
         assert error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm()), (
             error,
@@ -74,7 +83,9 @@ def test_error_against_float64_is_that_of_pytorch(
 def test_default_eps_is_that_of_pytorch() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         small = torch.full((1, 4), 0.001, dtype=dtype)  # small enough for eps to dominate
-        torch.testing.assert_close(RowwiseRMSNorm(4, dtype=dtype)(small), nn.RMSNorm(4, dtype=dtype)(small))
+        torch.testing.assert_close(
+            RowwiseRMSNorm(4, dtype=dtype)(small), nn.RMSNorm(4, dtype=dtype)(small)
+        )
 
 
 def test_non_contiguous_inputs_and_gradients_are_supported() -> None:
@@ -124,7 +135,9 @@ def by_rows(rank: int, config: Any) -> tuple[Result, int]:
 @pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
 def test_rowwise_norm_changes_no_number_of_a_run(mesh: str) -> None:
     parallelism = {"tensor_parallel_degree": 2} if mesh == "tp" else {}
-    config = tiny_config(parallelism=parallelism, training={"local_batch_size": 4 if mesh == "fsdp" else 8})
+    config = tiny_config(
+        parallelism=parallelism, training={"local_batch_size": 4 if mesh == "fsdp" else 8}
+    )
     for result, calls in run_ranks(1 if mesh == "one" else 2, by_rows, config):
         assert calls or mesh == "tp"  # with TP, norms get DTensors
         assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)

@@ -50,7 +50,9 @@ def config(folder: Path, local: int, keys: dict[str, Any] | None = None, **train
     return dataclasses.replace(result, **(keys or {}))
 
 
-def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), stop: tuple[int, int] = (-1, 0)) -> Ended:
+def poisoned(
+    rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), stop: tuple[int, int] = (-1, 0)
+) -> Ended:
     """Run a training in which the rows of ``steps`` are noise, also after a rewind and on any mesh.
 
     ``stop=(rewinds, step)`` ends the run before the step after ``step``, like a kill, if there were ``rewinds``
@@ -88,8 +90,12 @@ def one_rank(rank: int, root: Path) -> dict[str, Ended]:
         "skip": poisoned(rank, config(root / "skip", 8, spike_policy="skip")),
         "rewind": poisoned(rank, config(root / "rewind", 8, **BACK)),
         "far": poisoned(rank, config(root / "far", 8, **{**BACK, "spike_rewind_steps": 11})),
-        "twice": poisoned(rank, config(root / "twice", 8, **{**BACK, "spike_skip_steps": 1}), (11, 12)),
-        "thrice": poisoned(rank, config(root / "thrice", 8, **{**BACK, "spike_skip_steps": 1}), (11, 12, 13)),
+        "twice": poisoned(
+            rank, config(root / "twice", 8, **{**BACK, "spike_skip_steps": 1}), (11, 12)
+        ),
+        "thrice": poisoned(
+            rank, config(root / "thrice", 8, **{**BACK, "spike_skip_steps": 1}), (11, 12, 13)
+        ),
         "killed": poisoned(rank, config(root / "killed", 8, **BACK), stop=(1, 10)),
     }
     runs["resumed"] = poisoned(rank, config(root / "killed", 8, **BACK))
@@ -136,7 +142,9 @@ def one(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended
 
 
 @pytest.fixture(scope="module")
-def two(root: Path, one: dict[str, Ended], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+def two(
+    root: Path, one: dict[str, Ended], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Ended]]:
     return made_once(tmp_path_factory, "spikes-2", lambda: run_ranks(2, two_ranks, root))
 
 
@@ -168,13 +176,19 @@ def test_skipped_spike_does_not_change_the_weights(root: Path, one: dict[str, En
     assert skipped.losses[:POISONED] == one["log"].losses[:POISONED]
 
 
-def test_rewind_continues_without_the_rows_of_the_last_steps(root: Path, one: dict[str, Ended]) -> None:
+def test_rewind_continues_without_the_rows_of_the_last_steps(
+    root: Path, one: dict[str, Ended]
+) -> None:
     run = one["rewind"]
     assert run.error is None
     assert run.state["step"] == STEPS and run.state["updates"] == STEPS
     # The spike of step 11 leads back to step 8. The rows of steps 10 and 11 are skipped, so two more steps are read.
     assert run.state["samples_consumed"] == 8 * (STEPS + 2)
-    assert guard_of(root / "rewind", 12)["rewinds"] == guard_of(root / "rewind", STEPS)["rewinds"] == [[11, 8, 72, 88]]
+    assert (
+        guard_of(root / "rewind", 12)["rewinds"]
+        == guard_of(root / "rewind", STEPS)["rewinds"]
+        == [[11, 8, 72, 88]]
+    )
     assert guard_of(root / "rewind", 8)["rewinds"] == []
     assert max(run.losses[10:]) < one["log"].losses[10]
 
@@ -186,14 +200,18 @@ def test_metrics_of_a_rewound_run_have_each_step_once(root: Path, one: dict[str,
     # Step 9 is repeated with the same state and rows, so its loss is bitwise equal.
     assert one["rewind"].losses[8] == one["rewind"].losses[10]
     # ``losses`` has 10 values before the rewind, and 8 after it.
-    assert [record["loss"] for record in rows] == one["rewind"].losses[:8] + one["rewind"].losses[10:]
+    assert [record["loss"] for record in rows] == one["rewind"].losses[:8] + one["rewind"].losses[
+        10:
+    ]
     log = (root / "rewind/logs/rank-0.log").read_text()
     assert "continuing after step 8" in log
     assert "without rows 72 to 87 in the order of the data" in log
 
 
 @pytest.mark.parametrize("name", ["resumed", "late resumed"])
-def test_killed_run_with_a_rewind_resumes_bitwise(root: Path, one: dict[str, Ended], name: str) -> None:
+def test_killed_run_with_a_rewind_resumes_bitwise(
+    root: Path, one: dict[str, Ended], name: str
+) -> None:
     """One run is killed before the first save after the rewind, the other after it."""
     straight, resumed = one["rewind"], one[name]
     assert resumed.error is None
@@ -223,7 +241,9 @@ def test_killed_run_with_a_rewind_resumes_bitwise(root: Path, one: dict[str, End
     "on two ranks",
     by="tests/resilience/guards/test_loss_spikes.py::test_logged_spike_is_counted_and_changes_no_weight",
 )
-def test_two_ranks_rewind_like_one(root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]) -> None:
+def test_two_ranks_rewind_like_one(
+    root: Path, one: dict[str, Ended], two: list[dict[str, Ended]]
+) -> None:
     for rank in two:
         assert rank["rewind"].state == rank["resumed"].state == one["rewind"].state
         assert rank["pp"].state == one["rewind"].state
@@ -242,7 +262,9 @@ def test_rewind_skips_the_same_rows_of_a_stream(root: Path, one: dict[str, Ended
     assert_bitwise(resumed.weights, straight.weights)
 
 
-def test_skipped_rows_end_the_epoch_earlier_without_an_error(root: Path, one: dict[str, Ended]) -> None:
+def test_skipped_rows_end_the_epoch_earlier_without_an_error(
+    root: Path, one: dict[str, Ended]
+) -> None:
     straight, resumed = one["epoch"], one["epoch resumed"]
     assert straight.error is None and resumed.error is None
     assert straight.state["step"] == EPOCH - 2
@@ -253,7 +275,9 @@ def test_skipped_rows_end_the_epoch_earlier_without_an_error(root: Path, one: di
     assert_bitwise(resumed.weights, straight.weights)
 
 
-def test_without_an_old_checkpoint_only_rows_of_the_spike_are_skipped(root: Path, one: dict[str, Ended]) -> None:
+def test_without_an_old_checkpoint_only_rows_of_the_spike_are_skipped(
+    root: Path, one: dict[str, Ended]
+) -> None:
     assert one["far"].error is None
     assert guard_of(root / "far", STEPS)["rewinds"] == [[11, 10, 80, 88]]
     assert one["far"].state["samples_consumed"] == 8 * (STEPS + 1)

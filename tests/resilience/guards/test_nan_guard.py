@@ -28,7 +28,9 @@ def config(folder: Path, steps: int = 5, **training: Any) -> Config:
     )
 
 
-def train_with(rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None) -> Ended:
+def train_with(
+    rank: int, config: Config, bad: dict[int, float], stop_after: int | None = None
+) -> Ended:
     """Train to the end. Forward pass n (from 1) of one rank has its loss multiplied by ``bad[n]``."""
     original, calls = cross_entropy._CrossEntropySum, []
 
@@ -62,8 +64,12 @@ def all_runs(rank: int, root: Path) -> dict[str, Ended]:
         "good": train_with(rank, config(root / "good"), {}, stop_after=2),
         "stop": train_with(rank, config(root / "stop"), {3: NAN}),
         "skip": train_with(rank, config(root / "skip", **skip), {3: NAN}),
-        "bounded": train_with(rank, config(root / "bounded", **skip, nonfinite_max_skips=2), forever),
-        "separate": train_with(rank, config(root / "separate", **skip, nonfinite_max_skips=1), {2: INF, 4: NAN}),
+        "bounded": train_with(
+            rank, config(root / "bounded", **skip, nonfinite_max_skips=2), forever
+        ),
+        "separate": train_with(
+            rank, config(root / "separate", **skip, nonfinite_max_skips=1), {2: INF, 4: NAN}
+        ),
         "share": train_with(
             rank,
             config(root / "share", **skip, nonfinite_max_skip_fraction=0.001),
@@ -92,7 +98,9 @@ def test_nonfinite_loss_stops_all_ranks_before_the_update(runs: list[dict[str, E
     for rank in runs:
         error, good = rank["stop"].error, rank["good"]
         assert isinstance(error, NumericalError) and error.exit_code == 4
-        assert str(error).startswith("step 3: the loss of rank 1 is not finite: check the device, or ")
+        assert str(error).startswith(
+            "step 3: the loss of rank 1 is not finite: check the device, or "
+        )
         assert "; reason: the weights are still those of step 2; " in str(error)
         assert "\n" not in str(error)
         assert_bitwise(rank["stop"].weights, good.weights)
@@ -116,11 +124,14 @@ def test_run_continues_after_a_skipped_update_and_its_schedule_waits(
         skipped, good = rank["skip"], rank["good"]
         assert skipped.error is None
         assert skipped.losses[:2] == good.losses
-        assert skipped.lrs[3] == skipped.lrs[2]  # the schedule counts updates, and this one was skipped
+        # the schedule counts updates, and this one was skipped
+        assert skipped.lrs[3] == skipped.lrs[2]
         assert skipped.state["step"] == 5
         assert skipped.state["updates"] == 4
         assert skipped.state["nonfinite_skips"] == 0
-        counts = [float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")]
+        counts = [
+            float(count) for name, count in skipped.optimizer.items() if name.endswith(".step")
+        ]
         assert set(counts) == {4}
         assert skipped.state["samples_consumed"] == 40
     assert_bitwise(runs[0]["skip"].weights, runs[1]["skip"].weights)
@@ -139,12 +150,16 @@ def test_fraction_of_skipped_steps_is_limited(root: Path, runs: list[dict[str, E
     for rank in runs:
         assert isinstance(rank["share"].error, NumericalError)
         assert str(rank["share"].error).startswith("step 4: the loss of rank 1 is not finite")
-        assert "; 1 of 1000 updates were skipped (training.nonfinite_max_skip_fraction)" in str(rank["share"].error)
+        assert "; 1 of 1000 updates were skipped (training.nonfinite_max_skip_fraction)" in str(
+            rank["share"].error
+        )
     records = [json.loads(line) for line in (root / "share/metrics.jsonl").read_text().splitlines()]
     assert [record["skipped_updates"] for record in records] == [0, 1, 1]
 
 
-def test_float16_overflow_halves_the_loss_scale_on_every_rank(root: Path, runs: list[dict[str, Ended]]) -> None:
+def test_float16_overflow_halves_the_loss_scale_on_every_rank(
+    root: Path, runs: list[dict[str, Ended]]
+) -> None:
     for number, rank in enumerate(runs):
         run = rank["half straight"]
         assert run.error is None  # the policy is to stop, but an overflow only lowers the scale

@@ -69,7 +69,9 @@ def error_of_run(rank: int, folder: Path, place: str, mode: str, steps: int) -> 
         ],
     ),
 )
-def test_nonfinite_update_is_reported_and_not_saved(place: str, mode: str, steps: int, tmp_path: Path) -> None:
+def test_nonfinite_update_is_reported_and_not_saved(
+    place: str, mode: str, steps: int, tmp_path: Path
+) -> None:
     messages = run_ranks(2, error_of_run, tmp_path, place, mode, steps)
     name = "ffn.w1.weight" if place == "a weight" else "exp_avg_sq"
     assert messages[0] == messages[1]

@@ -49,11 +49,15 @@ def digest(run: trainer.Run) -> str:
         hashed.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
     for state in run.optimizer.state.values():
         for tensor in state.values():
-            hashed.update(local_tensor(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            hashed.update(
+                local_tensor(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
     return hashed.hexdigest()
 
 
-def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, second_look: bool = True) -> str:
+def fail(
+    run: trainer.Run, place: str, here: bool, micro: int, value: float, second_look: bool = True
+) -> str:
     """Return the error of a step with a non-finite value in one place of micro-batch ``micro``, if ``here`` is set.
 
     Without ``second_look``, the value is finite in the second forward pass after the failed one.
@@ -72,7 +76,9 @@ def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, sec
         def apply(*arguments: Any) -> Any:
             loss = original.apply(*arguments)
             if place == "gradient":
-                return PoisonedGradient.apply(loss, value if torch.is_grad_enabled() and is_due() else 1.0)
+                return PoisonedGradient.apply(
+                    loss, value if torch.is_grad_enabled() and is_due() else 1.0
+                )
             return loss * (value if is_due() else 1.0)
 
         setattr(cross_entropy, kind, type("Poisoned", (), {"apply": staticmethod(apply)}))
@@ -80,7 +86,9 @@ def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, sec
     elif place == "activation":
         part = run.runner.parts[-1]
         layer = list(part.layers.values())[-1]
-        handle = layer.ffn.register_forward_hook(lambda _m, _i, out: out * value if is_due() else None)
+        handle = layer.ffn.register_forward_hook(
+            lambda _m, _i, out: out * value if is_due() else None
+        )
         undo.append(handle.remove)
     elif here:
         name = next(name for name in run.runner.parameters() if "ffn.w1" in name)
@@ -146,7 +154,10 @@ def test_nonfinite_values_are_named_and_never_reach_the_weights(mesh: str) -> No
                 assert "the first non-finite gradient is that of embed.weight (rank" in message
             elif place == "loss":
                 assert message.startswith(f"step 2: the loss of rank {culprit} is not finite")
-                assert f"the first non-finite output is that of the loss function (rank {culprit})" in message
+                assert (
+                    f"the first non-finite output is that of the loss function (rank {culprit})"
+                    in message
+                )
             elif place == "activation":
                 assert f".ffn (rank {culprit})" in message
             elif place == "transient":

@@ -93,12 +93,18 @@ def flips(rank: int, parallelism: dict[str, Any]) -> list[tuple[str, int, str]]:
     ],
     ids=["ddp", "tp", "zero"],
 )
-def test_flipped_bit_is_reported_with_its_rank_and_tensor(size: int, parallelism: dict[str, Any]) -> None:
+def test_flipped_bit_is_reported_with_its_rank_and_tensor(
+    size: int, parallelism: dict[str, Any]
+) -> None:
     results = run_ranks(size, flips, parallelism)
     assert results == results[:1] * size
     assert len(results[0]) == FLIPS
     for name, culprit, message in results[0]:
-        ranks = f"rank {culprit} differs from the other 2" if size == 3 else "ranks 0, 1 differ, and no majority"
+        ranks = (
+            f"rank {culprit} differs from the other 2"
+            if size == 3
+            else "ranks 0, 1 differ, and no majority"
+        )
         assert message.startswith(f"step 6: {name}: {ranks}")
     if "tensor_parallel_degree" in parallelism:  # split tensors have no replicas
         modules = {name.split(".")[-2] for name, *_ in results[0]}
@@ -174,7 +180,9 @@ def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq"
 
     trainer.step = noting_losses  # each rank is a process, which ends after this function
     try:
-        trainer.train(Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu")))
+        trainer.train(
+            Loaded(config), World(rank, torch.distributed.get_world_size(), 0, torch.device("cpu"))
+        )
     except NumericalError as error:
         return {"error": str(error), "code": error.exit_code}
     return steps
@@ -214,7 +222,8 @@ def test_different_replicas_are_not_saved_and_the_run_resumes_bitwise(
         assert hint in result["error"]
     assert [path.name for path in folder.glob("step-*")] == ([f"step-{good}"] if good else [])
     resumed = run_ranks(size, losses, config)[0]
-    assert resumed == {step: loss for step, loss in undisturbed.items() if int(step) > good}  # bitwise
+    # bitwise
+    assert resumed == {step: loss for step, loss in undisturbed.items() if int(step) > good}
 
 
 def test_checkpoint_saved_without_a_comparison_is_not_called_good(tmp_path: Path) -> None:

@@ -91,14 +91,18 @@ def test_higher_loss_that_stays_is_a_spike_for_four_steps() -> None:
     assert spikes == [True] * 4 + [False] * 16
 
 
-@pytest.mark.parametrize(("fraction", "allowed"), [(0.01, 10), (0.0, 0), (0.0105, 10), (1.0, RECENT_STEPS)])
+@pytest.mark.parametrize(
+    ("fraction", "allowed"), [(0.01, 10), (0.0, 0), (0.0105, 10), (1.0, RECENT_STEPS)]
+)
 def test_skips_within_a_thousand_steps_are_limited(fraction: float, allowed: int) -> None:
     guard = Guard()
     results = [guard.may_skip(step, fraction) for step in range(1, RECENT_STEPS + 1)]
     assert results == [True] * allowed + [False] * (RECENT_STEPS - allowed)
     if 0 < allowed < RECENT_STEPS:  # the first skip is now a thousand steps old
         assert guard.may_skip(RECENT_STEPS + 1, fraction)
-        assert not Guard(skipped_steps=list(range(2, 2 + allowed))).may_skip(RECENT_STEPS + 1, fraction)
+        assert not Guard(skipped_steps=list(range(2, 2 + allowed))).may_skip(
+            RECENT_STEPS + 1, fraction
+        )
 
 
 def test_steps_that_contain_skipped_rows_are_left_out() -> None:

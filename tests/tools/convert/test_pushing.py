@@ -101,19 +101,25 @@ def test_a_run_becomes_a_repository_with_a_card(hub, trained, tmp_path, monkeypa
         "task",
         "parallelism",
     ):
-        assert getattr(again, section) == getattr(first, section), "the card must contain the configuration of the run"
+        assert getattr(again, section) == getattr(first, section), (
+            "the card must contain the configuration of the run"
+        )
     assert card.is_own(text) and not card.is_own(text.replace("Steps", "steps"))
     before = len(sent(hub))
     assert push(*arguments) == 0, "the repeated command must succeed"
     assert "already contains this checkpoint" in capsys.readouterr().out
-    assert not [line for line in sent(hub)[before:] if line.startswith("PUT")], "weights were uploaded twice"
+    assert not [line for line in sent(hub)[before:] if line.startswith("PUT")], (
+        "weights were uploaded twice"
+    )
 
 
 def test_a_card_can_be_written_with_an_export(trained, tmp_path, capsys):
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
     assert card.is_own((tmp_path / "hf/README.md").read_text())
     assert push(str(trained), "--to", str(tmp_path / "plain")) == 0
-    assert not (tmp_path / "plain/README.md").exists(), "an export without --push must not write a card"
+    assert not (tmp_path / "plain/README.md").exists(), (
+        "an export without --push must not write a card"
+    )
 
 
 def test_an_interrupted_upload_reports_its_progress_and_continues(hub, folder, monkeypatch, capsys):
@@ -149,15 +155,21 @@ def test_old_weights_that_would_take_precedence_are_deleted(hub, folder, monkeyp
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_user_written_card_is_kept_unless_overwrite_is_set(hub, folder, monkeypatch, capsys, overwrite):
+def test_a_user_written_card_is_kept_unless_overwrite_is_set(
+    hub, folder, monkeypatch, capsys, overwrite
+):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (folder / "README.md").write_text(card.of_folder(folder).text("0" * 64))
     before = hub.files["README.md"]
-    assert push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
+    assert (
+        push(str(folder), "--push", "org/name", *(["--overwrite_card"] if overwrite else [])) == 0
+    )
     assert (hub.files["README.md"] != before) == overwrite
     assert ("was not written by shardtrain, so it is kept" in capsys.readouterr().out) != overwrite
     if overwrite:  # the card is ours now, and is replaced without a flag
-        (folder / "README.md").write_text(dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64))
+        (folder / "README.md").write_text(
+            dataclasses.replace(card.of_folder(folder), name="new").text("0" * 64)
+        )
         assert push(str(folder), "--push", "org/name") == 0
         assert b"# new" in hub.files["README.md"]
 
@@ -172,7 +184,10 @@ def test_a_concurrent_commit_is_not_overwritten(hub, folder, monkeypatch, capsys
 
     hub.fault, before = fault, dict(hub.files)
     assert push(str(folder), "--push", "org/name") != 0
-    assert "was changed by somebody else during the upload" in capsys.readouterr().err and hub.files == before
+    assert (
+        "was changed by somebody else during the upload" in capsys.readouterr().err
+        and hub.files == before
+    )
 
 
 REFUSED = {
@@ -231,7 +246,9 @@ def test_a_card_rejected_by_the_hub_is_reported(hub, folder, monkeypatch, capsys
     assert hub.files == before
 
 
-def test_a_folder_of_another_checkpoint_is_not_uploaded(hub, trained, tmp_path, monkeypatch, capsys):
+def test_a_folder_of_another_checkpoint_is_not_uploaded(
+    hub, trained, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert push(str(trained), "--to", str(tmp_path / "hf"), "--card") == 0
     arguments = (
@@ -255,4 +272,7 @@ def test_the_card_contains_the_origin_of_the_folder(tmp_path):
     (place / "config.json").write_text(json.dumps({**config, "_name_or_path": "someone/base"}))
     (place / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
     folder_source = source.of_folder(place)
-    assert card._base_model(folder_source) == "someone/base" and card._license(folder_source) == "apache-2.0"
+    assert (
+        card._base_model(folder_source) == "someone/base"
+        and card._license(folder_source) == "apache-2.0"
+    )

@@ -16,7 +16,9 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "transf
 
 
 @pytest.mark.parametrize("verb", ["import", "export"])
-def test_import_and_export_do_not_import_pytorch_s_compiler_or_dtensor(verb: str, tmp_path: Path) -> None:
+def test_import_and_export_do_not_import_pytorch_s_compiler_or_dtensor(
+    verb: str, tmp_path: Path
+) -> None:
     folder, checkpoint = (
         hub_folders.save(hub_folders.build("llama3-tied"), tmp_path / "hf"),
         tmp_path / "checkpoint",

@@ -85,13 +85,21 @@ def test_sequences_per_epoch_are_those_of_training(
     arguments += ["--training.local_batch_size", "2"]
     _, report = run(capsys, *arguments, "--world_size", "3")
     table = report["datasets"]["jsonl"]
-    stream = open_dataloader(load(None, arguments).config, batch_rank=0, num_batch_ranks=3, accumulation=1)
+    stream = open_dataloader(
+        load(None, arguments).config, batch_rank=0, num_batch_ranks=3, accumulation=1
+    )
     assert table["sequences per epoch"] == stream.num_samples
     assert table["sequences per step"] == 6
-    assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, arguments).config, 3)
+    assert (
+        table["steps per epoch"]
+        == -(-stream.num_samples // 6)
+        == steps_of(load(None, arguments).config, 3)
+    )
 
 
-def test_every_kind_of_bad_row_is_reported_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_bad_row_is_reported_with_its_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong: list[Any] = [
         "{broken\n",
         {"other": 1},
@@ -131,7 +139,9 @@ def test_no_usable_row_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report["datasets"]["jsonl"]["sequences per epoch"] == 0
 
 
-def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_duplicates_are_counted_and_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lines 44 and 47 repeat lines 5 and 8. Bad and empty rows in between do not shift the reported lines."""
     rows: list[Any] = [
         *texts(40),
@@ -151,16 +161,23 @@ def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.Capture
     table = report["datasets"]["jsonl"]
     assert table["duplicates"] == 2
     assert [line.count(".jsonl:") for line in table["first duplicates"]] == [2, 2]
-    assert [part.split(":")[-1] for line in table["first duplicates"] for part in line.split(" = ")] == [
+    assert [
+        part.split(":")[-1] for line in table["first duplicates"] for part in line.split(" = ")
+    ] == [
         "44",
         "5",
         "47",
         "8",
     ]
-    assert len(report["warnings"]) == 1 and "4.8 % of the documents are exact copies" in report["warnings"][0]
+    assert (
+        len(report["warnings"]) == 1
+        and "4.8 % of the documents are exact copies" in report["warnings"][0]
+    )
 
 
-def test_one_duplicate_in_many_is_not_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_duplicate_in_many_is_not_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*texts(300), texts()[0]])
     code, report = run(capsys, *arguments_for(path))
     assert code == 0 and report["datasets"]["jsonl"]["duplicates"] == 1 and not report["warnings"]
@@ -174,11 +191,15 @@ def test_places_of_duplicates_hold_across_parts(
     _, report = run(capsys, *arguments_for(path))
     table = report["datasets"]["jsonl"]
     assert table["duplicates"] == 30
-    places = [[part.split(":")[-1] for part in line.split(" = ")] for line in table["first duplicates"]]
+    places = [
+        [part.split(":")[-1] for part in line.split(" = ")] for line in table["first duplicates"]
+    ]
     assert places == [["32", "1"], ["33", "2"], ["34", "3"]]
 
 
-def test_leakage_into_validation_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leakage_into_validation_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(40))
     validation_file = jsonl(
         tmp_path / "b.jsonl", [{"text": "unseen"}, texts()[3], {"text": "also unseen"}, texts()[20]]
@@ -190,14 +211,25 @@ def test_leakage_into_validation_is_reported(tmp_path: Path, capsys: pytest.Capt
     assert code == 0
     assert report["datasets"]["validation: jsonl"]["documents"] == 4
     (warning,) = report["warnings"]
-    assert "2 of 4 documents are in the training data" in warning and "b.jsonl:2" in warning and "b.jsonl:4" in warning
+    assert (
+        "2 of 4 documents are in the training data" in warning
+        and "b.jsonl:2" in warning
+        and "b.jsonl:4" in warning
+    )
 
 
-def test_ids_beyond_the_model_are_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts()), "--model.overrides.vocab_size", "200")
+def test_ids_beyond_the_model_are_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = arguments_for(
+        jsonl(tmp_path / "a.jsonl", texts()), "--model.overrides.vocab_size", "200"
+    )
     report = examine(load(None, arguments).config, 1)
     assert report.exit_code == 2
-    assert any("the tokenizer has 258 ids, but the model's vocabulary has 200" in line for line in report.problems)
+    assert any(
+        "the tokenizer has 258 ids, but the model's vocabulary has 200" in line
+        for line in report.problems
+    )
     assert any("has the id 257" in line for line in report.problems)
 
 
@@ -217,16 +249,22 @@ def test_prepared_shards_are_verified(tmp_path: Path, capsys: pytest.CaptureFixt
     table, (_, direct) = report["datasets"]["tokens"], run(capsys, *arguments_for(path))
     assert code == 0
     same = [key for key in table if key not in ("first duplicates",)]
-    assert {key: table[key] for key in same} == {key: direct["datasets"]["jsonl"][key] for key in same}
+    assert {key: table[key] for key in same} == {
+        key: direct["datasets"]["jsonl"][key] for key in same
+    }
     assert table["first duplicates"] == ["document 3000 = document 0"]
     with (folder / "tokens-00000.bin").open("r+b") as file:
         file.seek(20_000)
         file.write(b"\x00\x01")
     code, report = run(capsys, *arguments)
-    assert code == 3 and any("tokens-00000.bin differs from its SHA-256" in problem for problem in report["problems"])
+    assert code == 3 and any(
+        "tokens-00000.bin differs from its SHA-256" in problem for problem in report["problems"]
+    )
 
 
-def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mixture_is_checked_source_by_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "run.toml"
     jsonl(tmp_path / "web.jsonl", texts(40)), jsonl(tmp_path / "code.jsonl", texts(20))
     config.write_text(
@@ -239,12 +277,15 @@ def test_a_mixture_is_checked_source_by_source(tmp_path: Path, capsys: pytest.Ca
     _, report = run(capsys, str(config))
     web, code = report["datasets"]["web"], report["datasets"]["code"]
     for name, table in (("web", web), ("code", code)):
-        ends = [f"--data.sources.{name}.epochs=1"]  # training ends after the last row of this source
+        # training ends after the last row of this source
+        ends = [f"--data.sources.{name}.epochs=1"]
         for ranks in (1, 3):
             _, other = run(capsys, str(config), "--world_size", str(ranks))
             counted = other["datasets"][name]["steps per epoch"]
             assert counted == steps_of(load(config, ends).config, ranks), (name, ranks)
-        assert table["steps per epoch"] >= table["sequences per epoch"] / table["sequences per step"]
+        assert (
+            table["steps per epoch"] >= table["sequences per epoch"] / table["sequences per step"]
+        )
 
 
 def test_the_report_is_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,8 +312,12 @@ def test_unopenable_data_is_status_2(arguments: list[str], match: str) -> None:
         check.main(arguments)
 
 
-def test_without_a_world_size_steps_follow_from_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", texts()), "--training.local_batch_size", "2")
+def test_without_a_world_size_steps_follow_from_the_mesh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = arguments_for(
+        jsonl(tmp_path / "a.jsonl", texts()), "--training.local_batch_size", "2"
+    )
     mesh = [
         "--parallelism.tensor_parallel_degree",
         "2",
@@ -294,15 +339,23 @@ def test_a_survey_of_nothing_has_no_rows() -> None:
     assert survey.duplicates() == (0, []) and survey.shared_with([]) == (0, [])
 
 
-def test_skipping_every_document_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipping_every_document_is_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fitted = ["--data.packing", "first_fit", "--data.long_documents", "drop"]
-    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
+    arguments = arguments_for(
+        jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted
+    )
     code, report = run(capsys, *arguments)
     assert code == 3 and "has no sequence with packing first_fit" in report["problems"][0]
-    assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(report["warnings"])
+    assert "3 of 3 documents are longer than 65 tokens and are skipped" in " ".join(
+        report["warnings"]
+    )
 
 
-def test_skipping_is_not_suggested_if_no_row_can_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipping_is_not_suggested_if_no_row_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, report = run(capsys, *arguments_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
     assert code == 3
     assert report["problems"] == [
@@ -362,11 +415,15 @@ def test_rows_of_a_task_are_checked_with_the_task_s_reader(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     good, wrong, options = ROWS_OF_TASKS[task]
-    arguments = arguments_for(jsonl(tmp_path / "a.jsonl", [good] * 30), f"--task.name={task}", *options)
+    arguments = arguments_for(
+        jsonl(tmp_path / "a.jsonl", [good] * 30), f"--task.name={task}", *options
+    )
     arguments += ["--training.local_batch_size=1"]
     code, report = run(capsys, *arguments, "--world_size", "2")
     table = report["datasets"]["jsonl"]
-    stream = open_task(load(None, arguments).config).open_dataloader(batch_rank=0, num_batch_ranks=2, accumulation=1)
+    stream = open_task(load(None, arguments).config).open_dataloader(
+        batch_rank=0, num_batch_ranks=2, accumulation=1
+    )
     assert (code, report["problems"]) == (0, [])
     assert (table["rows"], table["documents"], table["bad rows"], table["duplicates"]) == (
         30,

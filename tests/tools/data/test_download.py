@@ -40,12 +40,18 @@ def run(folder: Path, *arguments: str) -> int:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def complete_files(folder: Path) -> dict[str, bytes]:
     """Return the completed files, without the partial ones that remain after an error."""
-    return {name: content for name, content in contents(folder).items() if download.STAGING not in name}
+    return {
+        name: content for name, content in contents(folder).items() if download.STAGING not in name
+    }
 
 
 def fails(kind: type[ShardtrainError], folder: Path, *arguments: str) -> str:
@@ -63,7 +69,8 @@ def test_only_the_tokenizer_s_files_are_downloaded(hub, tmp_path, capsys):
     }
     printed = capsys.readouterr().out
     assert f"org/name at {COMMIT}: 2 files" in printed and "tokenizer.json: 13 B" in printed
-    assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])  # all files from one commit
+    # all files from one commit
+    assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])
 
 
 def test_every_kind_of_asset_is_found_and_a_second_call_downloads_nothing(hub, tmp_path, capsys):
@@ -83,7 +90,9 @@ def test_every_kind_of_asset_is_found_and_a_second_call_downloads_nothing(hub, t
 
 def test_tokenizer_path_is_the_folder_of_2024_s_scripts(hub, tmp_path):
     assert run(tmp_path / "x", "--tokenizer_path", "original") == 0
-    assert contents(tmp_path / "x") == {"original/tokenizer.model": FILES["original/tokenizer.model"]}
+    assert contents(tmp_path / "x") == {
+        "original/tokenizer.model": FILES["original/tokenizer.model"]
+    }
 
 
 def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
@@ -101,7 +110,9 @@ def test_torchtitan_s_script_is_this_verb(hub, tmp_path):
     assert contents(tmp_path / "x" / "name") == {"config.json": FILES["config.json"]}
 
 
-def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(hub, tmp_path, monkeypatch, capsys):
+def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(
+    hub, tmp_path, monkeypatch, capsys
+):
     cdn = FakeHub()
     monkeypatch.setenv("HF_TOKEN", f" {TOKEN}\n")
     log = io.StringIO()
@@ -111,13 +122,15 @@ def test_the_token_is_sent_to_the_hub_but_not_to_redirect_targets(hub, tmp_path,
     assert run(tmp_path, "--assets", "safetensors") == 0
     assert {headers.get("authorization") for _, _, headers in hub.requests} == {f"Bearer {TOKEN}"}
     assert len(cdn.requests) == 1 and "authorization" not in cdn.requests[0][2]
-    cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"  # the hash of the hub counts, not that of the storage server
+    # the hash of the hub counts, not that of the storage server
+    cdn.files["model.safetensors"] = WEIGHTS[:-1] + b"x"
     (tmp_path / "name" / "model.safetensors").unlink()
     assert "has the hash" in fails(DataError, tmp_path, "--assets", "safetensors")
     assert contents(tmp_path / "name") == {}
     cdn.close()
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
-    assert f"Error while downloading from {cdn.url}" in log.getvalue()  # the library logs the address
+    # the library logs the address
+    assert f"Error while downloading from {cdn.url}" in log.getvalue()
     printed = capsys.readouterr()
     for text in (printed.out, printed.err, log.getvalue()):
         assert TOKEN not in text and "secretsignature" not in text
@@ -136,7 +149,9 @@ def test_the_token_of_a_login_is_found(hub, tmp_path, monkeypatch):
     assert "hf auth login" in fails(ConfigError, tmp_path)
 
 
-@pytest.mark.parametrize("arguments", [["--hf_token", TOKEN], [f"--hf_token={TOKEN}"], ["--hf-token", "x"], [TOKEN]])
+@pytest.mark.parametrize(
+    "arguments", [["--hf_token", TOKEN], [f"--hf_token={TOKEN}"], ["--hf-token", "x"], [TOKEN]]
+)
 def test_a_token_on_the_command_line_is_refused_and_not_repeated(hub, tmp_path, arguments):
     assert "HF_TOKEN" in fails(ConfigError, tmp_path, *arguments)
     assert hub.requests == []
@@ -181,7 +196,9 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("where", ["/api/", "/resolve/"])  # the file list of a gated repository is public
+@pytest.mark.parametrize(
+    "where", ["/api/", "/resolve/"]
+)  # the file list of a gated repository is public
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals_of_the_hub_name_a_fix(hub, tmp_path, monkeypatch, name, where):
     status, headers, token, message = REFUSALS[name]
@@ -195,11 +212,15 @@ def test_refusals_of_the_hub_name_a_fix(hub, tmp_path, monkeypatch, name, where)
 
 def test_a_busy_hub_is_reported_and_the_storage_server_is_retried(hub, tmp_path):
     hub.fault = lambda handler, path: handler.refuse(429, Retry_After="120")
-    assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(StorageError, tmp_path)
+    assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(
+        StorageError, tmp_path
+    )
     hub.fault = lambda handler, path: handler.refuse(500)
     assert "an error of the hub, status 500" in fails(StorageError, tmp_path)
     answers = [429, 503]
-    hub.fault = lambda handler, path: "/resolve/" in path and bool(answers) and handler.refuse(answers.pop())
+    hub.fault = lambda handler, path: (
+        "/resolve/" in path and bool(answers) and handler.refuse(answers.pop())
+    )
     assert run(tmp_path) == 0
     assert answers == []
 
@@ -246,11 +267,15 @@ IN_THE_CONTENT = b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"
         ("GET", "/resolve/", IN_THE_CONTENT),
     ],
 )
-def test_a_hub_that_never_ends_its_answer_times_out(hub, tmp_path, monkeypatch, method, where, head):
+def test_a_hub_that_never_ends_its_answer_times_out(
+    hub, tmp_path, monkeypatch, method, where, head
+):
     """Each byte resets the library's timeout, which applies to a single read."""
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
     monkeypatch.setattr(hub_client, "STALLED_SECONDS", 0.4)
-    hub.fault = lambda handler, path: handler.command == method and where in path and drip(handler, head)
+    hub.fault = lambda handler, path: (
+        handler.command == method and where in path and drip(handler, head)
+    )
     begun = time.monotonic()
     assert "cannot be reached" in fails(StorageError, tmp_path)
     # The limit is 0.4 seconds. A hang would never end.
@@ -339,7 +364,9 @@ def test_a_lost_connection_continues_where_it_was(hub, tmp_path):
 
 def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_path):
     hub.fault = lambda handler, path: (
-        handler.command == "GET" and "/resolve/" in path and handler.give(b"", claimed_size=len(WEIGHTS))
+        handler.command == "GET"
+        and "/resolve/" in path
+        and handler.give(b"", claimed_size=len(WEIGHTS))
     )
     assert "cannot be reached" in fails(StorageError, tmp_path, "--assets", "safetensors")
     assert complete_files(tmp_path) == {}
@@ -352,7 +379,9 @@ def test_a_hub_without_hashes_is_trusted_with_a_note(hub, tmp_path, capsys):
     assert "no hash known" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])  # hashed like git blobs, and like LFS files
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "model.safetensors"]
+)  # hashed like git blobs, and like LFS files
 def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name):
     assets = ["--assets", "safetensors" if name in LARGE else "tokenizer"]
     correct = FILES[name]
@@ -375,7 +404,9 @@ def test_corrupt_content_is_fetched_once_more_and_never_kept(hub, tmp_path, name
     assert name not in contents(tmp_path / "name")
 
 
-@pytest.mark.parametrize("cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["intact", "damaged"])
+@pytest.mark.parametrize(
+    "cached", [FILES["config.json"], b'{"hidden_size": 9}'], ids=["intact", "damaged"]
+)
 def test_valid_files_in_the_library_s_cache_are_used(hub, tmp_path, cached):
     snapshot = tmp_path / "home" / "hub" / "models--org--name" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
@@ -389,7 +420,9 @@ def test_an_existing_file_stays_until_the_new_one_is_complete(hub, tmp_path):
     (tmp_path / "name").mkdir()
     for content in (b"old", FILES["tokenizer.json"][:-1] + b"x"):
         (tmp_path / "name" / "tokenizer.json").write_bytes(content)
-        hub.fault = lambda handler, path: handler.command == "GET" and "/resolve/" in path and handler.refuse(500)
+        hub.fault = lambda handler, path: (
+            handler.command == "GET" and "/resolve/" in path and handler.refuse(500)
+        )
         fails(StorageError, tmp_path)
         assert complete_files(tmp_path / "name")["tokenizer.json"] == content
         hub.fault = lambda handler, path: False
@@ -418,7 +451,9 @@ def test_an_answer_that_is_not_a_list_of_files_is_reported(hub, tmp_path, conten
 ])  # fmt: skip
 def test_wrong_options_are_reported_in_one_line(hub, tmp_path, arguments):
     message = fails(ConfigError, tmp_path, *arguments)
-    assert arguments[-2] in message or arguments[-1] in message, "the message must name the option or its value"
+    assert arguments[-2] in message or arguments[-1] in message, (
+        "the message must name the option or its value"
+    )
     assert hub.fetched() == []
 
 
@@ -431,15 +466,21 @@ def test_a_kind_without_files_is_reported_with_the_existing_files(hub, tmp_path)
 
 def test_a_full_disk_is_reported_before_and_during_the_download(hub, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**19})())
-        assert "has 512.00 KiB free, but the files need 750.03 KiB" in fails(StorageError, tmp_path, "--all")
+        patch.setattr(
+            download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**19})()
+        )
+        assert "has 512.00 KiB free, but the files need 750.03 KiB" in fails(
+            StorageError, tmp_path, "--all"
+        )
         assert hub.fetched() == []
 
     def full(*arguments: object, **options: object) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", full)
-    assert "device (errno 28); free space, or name another --local_dir" in fails(StorageError, tmp_path)
+    assert "device (errno 28); free space, or name another --local_dir" in fails(
+        StorageError, tmp_path
+    )
     (tmp_path / "file").write_bytes(b"")
     assert "cannot write" in fails(StorageError, tmp_path / "file")
 
@@ -454,9 +495,13 @@ def test_two_concurrent_downloads_do_not_mix_files(hub, tmp_path):
 def test_help_names_every_option(capsys):
     assert cli.main(["data", "download", "--help"]) == 0
     printed = capsys.readouterr().out
-    assert all(text in printed for text in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"))
+    assert all(
+        text in printed for text in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path")
+    )
 
 
 def test_only_a_download_imports_the_library():
     program = "import sys, shardtrain.cli, shardtrain.tools.data.download; sys.exit('huggingface_hub' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=patience.seconds(60))
+    subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, timeout=patience.seconds(60)
+    )

@@ -50,7 +50,9 @@ def arguments_for(path: Path, *more: str) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def in_memory(arguments: list[str]) -> MemoryTokenBuffer:
@@ -58,9 +60,13 @@ def in_memory(arguments: list[str]) -> MemoryTokenBuffer:
     config = load(None, arguments).config
     named = build_dataset.named_sources(config, config.training)[0]
     tokenizer = build_dataset.tokenizer_of(config)
-    source = sources.find(named.source.dataset).open_source(build_dataset.request_for(config, named))
+    source = sources.find(named.source.dataset).open_source(
+        build_dataset.request_for(config, named)
+    )
     encoder = open_encoder(tokenizer, config.data, named.source)
-    return MemoryTokenBuffer(read_documents(source, encoder, BadRows.of(config.data), RowStats()), tokenizer.vocab_size)
+    return MemoryTokenBuffer(
+        read_documents(source, encoder, BadRows.of(config.data), RowStats()), tokenizer.vocab_size
+    )
 
 
 def assert_same(line: ShardTokenBuffer, memory: MemoryTokenBuffer) -> None:
@@ -85,7 +91,9 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
     rows = ['{"text": "one that is read"}\n', *rows]
     with tempfile.TemporaryDirectory() as name:
         path = jsonl(Path(name) / "a.jsonl", rows)
-        arguments = arguments_for(path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0")
+        arguments = arguments_for(
+            path, "--data.bad_rows", "skip", "--data.bad_rows_max_fraction", "1.0"
+        )
         folders = []
         for processes in (1, 4):
             folders.append(Path(name) / f"by-{processes}")
@@ -99,17 +107,23 @@ def test_any_number_of_processes_writes_the_same_bytes(rows: list[str], shard_to
 
 
 def test_masks_are_kept(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{i}?" * (i % 7 + 1), "completion": "yes" * (i % 5 + 1)} for i in range(200)]
+    rows = [
+        {"prompt": f"{i}?" * (i % 7 + 1), "completion": "yes" * (i % 5 + 1)} for i in range(200)
+    ]
     path = jsonl(tmp_path / "a.jsonl", rows)
     arguments = arguments_for(path, "--data.format", "prompt_completion")
-    prepare.main(["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *arguments])
+    prepare.main(
+        ["--output", str(tmp_path / "o"), "--shard_tokens", "999", "--processes", "2", *arguments]
+    )
     line = ShardTokenBuffer(tmp_path / "o")
     assert line.has_mask and line.index.format == "prompt_completion"
     assert 0 < line.index.tally["learned"] < line.num_tokens
     assert_same(line, in_memory(arguments))
 
 
-def test_compressed_files_are_separate_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compressed_files_are_separate_units(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for number in range(3):
@@ -126,7 +140,11 @@ def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
     for name in ("web", "code"):
         jsonl(tmp_path / f"{name}.jsonl", texts(20, len(name)))
     config = tmp_path / "run.toml"
-    config.write_text("".join(f'[data.sources.{n}]\ndataset_path = "{tmp_path}/{n}.jsonl"\n' for n in ("web", "code")))
+    config.write_text(
+        "".join(
+            f'[data.sources.{n}]\ndataset_path = "{tmp_path}/{n}.jsonl"\n' for n in ("web", "code")
+        )
+    )
     assert prepare.main([str(config), "--output", str(tmp_path / "o"), "--processes", "1"]) == 0
     assert (
         ShardTokenBuffer(tmp_path / "o" / "web").num_documents
@@ -137,7 +155,9 @@ def test_every_source_of_a_mixture_gets_a_folder(tmp_path: Path) -> None:
         ShardTokenBuffer(tmp_path / "o")
 
 
-def test_the_last_line_summarizes_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_summarizes_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*texts(30), {"text": ""}])
     prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
     lines = capsys.readouterr().out.splitlines()
@@ -145,7 +165,9 @@ def test_the_last_line_summarizes_the_output(tmp_path: Path, capsys: pytest.Capt
     assert "skipped 1 row:" in lines[1] and "a.jsonl:31" in lines[1]
 
 
-def test_a_finished_folder_is_not_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_folder_is_not_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = [
         "--output",
         str(tmp_path / "o"),
@@ -195,7 +217,9 @@ def test_a_folder_of_other_options_is_refused(
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(30))
-    with pytest.raises(ConfigError, match=r"--output=.* is not empty \(a\.jsonl\); name a new or empty folder"):
+    with pytest.raises(
+        ConfigError, match=r"--output=.* is not empty \(a\.jsonl\); name a new or empty folder"
+    ):
         prepare.main(["--output", str(tmp_path), *arguments_for(path)])
     with pytest.raises(ConfigError, match="is a file; name a folder"):
         prepare.main(["--output", str(path), *arguments_for(path)])
@@ -290,7 +314,9 @@ def test_too_many_bad_rows_stop_it_with_the_same_count(tmp_path: Path, processes
         *arguments_for(bad_rows(tmp_path)),
     ]
     arguments += ["--data.bad_rows", "skip", "--data.bad_rows_max_fraction"]
-    with pytest.raises(DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"):
+    with pytest.raises(
+        DataError, match=r"has 3 bad of 300 rows, more than .*a\.jsonl:58, .*a\.jsonl:124, .*251"
+    ):
         prepare.main([*arguments, "0.005"])
     assert prepare.main([*arguments, "0.01"]) == 0  # finished units are kept
     assert ShardTokenBuffer(tmp_path / "o").num_documents == 297
@@ -302,7 +328,9 @@ def test_a_source_without_usable_rows_stops_it(tmp_path: Path) -> None:
         prepare.main(["--output", str(tmp_path / "o"), "--processes", "1", *arguments_for(path)])
 
 
-def test_a_file_that_changes_during_the_run_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_during_the_run_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(50))
     append = work_units.append_unit
 
@@ -318,5 +346,7 @@ def test_a_file_that_changes_during_the_run_stops_it(tmp_path: Path, monkeypatch
 
 def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(3))
-    with pytest.raises(StorageError, match="cannot write .*; the same command continues where it stopped"):
+    with pytest.raises(
+        StorageError, match="cannot write .*; the same command continues where it stopped"
+    ):
         prepare.main(["--output", str(path / "below" / "a" / "file"), *arguments_for(path)])

@@ -35,7 +35,9 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     draw = random.Random(0)
-    rows = [{"prompt": "p" * draw.randint(0, 40), "completion": str(draw.random())} for _ in range(200)]
+    rows = [
+        {"prompt": "p" * draw.randint(0, 40), "completion": str(draw.random())} for _ in range(200)
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = str(tmp_path / "a.jsonl")
     options = [
@@ -110,14 +112,20 @@ def test_twenty_kills_change_no_byte(tmp_path: Path, arguments: list[str]) -> No
     assert contents(folder) == contents(expected)
 
 
-@pytest.mark.nightly("random moments", by="tests/tools/data/test_prepare_kills.py::test_twenty_kills_change_no_byte")
-def test_a_kill_at_any_moment_of_the_last_steps_changes_no_byte(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.nightly(
+    "random moments", by="tests/tools/data/test_prepare_kills.py::test_twenty_kills_change_no_byte"
+)
+def test_a_kill_at_any_moment_of_the_last_steps_changes_no_byte(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     """Kill before every change on disk between the last unit and the index."""
     expected, folder = tmp_path / "uninterrupted", tmp_path / "killed"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     for operation in range(1, 200):
         print(operation)
-        code = in_child(["--output", str(folder), "--processes", "1", *arguments], kill_at(operation))
+        code = in_child(
+            ["--output", str(folder), "--processes", "1", *arguments], kill_at(operation)
+        )
         if code == 0:
             break
         assert code == -signal.SIGKILL
@@ -126,7 +134,9 @@ def test_a_kill_at_any_moment_of_the_last_steps_changes_no_byte(tmp_path: Path, 
     assert contents(folder) == contents(expected)
 
 
-def test_a_torn_unit_is_written_again(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_unit_is_written_again(
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power loss may leave a file without its content."""
     expected, folder = tmp_path / "uninterrupted", tmp_path / "torn"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
@@ -150,7 +160,9 @@ def test_a_process_that_dies_is_named_and_costs_nothing(
 ) -> None:
     write, folder = work_units.write_unit, tmp_path / "o"
 
-    def dies(target: Path, source: Any, encoder: Any, policy: Any, unit: Any, say: Any) -> dict[str, Any]:
+    def dies(
+        target: Path, source: Any, encoder: Any, policy: Any, unit: Any, say: Any
+    ) -> dict[str, Any]:
         if unit.number == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(target, source, encoder, policy, unit, say)
@@ -182,18 +194,23 @@ def test_a_full_disk_is_a_storage_error_from_which_it_continues(
     expected, folder = tmp_path / "uninterrupted", tmp_path / "full"
     prepare.main(["--output", str(expected), "--processes", "1", *arguments])
     more = ["--output", str(folder), "--processes", "2", *arguments]
-    full = in_child(more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)))
+    full = in_child(
+        more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    )
     assert full == 8
     assert "the same command continues where it stopped" in capfd.readouterr().err
     assert in_child(more) == 0
     assert contents(folder) == contents(expected)
 
 
-def test_ctrl_c_stops_it_cleanly(tmp_path: Path, arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_it_cleanly(
+    tmp_path: Path, arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "o"
 
     def interrupt() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
+        # background jobs of a shell ignore SIGINT
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         append = work_units.append_unit
 
         def once(*arguments: Any) -> None:
@@ -214,7 +231,10 @@ def test_two_commands_do_not_write_one_folder(tmp_path: Path, arguments: list[st
     (folder / UNFINISHED).mkdir(parents=True)
     with prepare._locked(folder):
         # Locks belong to a process, so the second command needs another process.
-        assert in_child(["--output", str(folder), "--processes", "1", *arguments]) == ConfigError.exit_code
+        assert (
+            in_child(["--output", str(folder), "--processes", "1", *arguments])
+            == ConfigError.exit_code
+        )
     assert in_child(["--output", str(folder), "--processes", "1", *arguments]) == 0
 
 
@@ -233,7 +253,10 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, arguments:
         kill_at(25)()
 
     try:
-        assert in_child(["--output", str(tmp_path / "o"), "--processes", "2", *arguments], arm) == -signal.SIGKILL
+        assert (
+            in_child(["--output", str(tmp_path / "o"), "--processes", "2", *arguments], arm)
+            == -signal.SIGKILL
+        )
     finally:
         work_units.write_unit = write
     started = [int(path.name) for path in pids.iterdir()]

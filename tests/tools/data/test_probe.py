@@ -44,7 +44,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def model_of(family: str) -> nn.Module:
     module = models.find(family)
     flavor, overrides = FAMILIES[family]
-    model = models.build(module, models.shape_of(module, flavor, overrides, "rmsnorm")).to_empty(device="cpu")
+    model = models.build(module, models.shape_of(module, flavor, overrides, "rmsnorm")).to_empty(
+        device="cpu"
+    )
     for name, parameter in model.named_parameters():
         init_weights.draw_(
             parameter,
@@ -203,7 +205,9 @@ def arguments(tmp_path: Path) -> list[str]:
     return [argument for name, value in options.items() for argument in (f"--{name}", str(value))]
 
 
-def test_the_verb_prints_boundaries_and_the_verdict(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_boundaries_and_the_verdict(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "targets have a loss" in out
@@ -224,7 +228,9 @@ def test_the_verb_refuses_sequences_of_one_document(arguments: list[str]) -> Non
 
 
 def test_the_verb_refuses_a_model_too_large_to_run_here(arguments: list[str]) -> None:
-    with pytest.raises(ConfigError, match='model.flavor="8B" has 8.0 billion parameters.*use a smaller flavor'):
+    with pytest.raises(
+        ConfigError, match='model.flavor="8B" has 8.0 billion parameters.*use a smaller flavor'
+    ):
         main([*arguments[2:], "--model.flavor", "8B"])
 
 
@@ -238,5 +244,8 @@ def test_fitted_documents_end_in_a_target_that_is_no_input(
     arguments: list[str], capsys: pytest.CaptureFixture[str], long_documents: str
 ) -> None:
     arguments = ["256" if argument == "128" else argument for argument in arguments]
-    assert main([*arguments, "--data.packing", "first_fit", "--data.long_documents", long_documents]) == 0
+    assert (
+        main([*arguments, "--data.packing", "first_fit", "--data.long_documents", long_documents])
+        == 0
+    )
     assert "verdict: no leak" in capsys.readouterr().out

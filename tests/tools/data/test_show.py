@@ -52,7 +52,11 @@ def test_split_documents_continue_in_the_next_sequence(pairs, capsys):
     assert [row["position"] for row in sequences] == [0, 1, 2]
     targets = sum(row["num_targets"] for row in sequences)
     learned = sum(
-        len(p["tokens"]) for row in sequences for part in row["parts"] for p in part["pieces"] if p["learned"]
+        len(p["tokens"])
+        for row in sequences
+        for part in row["parts"]
+        for p in part["pieces"]
+        if p["learned"]
     )
     assert targets == learned == len("4") + 1 + len("Paris") + 1
 
@@ -79,10 +83,11 @@ def test_pieces_are_cut_from_the_text_of_the_entire_document():
         color=False,
     )
     assert text.splitlines()[2:] == ["Q: what?", "A:« two words»"]
+    # é is two bytes
     half_characters = [
         show.TokenRun(False, [0xC3]),
         show.TokenRun(True, [0xA9, 0x21]),
-    ]  # é is two bytes
+    ]
     text = show.render(
         show.ShownSequence(0, "x", 3, 2, [show.DocumentPart(0, 0, half_characters)], 0),
         ByteTokenizer(),
@@ -93,7 +98,12 @@ def test_pieces_are_cut_from_the_text_of_the_entire_document():
 
 def test_nproc_is_world_size(pairs, capsys):
     for option in ("--world_size", "--nproc"):
-        assert show.main([*pairs, option, "2", "--training.local_batch_size=1", "--training.seq_len=10"]) == 0
+        assert (
+            show.main(
+                [*pairs, option, "2", "--training.local_batch_size=1", "--training.seq_len=10"]
+            )
+            == 0
+        )
         assert capsys.readouterr().out.count("== position") == 2
 
 
@@ -120,7 +130,9 @@ def test_the_steps_of_a_finished_run_are_shown_from_its_folder(pairs, tmp_path, 
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no config.resolved.toml; name the job.dump_folder of a run"):
+    with pytest.raises(
+        ConfigError, match=r"has no config.resolved.toml; name the job.dump_folder of a run"
+    ):
         show.main([str(tmp_path)])
     with pytest.raises(ConfigError, match='--step=0 must be|--step="0" must be'):
         show.main(["--step", "0"])

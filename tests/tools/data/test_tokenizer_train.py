@@ -30,7 +30,9 @@ def lines(count: int = 400) -> list[str]:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "a.jsonl"
-    file.write_text("".join(json.dumps({"text": line, "body": {"x": line}}) + "\n" for line in lines()))
+    file.write_text(
+        "".join(json.dumps({"text": line, "body": {"x": line}}) + "\n" for line in lines())
+    )
     return file
 
 
@@ -85,7 +87,10 @@ def test_transformers_reads_the_tokenizer_equally(trained):
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoTokenizer.from_pretrained(str(trained))
     text = "the café 12345 in 東京<|im_end|>"
-    assert reference.encode(text, add_special_tokens=False) == open_tokenizer(str(trained)).encode(text).tolist()
+    assert (
+        reference.encode(text, add_special_tokens=False)
+        == open_tokenizer(str(trained)).encode(text).tolist()
+    )
     assert (reference.bos_token_id, reference.eos_token_id, reference.pad_token_id) == (0, 1, 2)
     assert reference.encode(text)[:1] == [0] == list(open_tokenizer(str(trained)).prefix_ids), (
         "both must begin with BOS"
@@ -93,7 +98,9 @@ def test_transformers_reads_the_tokenizer_equally(trained):
 
 
 def test_two_processes_train_the_same_bytes(corpus, trained, tmp_path):
-    code = "import sys; from shardtrain.tools.data.tokenizer import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; from shardtrain.tools.data.tokenizer import main; sys.exit(main(sys.argv[1:]))"
+    )
     arguments = [
         "train",
         "--input",
@@ -127,13 +134,18 @@ def test_too_little_text_for_a_held_out_part_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert run(tmp_path / "a.txt", tmp_path / "x") == 0
     printed = capsys.readouterr().out
-    assert "too little to hold some out" in printed and "instead of 300: the text has no more pairs" in printed
+    assert (
+        "too little to hold some out" in printed
+        and "instead of 300: the text has no more pairs" in printed
+    )
 
 
 def test_files_are_read_by_their_endings_and_columns(corpus, tmp_path):
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    for i, (source, arguments) in enumerate([(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]):
+    for i, (source, arguments) in enumerate(
+        [(packed, []), (corpus, ["--text_field", "body.x"]), (corpus.parent, [])]
+    ):
         assert run(source, tmp_path / str(i), *arguments) == 0
     first, *others = ((tmp_path / str(i) / "tokenizer.json").read_bytes() for i in range(3))
     assert all(other == first for other in others)
@@ -200,7 +212,9 @@ def test_help_names_every_option(capsys):
     for arguments in (["--help"], ["train", "--help"]):
         assert cli.main(["data", "tokenizer", *arguments]) == 0
     printed = capsys.readouterr().out
-    assert all(text in printed for text in ("--input", "--vocab_size", "--output", "--special", "--force"))
+    assert all(
+        text in printed for text in ("--input", "--vocab_size", "--output", "--special", "--force")
+    )
 
 
 def test_a_dataset_file_needs_no_input(tmp_path, monkeypatch):
@@ -209,7 +223,9 @@ def test_a_dataset_file_needs_no_input(tmp_path, monkeypatch):
         "from dataclasses import replace\n"
         f"def open_source(request): return read(replace(request, path={str(tmp_path / 'a.jsonl')!r}))\n"
     )
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines(50)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": line}) + "\n" for line in lines(50))
+    )
     arguments = ["train", "--vocab_size", "300", "--output", str(tmp_path / "out")]
     assert tool.main([*arguments, "--dataset", str(tmp_path / "own.py")]) == 0
     assert open_tokenizer(str(tmp_path / "out")).vocab_size == 300
@@ -236,4 +252,5 @@ def test_a_table_without_a_header_has_numbered_columns(tmp_path):
     file.write_text("".join(f"{line}\t{i % 2}\n" for i, line in enumerate(lines())))
     folder = tmp_path / "tokenizer"
     assert run(file, folder, "--dataset", "tsv", "--text_field", "0") == 0
-    assert open_tokenizer(str(folder)).vocab_size == 300  # the labels would contain no pairs to merge
+    # the labels would contain no pairs to merge
+    assert open_tokenizer(str(folder)).vocab_size == 300

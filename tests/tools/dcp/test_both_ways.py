@@ -31,7 +31,9 @@ OURS = {
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     stored = manifest.read(folder)
     return {
-        name: torch.frombuffer(weights_file.whole_bytes(stored, folder, t), dtype=getattr(torch, t.dtype)).view(t.shape)
+        name: torch.frombuffer(
+            weights_file.whole_bytes(stored, folder, t), dtype=getattr(torch, t.dtype)
+        ).view(t.shape)
         for name, t in stored.tensors.items()
     }
 
@@ -45,13 +47,20 @@ def our_name(theirs: str) -> str:
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
     assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
-    assert {name: t.dtype for name, t in actual.items()} == {name: t.dtype for name, t in expected.items()}
+    assert {name: t.dtype for name, t in actual.items()} == {
+        name: t.dtype for name, t in expected.items()
+    }
 
 
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1, 4]))
 def test_a_pytorch_checkpoint_imports_bitwise(ranks: int, tmp_path: Path) -> None:
     expected = run_ranks(ranks, save, str(tmp_path / "step-3"))[0]
-    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "step-3"), str(tmp_path / "ours"), *words()]) == 0
+    assert (
+        cli.main(
+            ["checkpoint", "from-dcp", str(tmp_path / "step-3"), str(tmp_path / "ours"), *words()]
+        )
+        == 0
+    )
     ours = {our_name(name): rows(name, tensor) for name, tensor in expected.items()}
     assert_equal(tensors_of(tmp_path / "ours"), ours)
     stored = manifest.read(tmp_path / "ours")
@@ -77,7 +86,9 @@ def test_an_exported_checkpoint_loads_in_pytorch_bitwise(ranks: int, tmp_path: P
     step = tmp_path / "run/checkpoint/step-2"
     assert cli.main(["checkpoint", "to-dcp", str(step), str(tmp_path / "theirs")]) == 0
     loaded, counters, group = run_ranks(ranks, load, str(tmp_path / "theirs"))[0]
-    assert_equal({our_name(name): rows(name, tensor) for name, tensor in loaded.items()}, tensors_of(step))
+    assert_equal(
+        {our_name(name): rows(name, tensor) for name, tensor in loaded.items()}, tensors_of(step)
+    )
     assert counters == {
         "step": 2,
         "ntokens_seen": manifest.read(step).facts["state"]["tokens_seen"],
@@ -109,7 +120,8 @@ def test_a_schedule_file_named_by_a_run_is_not_executed(tmp_path: Path, capsys: 
     message = capsys.readouterr().err
     assert "my_schedule.py" in message and "--config" in message
     assert (
-        cli.main([*command, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0 and (tmp_path / "ran").exists()
+        cli.main([*command, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0
+        and (tmp_path / "ran").exists()
     )
 
 
@@ -132,8 +144,12 @@ def test_a_round_trip_changes_only_what_a_folder_cannot_store(tmp_path: Path) ->
         == 0
     )
     before, after = DcpFolder(folder), DcpFolder(tmp_path / "b")
-    assert_equal({n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors})
-    assert {name: after.value(name) for name in after.objects if name.startswith("train_state")} == {
+    assert_equal(
+        {n: before.tensor(n) for n in before.tensors}, {n: after.tensor(n) for n in after.tensors}
+    )
+    assert {
+        name: after.value(name) for name in after.objects if name.startswith("train_state")
+    } == {
         "train_state.step": STEP,
         "train_state.ntokens_seen": TOKENS,
     }
@@ -145,14 +161,22 @@ def test_weights_without_optimizer_survive_a_round_trip_with_either_naming(
 ) -> None:
     folder = saved_one(tmp_path / "step-3")
     ours = str(tmp_path / "ours")
-    assert cli.main(["checkpoint", "from-dcp", str(folder), ours, "--optimizer=false", *words()]) == 0
+    assert (
+        cli.main(["checkpoint", "from-dcp", str(folder), ours, "--optimizer=false", *words()]) == 0
+    )
     assert cli.main(["checkpoint", "to-dcp", ours, str(tmp_path / "out"), f"--names={kind}"]) == 0
     assert "without the optimizer's state" in capsys.readouterr().out
-    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *words()]) == 0
+    assert (
+        cli.main(
+            ["checkpoint", "from-dcp", str(tmp_path / "out"), str(tmp_path / "back"), *words()]
+        )
+        == 0
+    )
+    # the name of the step differs
     assert cli.main(["checkpoint", "diff", ours, str(tmp_path / "back")]) in (
         0,
         1,
-    )  # the name of the step differs
+    )
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "ours"))
     assert f"with names of {kind}" in capsys.readouterr().out
 
@@ -168,13 +192,21 @@ def test_reordered_queries_and_keys_reproduce_interleaved_rotary_scores() -> Non
     angles = RotaryAngles(head_dim, 10000.0)(positions)
 
     def scores(turn: Any, weights: dict[str, Tensor]) -> Tensor:
-        q, k = (turn((x_BTD @ weights[w].T).unflatten(-1, (heads, head_dim)), angles) for w in ("wq", "wk"))
+        q, k = (
+            turn((x_BTD @ weights[w].T).unflatten(-1, (heads, head_dim)), angles)
+            for w in ("wq", "wk")
+        )
         return torch.einsum("btnh,bsnh->bnts", q, k)
 
     ours = {w: names.to_ours(f"layers.0.attn.{w}.weight", tensor) for w, tensor in theirs.items()}
     # Rotations are computed in float32.
-    torch.testing.assert_close(scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(names.to_theirs(f"layers.0.attn.{w}.weight", ours[w]), theirs[w]) for w in theirs)
+    torch.testing.assert_close(
+        scores(rotate, ours), scores(rotate_pairs, theirs), rtol=1e-5, atol=1e-5
+    )
+    assert all(
+        torch.equal(names.to_theirs(f"layers.0.attn.{w}.weight", ours[w]), theirs[w])
+        for w in theirs
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,7 +235,9 @@ def test_a_folder_of_another_model_is_rejected_without_writing(
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
-def saved(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any) -> Path:
+def saved(
+    folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **more: Any
+) -> Path:
     """Save a DCP folder of a model and its optimizer state from one process, with further entries."""
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
@@ -222,7 +256,9 @@ def saved(folder: Path, optimizer: type[torch.optim.Optimizer] = torch.optim.Ada
     return folder
 
 
-def test_the_state_of_another_optimizer_is_not_mistaken_for_adam(tmp_path: Path, capfd: Any) -> None:
+def test_the_state_of_another_optimizer_is_not_mistaken_for_adam(
+    tmp_path: Path, capfd: Any
+) -> None:
     folder = saved(tmp_path / "nadam", torch.optim.NAdam)
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]
     assert cli.main([*main, "--optimizer=true"]) == 5
@@ -233,7 +269,9 @@ def test_the_state_of_another_optimizer_is_not_mistaken_for_adam(tmp_path: Path,
 
 def test_tensor_counters_are_read_and_rotary_tables_ignored(tmp_path: Path, capfd: Any) -> None:
     counters = {"step": torch.tensor(7), "ntokens_seen": torch.tensor(99)}
-    folder = saved(tmp_path / "old", train_state=counters, freqs_cis=torch.ones(3, dtype=torch.complex64))
+    folder = saved(
+        tmp_path / "old", train_state=counters, freqs_cis=torch.ones(3, dtype=torch.complex64)
+    )
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "a"), *words()]) == 0
     assert "freqs_cis (complex64): skipped" in capfd.readouterr().out
     state = manifest.read(tmp_path / "a").facts["state"]
@@ -246,11 +284,19 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
 
     plain = TitanLlama().state_dict()
     dcp.save(
-        {f"module.{name.replace('.attention.', '._orig_mod.attention.')}": t for name, t in plain.items()},
+        {
+            f"module.{name.replace('.attention.', '._orig_mod.attention.')}": t
+            for name, t in plain.items()
+        },
         checkpoint_id=tmp_path / "wrapped",
         no_dist=True,
     )
-    assert cli.main(["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]) == 0
+    assert (
+        cli.main(
+            ["checkpoint", "from-dcp", str(tmp_path / "wrapped"), str(tmp_path / "a"), *words()]
+        )
+        == 0
+    )
     assert_equal(
         tensors_of(tmp_path / "a"),
         {our_name(name): rows(name, tensor) for name, tensor in plain.items()},
@@ -259,17 +305,28 @@ def test_names_of_wrapped_modules_are_read(tmp_path: Path) -> None:
 
 def test_a_llama_2_of_the_first_torchtitan_imports_and_exports(tmp_path: Path, capsys: Any) -> None:
     folder, ours = saved_one(tmp_path / "step-3"), tmp_path / "ours"
-    assert cli.main(["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]) == 0
+    assert (
+        cli.main(
+            ["checkpoint", "from-dcp", str(folder), str(ours), "--model.name=llama2", *words()]
+        )
+        == 0
+    )
     assert "rotary angles" not in capsys.readouterr().out
     before = DcpFolder(folder)
-    weights = {our_name(n): rows(n, before.tensor(n)) for n in before.tensors if not n.startswith(("optim", "train"))}
+    weights = {
+        our_name(n): rows(n, before.tensor(n))
+        for n in before.tensors
+        if not n.startswith(("optim", "train"))
+    }
     assert_equal(
         {name: tensor for name, tensor in tensors_of(ours).items() if name.startswith("model.")},
         weights,
     )
     assert cli.main(["checkpoint", "to-dcp", str(ours), str(tmp_path / "b"), "--model-only"]) == 0
     after = DcpFolder(tmp_path / "b")
-    assert_equal({n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors})
+    assert_equal(
+        {n: before.tensor(n) for n in after.tensors}, {n: after.tensor(n) for n in after.tensors}
+    )
 
 
 EXPERTS = ["router.gate.weight", *(f"experts.{w}" for w in ("w1", "w2", "w3"))]
@@ -310,12 +367,25 @@ def test_names_match_torchtitan_s_state_dict_adapters(family: str) -> None:
     }
 
 
-def test_a_model_with_another_layout_is_rejected_in_both_directions(tmp_path: Path, capfd: Any) -> None:
+def test_a_model_with_another_layout_is_rejected_in_both_directions(
+    tmp_path: Path, capfd: Any
+) -> None:
     folder = saved_one(tmp_path / "step-3")
-    assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]) == 2
+    assert (
+        cli.main(
+            ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]
+        )
+        == 2
+    )
     message = capfd.readouterr().err
-    assert "gpt_oss" in message and "w1 and w3 of experts in one matrix" in message and "shardtrain import" in message
-    with pytest.raises(ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 of experts in one matrix"):
+    assert (
+        "gpt_oss" in message
+        and "w1 and w3 of experts in one matrix" in message
+        and "shardtrain import" in message
+    )
+    with pytest.raises(
+        ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 of experts in one matrix"
+    ):
         naming.naming(naming.TORCHTITAN, "gpt_oss", None)
     assert not (tmp_path / "ours").exists()
 
@@ -333,7 +403,10 @@ def test_different_rotary_angles_in_torchtitan_are_reported() -> None:
     assert 'rope_scaling = "llama3"' in line
     assert not _other_angles("llama3", config("llama3", rope_scaling="llama3"), None)
     deep = config("deepseek_v3", rope_factor=40.0)
-    assert not _other_angles("deepseek_v3", deep, 8192) and len(_other_angles("deepseek_v3", deep, None)) == 1
+    assert (
+        not _other_angles("deepseek_v3", deep, 8192)
+        and len(_other_angles("deepseek_v3", deep, None)) == 1
+    )
     with pytest.raises(
         ConfigError,
         match=r"rope_factor=40.0 differs from torchtitan's angles with training.seq_len=2048",
@@ -348,7 +421,9 @@ def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(
     folder = saved_one(tmp_path / "step-3")
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]) == 0
     config = tmp_path / "run.toml"
-    config.write_text('[optimizer]\nname = "Adam"\n' + "".join(f"{w[2:].replace('=', ' = ')}\n" for w in words()))
+    config.write_text(
+        '[optimizer]\nname = "Adam"\n' + "".join(f"{w[2:].replace('=', ' = ')}\n" for w in words())
+    )
     text = config.read_text()
     config.write_text("\n".join(sorted(text.splitlines(), key=lambda line: "model" not in line)))
     assert (
@@ -369,16 +444,21 @@ def test_an_exported_folder_has_all_keys_of_pytorch_s_schedule_and_optimizer(
     assert {f"lr_scheduler.{key}" for key in schedule_state} <= exported.objects.keys()
     assert exported.value("lr_scheduler.last_epoch") == STEP
     group = "optimizer.param_groups.norm.weight."
-    assert {group + key for key in optimizer.param_groups[0] if key != "params"} <= exported.objects.keys()
+    assert {
+        group + key for key in optimizer.param_groups[0] if key != "params"
+    } <= exported.objects.keys()
     decoupled = group + "decoupled_weight_decay"  # Adam, not AdamW
     assert decoupled not in exported.objects or exported.value(decoupled) is False
 
 
-def test_a_folder_without_optimizer_state_imports_weights_with_a_note(tmp_path: Path, capfd: Any) -> None:
+def test_a_folder_without_optimizer_state_imports_weights_with_a_note(
+    tmp_path: Path, capfd: Any
+) -> None:
     import torch.distributed.checkpoint as dcp
     from dcp_folders import TitanLlama
 
-    dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)  # the format of v0.1
+    # the format of v0.1
+    dcp.save({"model": TitanLlama().state_dict()}, checkpoint_id=tmp_path / "old", no_dist=True)
     main = ["checkpoint", "from-dcp", str(tmp_path / "old")]
     assert cli.main([*main, str(tmp_path / "a"), *words(), "--optimizer", "true"]) == 5
     assert "no optimizer state: it has none" in capfd.readouterr().err

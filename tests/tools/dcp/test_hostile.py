@@ -64,7 +64,9 @@ def item(make: Callable[[bytes, Path], bytes]) -> Change:
     return write
 
 
-def rezipped(data: bytes, name: str, content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
+def rezipped(
+    data: bytes, name: str, content: bytes, compression: int = zipfile.ZIP_STORED
+) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", compression) as new:
         for member in old.namelist():
@@ -130,7 +132,10 @@ def sparse(folder: Path, canary: Path) -> None:
     with open(folder / "__0_0.distcp", "r+b") as file:
         file.truncate(2**41)
     metadata(
-        lambda w: [setattr(info, "length", 2**40) for i, info in w.storage_data.items() if "tok" in i.fqn] and None
+        lambda w: (
+            [setattr(info, "length", 2**40) for i, info in w.storage_data.items() if "tok" in i.fqn]
+            and None
+        )
     )(folder, canary)
 
 
@@ -144,16 +149,23 @@ def shared_file(meta: Any) -> None:
 def shared_lists(canary: Path) -> bytes:
     """Sixty lists, each with two references to the previous one: 2^60 entries in a few hundred bytes."""
     return (
-        b"\x80\x04]\x94" + b"".join(b"]" + b"(h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60)) + b"."
+        b"\x80\x04]\x94"
+        + b"".join(b"]" + b"(h" + bytes([n]) + b"h" + bytes([n]) + b"e\x94" for n in range(60))
+        + b"."
     )
 
 
 CASES: dict[str, Change] = {
-    **{f"metadata {name}": raw(lambda canary, name=name: bombs(canary)[name]) for name in bombs(Path("x"))},  # type: ignore[misc]
-    "a bomb for a tensor": lambda folder, canary: metadata(with_state("x", Bomb(canary)))(folder, canary),
-    "a bomb for planner data": lambda folder, canary: metadata(lambda w: setattr(w, "planner_data", Bomb(canary)))(
+    **{
+        f"metadata {name}": raw(lambda canary, name=name: bombs(canary)[name])
+        for name in bombs(Path("x"))
+    },  # type: ignore[misc]
+    "a bomb for a tensor": lambda folder, canary: metadata(with_state("x", Bomb(canary)))(
         folder, canary
     ),
+    "a bomb for planner data": lambda folder, canary: metadata(
+        lambda w: setattr(w, "planner_data", Bomb(canary))
+    )(folder, canary),
     "a bomb in a table's key": lambda folder, canary: metadata(
         lambda w: w.state_dict_metadata.update({Bomb(canary): 1})
     )(folder, canary),
@@ -188,7 +200,9 @@ CASES: dict[str, Change] = {
     "a missing file": lambda folder, canary: (folder / "__0_0.distcp").unlink(),
     "a cut file": lambda folder, canary: (folder / "__0_0.distcp").write_bytes(b"PK") and None,
     "a bomb for an item": item(lambda data, canary: bombs(canary)["pickle-2"]),
-    "a bomb in an item": item(lambda data, canary: rezipped(data, "data.pkl", bombs(canary)["pickle-2"])),
+    "a bomb in an item": item(
+        lambda data, canary: rezipped(data, "data.pkl", bombs(canary)["pickle-2"])
+    ),
     "a compressed item": item(lambda data, canary: rezipped(data, "no", b"", zipfile.ZIP_DEFLATED)),
     "less than its tensor": item(lambda data, canary: rezipped(data, "data/0", b"1234")),
     "a big-endian item": item(lambda data, canary: rezipped(data, "byteorder", b"big")),
@@ -196,13 +210,18 @@ CASES: dict[str, Change] = {
     "a file name of shared lists": metadata(shared_file),
     "many lists": raw(lambda canary: b"\x80\x04" + b"]" * (4 << 20) + b"."),
     "a storage of shared lists": described(
-        shared(b"]", 34) + b"0" + REBUILD + b"((h\x22X\7\0\0\0float32tK\0(M\x04\x01K\x20t(K\x20K\1ttR."
+        shared(b"]", 34)
+        + b"0"
+        + REBUILD
+        + b"((h\x22X\7\0\0\0float32tK\0(M\x04\x01K\x20t(K\x20K\1ttR."
     ),
     "a tensor of one argument": described(REBUILD + b"(K\1tR."),
     "a storage that is none": described(REBUILD + b"((K\1K\1K\1tK\0(M\x04\x01K\x20t(K\x20K\1ttR."),
     "an encrypted item": item(lambda data, canary: encrypted(data)),
     "a hole of a terabyte": sparse,
-    "an object for an item": item(lambda data, canary: rezipped(data, "data.pkl", pickle.dumps([1, 2], 2))),
+    "an object for an item": item(
+        lambda data, canary: rezipped(data, "data.pkl", pickle.dumps([1, 2], 2))
+    ),
 }
 
 
@@ -232,7 +251,8 @@ def test_every_changed_byte_of_a_tensor_is_reported(good_folder: Path, tmp_path:
     data = bytearray(path.read_bytes())
     archive = zipfile.ZipFile(io.BytesIO(data[place.begin : place.begin + place.length]))
     (content,) = [m for m in archive.infolist() if m.filename.endswith("/data/0")]
-    inside = place.begin + content.header_offset + 30 + len(content.filename) + 64  # within its first numbers
+    # within its first numbers
+    inside = place.begin + content.header_offset + 30 + len(content.filename) + 64
     for _ in range(25):
         at, bit = rng.randrange(inside, inside + content.file_size - 64), 1 << rng.randrange(8)
         data[at] ^= bit
@@ -253,5 +273,9 @@ def test_plain_values_of_any_pickle_protocol_are_read() -> None:
         if protocol < 3:
             value = {**value, "a": [1, 2.5, (True, None, "é"), -(2**70)]}
         assert parse(pickle.dumps(value, protocol), set(), "it") == value
-        names = {name for name, _, _ in pickletools.genops(pickle.dumps(value, protocol)) if name.name == "GLOBAL"}
+        names = {
+            name
+            for name, _, _ in pickletools.genops(pickle.dumps(value, protocol))
+            if name.name == "GLOBAL"
+        }
         assert not names

@@ -58,7 +58,9 @@ def here(tmp_path, monkeypatch, capfd):
         "TORCH_CPP_LOG_LEVEL": "FATAL",
     }
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    for name, value in (defaults | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}).items():
+    for name, value in (
+        defaults | {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -109,7 +111,8 @@ def test_one_process_needs_no_network_and_the_table_names_the_fix(tmp_path, here
 def test_ranks_of_torchrun_make_one_report(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardtrain")
     code, out, err = run(tmp_path, CONFIG, launcher=launcher)
-    assert code in (0, 1), err  # torchrun exits with 1 for every failure, such as a low limit of this machine
+    # torchrun exits with 1 for every failure, such as a low limit of this machine
+    assert code in (0, 1), err
     assert out.count("2 ranks on 1 host") == 1 and "all_gather dp_shard (all ranks)" in out
     assert "meeting port" not in out, "the port is in use by this job itself"
 
@@ -130,9 +133,13 @@ def test_ctrl_c_ends_all_ranks_immediately_and_leaves_no_files(tmp_path):
             process.returncode != 0 or "2 ranks on 1 host" in out
         ) and time.monotonic() - interrupted_at < patience.seconds(30)
         # A signal while the folder is created leaves an empty marked folder, which the next start removes.
-        assert [path for path in leftovers(tmp_path) if path.is_file() and path.name != temporary.MARK] == []
+        assert [
+            path for path in leftovers(tmp_path) if path.is_file() and path.name != temporary.MARK
+        ] == []
         # Ranks are separate sessions. None may still use the folder.
-        assert not any(str(tmp_path) in _folder_of(pid) for pid in os.listdir("/proc") if pid.isdecimal())
+        assert not any(
+            str(tmp_path) in _folder_of(pid) for pid in os.listdir("/proc") if pid.isdecimal()
+        )
     finally:
         process.kill()
 
@@ -165,7 +172,10 @@ def test_wrong_arguments_are_one_line_and_start_nothing(capsys, arguments, messa
 def test_help_names_every_option_and_status(capsys):
     assert cli.main(["doctor", "--help"]) == 0
     out, _ = capsys.readouterr()
-    assert all(text in out for text in ("--nproc", "--json", "--strict", "--limit_seconds", "8 storage", "torchrun"))
+    assert all(
+        text in out
+        for text in ("--nproc", "--json", "--strict", "--limit_seconds", "8 storage", "torchrun")
+    )
 
 
 def test_parsing_the_arguments_imports_no_torch():

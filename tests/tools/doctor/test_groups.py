@@ -62,6 +62,8 @@ def test_hosts_yield_groups_within_and_across_without_duplicates(tmp_path):
 
 
 def test_a_mesh_that_does_not_fit_keeps_the_groups_of_hosts(tmp_path):
-    rank_groups = groups.of_run(loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), ["a"] * 3)
+    rank_groups = groups.of_run(
+        loaded(tmp_path, parallelism={"tensor_parallel_degree": 2}), ["a"] * 3
+    )
     assert rank_groups == {"all ranks": [[0, 1, 2]]}
     assert groups.of_run(loaded(tmp_path), ["a"]) == {}

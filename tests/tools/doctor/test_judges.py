@@ -174,7 +174,9 @@ TROUBLES = [
 
 
 @pytest.mark.parametrize(("spoil", "area", "subject", "verdict", "text"), TROUBLES)
-def test_each_problem_of_one_rank_is_named_with_the_rank_and_a_fix(spoil, area, subject, verdict, text):
+def test_each_problem_of_one_rank_is_named_with_the_rank_and_a_fix(
+    spoil, area, subject, verdict, text
+):
     rows = troubles(spoiled(spoil, [2]))
     row = rows[area, subject]
     assert row.verdict == verdict and text in row.measured
@@ -196,7 +198,11 @@ def test_a_slow_network_is_reported_against_its_cards():
     reports = spoiled(slow_collective, range(4))
     row = troubles(reports)["network", "all_reduce all ranks"]
     # Two cards of 400 Gb/s have 100 GB/s. One group crosses them.
-    assert row.verdict == "fail" and "100 GB/s of the network cards" in row.expected and "5 GB/s" in row.measured
+    assert (
+        row.verdict == "fail"
+        and "100 GB/s of the network cards" in row.expected
+        and "5 GB/s" in row.measured
+    )
 
 
 def test_devices_of_one_host_are_expected_to_use_nvlink():
@@ -210,7 +216,9 @@ def test_devices_of_one_host_are_expected_to_use_nvlink():
 
 def test_groups_that_cross_the_same_cards_share_them():
     reports = patients.healthy()
-    assert links.expected(reports, [0, 2], 1)[0] == 2 * links.expected(reports, [0, 2], 2)[0] == 100e9
+    assert (
+        links.expected(reports, [0, 2], 1)[0] == 2 * links.expected(reports, [0, 2], 2)[0] == 100e9
+    )
 
 
 def test_groups_are_counted_at_the_hosts_that_they_cross():
@@ -238,7 +246,10 @@ def test_a_slow_rank_is_distinguished_from_its_neighbours():
 def test_a_port_of_the_fabric_that_is_down_is_reported_by_host():
     down = [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}]
     rows = troubles(spoiled(change("network", cards=down), [2, 3]))
-    assert rows["network", "fabric"].ranks == (2, 3) and "1 on host-1" in rows["network", "fabric"].measured
+    assert (
+        rows["network", "fabric"].ranks == (2, 3)
+        and "1 on host-1" in rows["network", "fabric"].measured
+    )
 
 
 @pytest.mark.parametrize("must_share", [True, False])
@@ -286,7 +297,11 @@ def test_a_silent_rank_is_missing_and_the_status_is_that_of_a_lost_peer():
     reports = patients.healthy()
     facts = {number: facts for number, facts in reports.facts.items() if number != 3}
     rows = judged(Reports(4, facts, {3: "devices"}))
-    assert rows[0].verdict == "fail" and rows[0].ranks == (3,) and "last seen at devices" in rows[0].measured
+    assert (
+        rows[0].verdict == "fail"
+        and rows[0].ranks == (3,)
+        and "last seen at devices" in rows[0].measured
+    )
     assert doctor_report.exit_code(rows) == 6
 
 
@@ -302,7 +317,10 @@ def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
     document = doctor_report.document(reports, judged(reports), 3.0)
     assert json.loads(doctor_report.to_json(document)) == json.loads(json.dumps(document))
     text = doctor_report.text_of(document)
-    assert "inspect host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
+    assert (
+        "inspect host-1 (ranks 2-3): versions: torch" in text
+        and "fix: start all ranks from one environment" in text
+    )
     assert max(map(len, text.splitlines())) <= doctor_report.WIDTH
     assert text.splitlines()[-1].startswith("fail: ")
 
@@ -312,7 +330,11 @@ def test_all_fields_of_a_finding_are_in_the_document():
     document = doctor_report.document(reports, judged(reports), 1.0)
     names = {field.name for field in dataclasses.fields(judged(reports)[0])}
     assert all(set(row) == names for row in document["findings"])
-    assert document["hosts"] == {"host-0": 2, "host-1": 2} and document["verdict"] == "pass" and document["named"] == {}
+    assert (
+        document["hosts"] == {"host-0": 2, "host-1": 2}
+        and document["verdict"] == "pass"
+        and document["named"] == {}
+    )
 
 
 def test_driver_values_are_parsed_and_unsupported_fields_omitted():
@@ -326,7 +348,9 @@ def test_driver_values_are_parsed_and_unsupported_fields_omitted():
     assert "No devices" in health.parse(fields, "No devices were found\n")["error"]
 
 
-def test_fields_unknown_to_an_old_driver_are_queried_by_older_names_or_omitted(tmp_path, monkeypatch):
+def test_fields_unknown_to_an_old_driver_are_queried_by_older_names_or_omitted(
+    tmp_path, monkeypatch
+):
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\n"
@@ -366,7 +390,9 @@ def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
 def test_each_area_is_judged_independently_of_missing_ones():
     healthy = patients.healthy()
     for area in rank.AREAS:
-        reports = Reports(4, {number: _without(facts, area.name) for number, facts in healthy.facts.items()})
+        reports = Reports(
+            4, {number: _without(facts, area.name) for number, facts in healthy.facts.items()}
+        )
         assert not [row for row in judged(reports) if row.area == area.name]
 
 
@@ -390,5 +416,7 @@ def test_a_collective_that_hangs_on_all_ranks_is_reported_unless_a_rank_is_missi
     (row,) = [row for row in judged(reports) if row.area == "network"]
     assert "hangs on all ranks" in row.measured and row.ranks == ()
     facts = {number: facts for number, facts in reports.facts.items() if number != 3}
-    rows = [row for row in judged(Reports(4, facts, {3: "all_reduce on tp"})) if row.verdict == "fail"]
+    rows = [
+        row for row in judged(Reports(4, facts, {3: "all_reduce on tp"})) if row.verdict == "fail"
+    ]
     assert [row.ranks for row in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured

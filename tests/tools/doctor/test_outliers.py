@@ -64,13 +64,15 @@ def test_order_and_unit_do_not_affect_slow_ranks(rates, random, power):
     shuffled = list(rates.items())
     random.shuffle(shuffled)
     assert slow(dict(shuffled)) == slow(rates)
-    assert slow({rank: rate * 2.0**power for rank, rate in rates.items()}) == slow(
-        rates
-    )  # multiplication by a power of 2 is exact
+    # multiplication by a power of 2 is exact
+    assert slow({rank: rate * 2.0**power for rank, rate in rates.items()}) == slow(rates)
 
 
 def test_a_row_names_the_versions_and_their_ranks():
     reports = Reports(3, {rank: {"hosts": {"hostname": f"host-{rank}"}} for rank in range(3)})
     row = equal(reports, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "fix")
     assert row.verdict == "fail" and row.ranks == (1,)
-    assert "2.12 on host-1 (rank 1)" in row.measured and "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured
+    assert (
+        "2.12 on host-1 (rank 1)" in row.measured
+        and "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured
+    )

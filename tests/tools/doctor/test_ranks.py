@@ -54,7 +54,10 @@ def test_ranks_of_several_hosts_are_measured_within_and_across_them(tmp_path):
     findings = rows(reports, "hosts", "network")
     assert set(reports.hosts()) == {"host-0", "host-1", "host-2"}
     for axis in ("dp_shard (all ranks)", "one host", "across hosts"):
-        assert "GB/s" in findings[f"all_reduce {axis}"].measured and "GB/s" in findings[f"all_gather {axis}"].measured
+        assert (
+            "GB/s" in findings[f"all_reduce {axis}"].measured
+            and "GB/s" in findings[f"all_gather {axis}"].measured
+        )
     assert "slowest group host-" in findings["all_reduce one host"].measured
     assert {rank for rank, facts in reports.of("network").items() if facts["pairs"]} == {0, 2, 4}, (
         "the first of each host"
@@ -133,7 +136,9 @@ def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_reported(tmp_path
         findings["checkpoint.folder shared"].verdict == "fail"
         and "first_node" in findings["checkpoint.folder shared"].fix
     )
-    assert findings["job.dump_folder shared"].verdict == "pass", "hosts may have separate log folders"
+    assert findings["job.dump_folder shared"].verdict == "pass", (
+        "hosts may have separate log folders"
+    )
     assert not list(tmp_path.rglob(f"{storage_checks.PREFIX}*"))
 
 
@@ -158,11 +163,18 @@ def _read_only(rank):
 def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     started = time.monotonic()
     reports = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=4.0)
-    assert time.monotonic() - started < patience.seconds(60), "must not wait for the end of the hang"
-    findings = [row for row in patients.judged(reports, "hosts", "network") if row.area == "network"]
+    assert time.monotonic() - started < patience.seconds(60), (
+        "must not wait for the end of the hang"
+    )
+    findings = [
+        row for row in patients.judged(reports, "hosts", "network") if row.area == "network"
+    ]
     assert [row.ranks for row in findings] == [(2,), ()]
     assert "all_reduce on dp_shard (all ranks) did not finish on rank 2" in findings[0].measured
-    assert "rank 2 did not get past all_reduce" in findings[1].measured and "ranks 0-1 waited" in findings[1].measured
+    assert (
+        "rank 2 did not get past all_reduce" in findings[1].measured
+        and "ranks 0-1 waited" in findings[1].measured
+    )
 
 
 def _hangs(rank):
@@ -186,7 +198,9 @@ def test_a_missing_rank_is_waited_for_once_and_named(tmp_path):
     )
     assert time.monotonic() - started < patience.seconds(60)
     findings = [
-        row for row in patients.judged(reports, "hosts", "clock", "storage", "network") if row.verdict == "fail"
+        row
+        for row in patients.judged(reports, "hosts", "clock", "storage", "network")
+        if row.verdict == "fail"
     ]
     assert findings[0].area == "ranks" and findings[0].ranks == (1,)
     assert [row.measured for row in findings[1:]] == ["rank 1 has not arrived; ranks 0, 2 waited"]
@@ -199,7 +213,9 @@ def _absent(rank):
 
 
 def test_a_hanging_check_is_a_finding_and_others_continue(tmp_path):
-    reports = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
+    reports = examined(
+        1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0
+    )
     findings = rows(reports, "versions", "storage", "limits")
     assert findings["check"].area == "storage" and "did not finish" in findings["check"].measured
     assert findings["open files"].area == "limits" and findings["torch"].verdict == "pass"
@@ -211,7 +227,10 @@ def _dead_server(rank):
 
 def test_a_check_that_raises_is_a_finding(tmp_path):
     findings = rows(examined(1, tmp_path, ["memory"], _raises), "memory")
-    assert findings["check"].verdict == "fail" and "RuntimeError: no such device" in findings["check"].measured
+    assert (
+        findings["check"].verdict == "fail"
+        and "RuntimeError: no such device" in findings["check"].measured
+    )
 
 
 def _raises(rank):
@@ -239,7 +258,9 @@ def test_a_port_in_use_is_busy():
 
 def test_a_problem_of_the_configuration_on_this_machine_is_reported(tmp_path):
     def with_missing_data(rank):
-        return patients.loaded(tmp_path, training={"dataset": "text", "dataset_path": str(tmp_path / "nothing.txt")})
+        return patients.loaded(
+            tmp_path, training={"dataset": "text", "dataset_path": str(tmp_path / "nothing.txt")}
+        )
 
     findings = rows(examined(1, tmp_path, ["config"], loaded_of=with_missing_data), "config")
     assert findings["problem"].verdict == "fail" and "nothing.txt" in findings["problem"].measured
@@ -305,7 +326,11 @@ def test_old_files_of_a_killed_doctor_are_removed(tmp_path):
 
 def test_versions_of_libraries_are_noted_without_importing_them(tmp_path):
     facts = examined(1, tmp_path, ["versions"]).facts[0]["versions"]
-    assert facts["torch"] == torch.__version__ and facts["numpy"] and set(versions._LIBRARIES) <= set(facts)
+    assert (
+        facts["torch"] == torch.__version__
+        and facts["numpy"]
+        and set(versions._LIBRARIES) <= set(facts)
+    )
 
 
 def test_inaccurate_sums_of_a_rank_are_detected_and_the_rank_is_named(tmp_path):
@@ -319,10 +344,14 @@ def _adds_in_float32(rank):
     numbers.NUMBERS, numbers.TOKENS = {"cpu": 2**21}, {"cpu": 4}
     if rank == 2:
         # PyTorch's norm on a CPU sums float32 squares sequentially in each lane.
-        dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(tensors[0], dtype=torch.float32).square()
+        dtensor.squared_norm = lambda tensors: torch.linalg.vector_norm(
+            tensors[0], dtype=torch.float32
+        ).square()
 
 
-def test_kills_in_cgroups_of_other_jobs_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_in_cgroups_of_other_jobs_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file of a cgroup counts the kills of all cgroups below it."""
     job = tmp_path / "slurm" / "job_7"
     job.mkdir(parents=True)

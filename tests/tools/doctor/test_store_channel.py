@@ -68,7 +68,9 @@ def channels(size: int) -> list[StoreChannel]:
     return lines
 
 
-def exchange(size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[StoreChannel], list[int]]:
+def exchange(
+    size: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[StoreChannel], list[int]]:
     """Let ranks exchange their hosts, eight on each, and look for the files of others. Return rank 1's hosts, too."""
     names = threading.local()
     monkeypatch.setattr("socket.gethostname", lambda: names.host)
@@ -77,7 +79,9 @@ def exchange(size: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[
 
     def run(rank: int) -> list[int]:
         names.host = f"host-{rank // 8}"
-        context = SimpleNamespace(line=lines[rank], rank=rank, size=size, limit_seconds=patience.seconds(60))
+        context = SimpleNamespace(
+            line=lines[rank], rank=rank, size=size, limit_seconds=patience.seconds(60)
+        )
         hosts = network._hosts(context)
         is_first = rank % 8 == 0
         (folder / f"{storage_checks.PREFIX}x-{rank}").touch()

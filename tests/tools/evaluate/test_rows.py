@@ -21,14 +21,19 @@ pytest.importorskip("transformers")
 SEQ_LEN, BOS, EOS = 24, 256, 257
 TEXTS = ["mesh", "a rank", "é 東京", "the loss of seven", "x" * 20, "norm, " * 9, "shard and step"]
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
 )
 ROWS: dict[str, dict[str, Any]] = {
     "text": {"text": "hi there"},
     "prompt_completion": {"prompt": "hi", "completion": " there"},
-    "chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " there"}]},
+    "chat": {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " there"}]
+    },
 }
-ROWS["sharegpt"] = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": " there"}]}
+ROWS["sharegpt"] = {
+    "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": " there"}]
+}
 FIRST_TARGET = {
     "text": 1,
     "prompt_completion": len("_hi"),
@@ -65,13 +70,17 @@ def loss_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> tuple[
     return total, count
 
 
-def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(opened: OpenedModel, tmp_path: Path) -> None:
+def test_the_loss_of_each_row_is_independent_of_others_and_of_their_order(
+    opened: OpenedModel, tmp_path: Path
+) -> None:
     reference_model = build("llama3").double()
     sums = [loss_of(reference_model, [BOS, *text.encode(), EOS]) for text in TEXTS]
     expected = sum(total for total, _ in sums) / sum(count for _, count in sums)
     rows = [{"text": text} for text in TEXTS]
     for number, order in enumerate((rows, rows[::-1], rows[3:] + rows[:3])):
-        result = api.evaluate(opened, jsonl(tmp_path / f"{number}.jsonl", order), seq_len=SEQ_LEN, batch_size=3)
+        result = api.evaluate(
+            opened, jsonl(tmp_path / f"{number}.jsonl", order), seq_len=SEQ_LEN, batch_size=3
+        )
         # float32 compared with float64
         assert result["loss"] == pytest.approx(expected, rel=1e-6)
         assert result["tokens"] == sum(count for _, count in sums)
@@ -103,10 +112,16 @@ def test_packing_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_
     for number, texts in enumerate((TEXTS, TEXTS[::-1])):
         path = jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in texts])
         result = api.evaluate(opened, path, seq_len=SEQ_LEN, options={"data.packing": "concat"})
-        total, count = loss_of(reference_model, [token for text in texts for token in (BOS, *text.encode(), EOS)])
-        assert result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == count
+        total, count = loss_of(
+            reference_model, [token for text in texts for token in (BOS, *text.encode(), EOS)]
+        )
+        assert (
+            result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == count
+        )
         losses.append(result["loss"])
-    assert abs(losses[0] - losses[1]) > 1e-3, "documents in the same sequence must attend to each other"
+    assert abs(losses[0] - losses[1]) > 1e-3, (
+        "documents in the same sequence must attend to each other"
+    )
 
 
 @pytest.mark.parametrize("form", ROWS)
@@ -120,9 +135,13 @@ def test_the_format_of_rows_is_detected_by_their_columns(
     arguments += ["--data.chat_template", str(template)] if form in ("chat", "sharegpt") else []
     assert cli.main(arguments) == 0
     result = json.loads(capfd.readouterr().out)["sets"]["set"]
-    expected_tokens = [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
+    expected_tokens = (
+        [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
+    )
     total, count = loss_of(build("llama3").double(), expected_tokens, FIRST_TARGET[form])
-    assert result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == 2 * count
+    assert (
+        result["loss"] == pytest.approx(total / count, rel=1e-6) and result["tokens"] == 2 * count
+    )
     assert result["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
@@ -151,7 +170,9 @@ def test_the_format_can_be_set_like_in_training(folder: Path, tmp_path: Path) ->
     }  # fmt: skip
     opened = open_model(folder, tokenizer_path="bytes")
     options = {f"data.{name}": value for name, value in read.data_options.items()}
-    assert api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)["tokens"] == len(" there") + 1
+    assert (
+        api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)["tokens"] == len(" there") + 1
+    )
 
 
 @pytest.mark.parametrize(

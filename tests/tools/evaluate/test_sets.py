@@ -39,7 +39,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def section(rows: Path) -> Validation:
-    return Validation(dataset="jsonl", dataset_path=str(rows), split="train", local_batch_size=2, seq_len=32)
+    return Validation(
+        dataset="jsonl", dataset_path=str(rows), split="train", local_batch_size=2, seq_len=32
+    )
 
 
 def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_path: Path) -> None:
@@ -63,13 +65,18 @@ def test_loss_and_bits_equal_those_of_transformers_in_float64(rows: Path, tmp_pa
         with torch.no_grad():
             logits = reference(batch.tokens_BT).logits.flatten(0, 1)
         targets = batch.targets_BT.flatten()
-        total += float(torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum"))
+        total += float(
+            torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        )
         tokens += int((targets != IGNORE).sum())
     assert result["tokens"] == tokens
-    assert result["loss"] == pytest.approx(total / tokens, rel=1e-6)  # float32 compared with float64
+    # float32 compared with float64
+    assert result["loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert result["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
     size = sum(len(text.encode()) for text in TEXTS)
-    assert size - 1 <= result["bytes"] <= size, "all bytes, or all but the first, which has no context"
+    assert size - 1 <= result["bytes"] <= size, (
+        "all bytes, or all but the first, which has no context"
+    )
     assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / result["bytes"], rel=1e-6)
 
 
@@ -79,7 +86,10 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("held_out")
     text = Path(text_file()).read_text()[:3000]
     tokens = text.split()
-    pairs = [{"prompt": first, "completion": f" {second}"} for first, second in itertools.pairwise(tokens)]
+    pairs = [
+        {"prompt": first, "completion": f" {second}"}
+        for first, second in itertools.pairwise(tokens)
+    ]
     rows = {"jsonl": [{"text": text[i : i + 70]} for i in range(0, 3000, 70)], "pairs": pairs[:60]}
     (folder / "text").write_text(text)
     for name, lines in rows.items():
@@ -145,25 +155,34 @@ RUNS: dict[str, tuple[int, str, dict[str, Any], int]] = {
 BY_DEFAULT = ("steps", "data-parallel ranks", "prompts and completions")
 
 
-@pytest.mark.parametrize("case", cases(BY_DEFAULT, nightly=[name for name in RUNS if name not in BY_DEFAULT]))
-def test_the_loss_equals_the_validation_loss_of_the_run(case: str, held_out: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case", cases(BY_DEFAULT, nightly=[name for name in RUNS if name not in BY_DEFAULT])
+)
+def test_the_loss_equals_the_validation_loss_of_the_run(
+    case: str, held_out: dict[str, Path], tmp_path: Path
+) -> None:
     num_ranks, kind, sections, sequences = RUNS[case]
     if kind == "pairs":
         sections = {
             **sections,
             "training": {**sections["training"], "dataset_path": str(held_out[kind])},
         }
-    expected = run_of(tmp_path, "text" if kind == "text" else "jsonl", held_out[kind], num_ranks, **sections)
+    expected = run_of(
+        tmp_path, "text" if kind == "text" else "jsonl", held_out[kind], num_ranks, **sections
+    )
     result = run_ranks(1, measured, tmp_path, 1)[0]
     assert result["loss"] == pytest.approx(expected, rel=1e-6)  # different summation order
     assert result["sequences"] == sequences
 
 
-def test_the_loss_of_a_run_is_the_same_on_any_number_of_ranks(held_out: dict[str, Path], tmp_path: Path) -> None:
+def test_the_loss_of_a_run_is_the_same_on_any_number_of_ranks(
+    held_out: dict[str, Path], tmp_path: Path
+) -> None:
     run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
     single = run_ranks(1, measured, tmp_path, 1)[0]
     for result in run_ranks(2, measured, tmp_path, 2):
-        assert result["loss"] == pytest.approx(single["loss"], rel=1e-6)  # different summation order
+        # different summation order
+        assert result["loss"] == pytest.approx(single["loss"], rel=1e-6)
         assert {**result, "loss": 0, "perplexity": 0, "bits_per_byte": 0} == {
             **single, "loss": 0, "perplexity": 0, "bits_per_byte": 0,
         }  # fmt: skip
@@ -172,11 +191,15 @@ def test_the_loss_of_a_run_is_the_same_on_any_number_of_ranks(held_out: dict[str
 def test_the_command_prints_the_evaluated_fraction_of_the_run_s_set(
     held_out: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
+    expected = run_of(
+        tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5}
+    )
     assert cli.main(["evaluate", "--from", str(tmp_path)]) == 0
     printed = capfd.readouterr()
     assert "validation: 15 of 47 sequences (validation.steps=3)" in printed.err
-    assert json.loads(printed.out)["sets"]["validation"]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert json.loads(printed.out)["sets"]["validation"]["loss"] == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_the_validation_loss_of_another_task_is_refused(
@@ -184,18 +207,32 @@ def test_the_validation_loss_of_another_task_is_refused(
 ) -> None:
     run_of(tmp_path, "text", held_out["text"], 1)
     resolved = tmp_path / "config.resolved.toml"
-    resolved.write_text(resolved.read_text().replace('name = "language_model"', 'name = "preference"'))
+    resolved.write_text(
+        resolved.read_text().replace('name = "language_model"', 'name = "preference"')
+    )
     assert cli.main(["evaluate", "--from", str(tmp_path)]) == 2
-    assert 'task.name="preference" has its own loss on [validation]; run "shardtrain test"' in capfd.readouterr().err
+    assert (
+        'task.name="preference" has its own loss on [validation]; run "shardtrain test"'
+        in capfd.readouterr().err
+    )
 
 
-def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_writes_json(
+    rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     folder, output = save(build("llama3"), tmp_path / "hf"), tmp_path / "found.json"
     arguments = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--seq_len", "32"]
-    assert cli.main([*arguments, "--data", f"one={rows}", "--data", f"two={rows}", "--output", str(output)]) == 0
+    assert (
+        cli.main(
+            [*arguments, "--data", f"one={rows}", "--data", f"two={rows}", "--output", str(output)]
+        )
+        == 0
+    )
     printed = json.loads(capfd.readouterr().out)
-    assert printed["sets"]["one"] == printed["sets"]["two"] and printed == json.loads(output.read_text())
+    assert printed["sets"]["one"] == printed["sets"]["two"] and printed == json.loads(
+        output.read_text()
+    )
     assert cli.main([*arguments, "--data", f"one={rows}", "--output", str(output)]) == 2, (
         "an existing file must not be overwritten"
     )
@@ -215,4 +252,6 @@ def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: p
 def test_a_wrong_argument_is_rejected_with_a_fix(arguments: list[str], message: str) -> None:
     with pytest.raises(Exception) as error:
         evaluate_request.read(["--from", "x", *arguments])
-    assert message in " ".join(map(str, getattr(error.value, "problems", [error.value]))).replace('="3"', "")
+    assert message in " ".join(map(str, getattr(error.value, "problems", [error.value]))).replace(
+        '="3"', ""
+    )

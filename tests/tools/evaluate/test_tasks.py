@@ -87,7 +87,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets"
+    )
 
 
 def options_of(place: Path, batch_size: int = 3) -> EvaluateOptions:
@@ -119,9 +121,9 @@ def theirs(place: Path) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "hf")
     engine = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=32, device="cpu")
     manager = TaskManager(include_path=str(place / "include"), include_defaults=False)
-    return simple_evaluate(model=engine, tasks=list(TASKS), task_manager=manager, log_samples=False, bootstrap_iters=0)[
-        "results"
-    ]
+    return simple_evaluate(
+        model=engine, tasks=list(TASKS), task_manager=manager, log_samples=False, bootstrap_iters=0
+    )["results"]
 
 
 def assert_equal(results: Any, expected: Any) -> None:
@@ -130,10 +132,11 @@ def assert_equal(results: Any, expected: Any) -> None:
     for task, values in expected.items():
         for key, value in values.items():
             if isinstance(value, float):
+                # float32, different summation order
                 assert results[task][key] == pytest.approx(value, rel=1e-5), (
                     task,
                     key,
-                )  # float32, different summation order
+                )
                 compared += 1
     assert compared >= 6
 
@@ -160,7 +163,9 @@ def test_texts_equal_those_of_lm_eval_s_engine(place: Path) -> None:
     from shardtrain.tools.evaluate.harness import Engine
 
     options = {"until": ["a", "."], "max_gen_toks": 6, "do_sample": False}
-    requests = [Instance("generate_until", {}, (row["question"], options), i) for i, row in enumerate(ROWS)]
+    requests = [
+        Instance("generate_until", {}, (row["question"], options), i) for i, row in enumerate(ROWS)
+    ]
     model = transformers.AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "hf")
     engine = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=32, device="cpu")

@@ -32,7 +32,9 @@ def tiny(family, layers=2, **overrides):
     """A small model with influential layers: a wrong mask or position changes tokens."""
     module = find(family)
     fields = {field.name for field in dataclasses.fields(module.Config)}
-    known = {name: size for name, size in {**SHAPE, **EXPERTS, **overrides}.items() if name in fields}
+    known = {
+        name: size for name, size in {**SHAPE, **EXPERTS, **overrides}.items() if name in fields
+    }
     shape = shape_of(module, next(iter(module.FLAVORS)), {**known, "num_layers": layers}, "rmsnorm")
     names = [name for name, _ in build(module, shape).named_parameters()]
     draws = init_weights.plan(names, module.initial(shape), module.LAYOUT, shape.num_layers)
@@ -53,18 +55,27 @@ def prompts(*lengths):
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     "family",
-    [name for name in model_names() if getattr(find(name), "CAUSAL", True) and name != "transformers"],
+    [
+        name
+        for name in model_names()
+        if getattr(find(name), "CAUSAL", True) and name != "transformers"
+    ],
 )
 def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
     model, layout = tiny(family)
     inputs = prompts(5, 1, 17, 9)
     generated = Generator(model, layout).generate(inputs, 16, sampling, seed=3)
-    assert [len(row) for row in generated] == [16] * 4 and len({tuple(row) for row in generated}) == 4
-    assert Generator(model, layout, use_cache=False).generate(inputs, 16, sampling, seed=3) == generated
+    assert [len(row) for row in generated] == [16] * 4 and len(
+        {tuple(row) for row in generated}
+    ) == 4
+    assert (
+        Generator(model, layout, use_cache=False).generate(inputs, 16, sampling, seed=3)
+        == generated
+    )
     for number, prompt in enumerate(inputs):
-        assert Generator(model, layout).generate([prompt], 16, sampling, seed=3, numbers=[number]) == [
-            generated[number]
-        ]
+        assert Generator(model, layout).generate(
+            [prompt], 16, sampling, seed=3, numbers=[number]
+        ) == [generated[number]]
 
 
 @pytest.mark.parametrize("lengths", [(5,), (5, 5), (5, 9)])
@@ -82,9 +93,9 @@ def test_the_head_receives_a_contiguous_tensor(lengths):
 def test_passes_padded_to_a_multiple_of_ranks_change_no_token():
     model, layout = tiny("llama3")
     inputs = prompts(4, 11)
-    assert Generator(model, layout, width=3).generate(inputs, 9, DRAWN) == Generator(model, layout).generate(
-        inputs, 9, DRAWN
-    )
+    assert Generator(model, layout, width=3).generate(inputs, 9, DRAWN) == Generator(
+        model, layout
+    ).generate(inputs, 9, DRAWN)
 
 
 def test_rows_that_end_do_not_change_others():
@@ -121,7 +132,9 @@ def test_a_cache_that_grows_changes_no_token():
     assert logits.argmax(-1).tolist() == generated[1] and len(generated[1]) == new
 
 
-@pytest.mark.parametrize("family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"])  # windows, sinks, chunks, latents
+@pytest.mark.parametrize(
+    "family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"]
+)  # windows, sinks, chunks, latents
 def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
     # In float32, where rounding changes no token. The command uses this path in bfloat16.
     model, layout = tiny(family)
@@ -130,7 +143,10 @@ def test_attention_with_matmuls_changes_no_token(family, monkeypatch):
     assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have ended
     monkeypatch.setattr(cache, "_has_fast_matmuls", lambda *_: True)
     for width in (1, 2):
-        assert Generator(model, layout, width=width).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops) == expected
+        assert (
+            Generator(model, layout, width=width).generate(inputs, 2 * BLOCK, DRAWN, stop_ids=stops)
+            == expected
+        )
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -145,7 +161,9 @@ def test_attention_with_matmuls_matches_float64(dtype, tokens):
     room_V[:, :, :90] = v
     output = cache._attend_with_matmuls(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
     double = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
-    exact = F.scaled_dot_product_attention(q.double().transpose(1, 2), *double, attn_mask=mask).transpose(1, 2)
+    exact = F.scaled_dot_product_attention(
+        q.double().transpose(1, 2), *double, attn_mask=mask
+    ).transpose(1, 2)
     # Scores and probabilities are rounded to 8 bits, like in block-wise attention.
     error = (output.double() - exact).norm() / exact.norm()
     assert error < (1e-6 if dtype == torch.float32 else 8e-3)
@@ -155,16 +173,22 @@ def test_the_seed_and_the_number_of_a_row_decide_what_is_drawn():
     model, layout = tiny("llama3")
     (prompt,) = prompts(6)
     sampling = Sampling(temperature=1.0)
-    first, again = Generator(model, layout).generate([prompt, prompt], 12, sampling, seed=1, numbers=[0, 0])
+    first, again = Generator(model, layout).generate(
+        [prompt, prompt], 12, sampling, seed=1, numbers=[0, 0]
+    )
     assert first == again
-    other = Generator(model, layout).generate([prompt, prompt], 12, sampling, seed=1, numbers=[0, 7])
+    other = Generator(model, layout).generate(
+        [prompt, prompt], 12, sampling, seed=1, numbers=[0, 7]
+    )
     assert other[0] == first and other[1] != first
     assert Generator(model, layout).generate([prompt], 12, sampling, seed=2) != [first]
 
 
 def test_only_ids_of_the_tokenizer_are_chosen():
     model, layout = tiny("llama3")
-    generated = Generator(model, layout, vocab_size=40).generate(prompts(4, 4), 30, Sampling(temperature=5.0))
+    generated = Generator(model, layout, vocab_size=40).generate(
+        prompts(4, 4), 30, Sampling(temperature=5.0)
+    )
     assert max(map(max, generated)) < 40
 
 
@@ -174,11 +198,12 @@ def test_generation_does_not_change_the_model():
     Generator(model, layout).generate(prompts(2), 2)
     assert {name: type(module) for name, module in model.named_modules()} == before
     tokens = torch.zeros(2, 3, dtype=torch.int64)
+    # the head computes all tokens again
     assert model(tokens, torch.arange(3).expand(2, -1)).shape == (
         2,
         3,
         VOCAB,
-    )  # the head computes all tokens again
+    )
 
 
 def test_weights_that_are_not_finite_are_an_error():
@@ -202,7 +227,9 @@ class Window(nn.Module):
         distance = torch.arange(T)[:, None] - torch.arange(T)
         mask = (distance >= 0) & ((distance < self.window) | (self.window == 0))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(
+            1, 2
+        )
 
 
 class Doubled(nn.Module):
@@ -242,7 +269,9 @@ def test_a_core_with_other_math_is_rejected_and_works_without_a_cache():
 OTHERS = Path(__file__).parents[2] / "models" / "others"
 
 
-@pytest.mark.parametrize("name", ["gemma2", "bloom", "mpt", "gptj", "mup"])  # soft cap, slopes, heads first, scale
+@pytest.mark.parametrize(
+    "name", ["gemma2", "bloom", "mpt", "gptj", "mup"]
+)  # soft cap, slopes, heads first, scale
 def test_score_options_of_a_core_are_followed_exactly(name):
     module = find(str(OTHERS / f"{name}.py"))
     shape = shape_of(module, "tiny", {"num_layers": 2}, "rmsnorm")

@@ -87,14 +87,19 @@ def environment(monkeypatch):
         "NCCL_SOCKET_IFNAME",
         "TORCH_CPP_LOG_LEVEL",
     ):
-        monkeypatch.setenv(name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo")
+        monkeypatch.setenv(
+            name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo"
+        )
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)  # the command changes it for its process
+    # the command changes it for its process
+    monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)
 
 
 def test_memorized_text_is_generated_and_ends(trained, capfd):
     for sentence in SENTENCES:
-        code, out, err = answer(capfd, "--from", str(trained), "--prompt", sentence[:4], "--max_new_tokens", "36")
+        code, out, err = answer(
+            capfd, "--from", str(trained), "--prompt", sentence[:4], "--max_new_tokens", "36"
+        )
         assert (code, out) == (0, sentence[4:] + "\n"), err
         assert "step-60, float32 on cpu" in err
 
@@ -142,13 +147,19 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
     written = out.read_text(encoding="utf-8").splitlines()
     prefixes = [line.rstrip()[:-1].rstrip() for line in lines if line]
     endings = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
-    assert written == [f'{line}, "answer": "{end}"}}' for line, end in zip(prefixes, endings, strict=True)]
+    assert written == [
+        f'{line}, "answer": "{end}"}}' for line, end in zip(prefixes, endings, strict=True)
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_weights_are_packed_for_the_requested_passes_and_rows(trained, tmp_path, capfd, monkeypatch):
+def test_weights_are_packed_for_the_requested_passes_and_rows(
+    trained, tmp_path, capfd, monkeypatch
+):
     calls = []
-    monkeypatch.setattr(packed_linear, "use_where_it_pays", lambda model, passes, rows: calls.append((passes, rows)))
+    monkeypatch.setattr(
+        packed_linear, "use_where_it_pays", lambda model, passes, rows: calls.append((passes, rows))
+    )
     answer(capfd, "--from", str(trained), "--prompt", "mesh", "--max_new_tokens", "20")
     (tmp_path / "in.jsonl").write_text('{"prompt": "mesh "}\n' * 3)
     arguments = [
@@ -207,9 +218,13 @@ def save_one(rank, config):
 def generate_split(rank, folder, prompts):
     here = World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
     opened = open_model(folder, world=here)
-    local_weights = [p.to_local() if hasattr(p, "to_local") else p for p in opened.model.parameters()]
+    local_weights = [
+        p.to_local() if hasattr(p, "to_local") else p for p in opened.model.parameters()
+    ]
     num_local_weights = sum(weight.numel() for weight in local_weights)
-    generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
+    generator = Generator(
+        opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width
+    )
     return generator.generate(prompts, 6), num_local_weights
 
 
@@ -240,7 +255,9 @@ def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, o
     run_ranks(1, save_one, config)
     prompts = [[256, 5, 9], [256], [256, 80, 81, 82, 83, 84]]
     opened = open_model(tmp_path)
-    expected = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size).generate(prompts, 6)
+    expected = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size).generate(
+        prompts, 6
+    )
     (first, num_local_weights), (second, _) = run_ranks(2, generate_split, tmp_path, prompts)
     assert first == second == expected and len({tuple(row) for row in expected}) == 3
     total = sum(p.numel() for p in opened.model.parameters())
@@ -250,7 +267,9 @@ def test_tensor_parallel_ranks_generate_the_tokens_of_one_rank(tmp_path, name, o
 # --- conversations ---
 
 
-def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(trained, tmp_path, capfd):
+def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(
+    trained, tmp_path, capfd
+):
     pytest.importorskip("tokenizers"), pytest.importorskip("jinja2")
     special = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
     folder = bpe_folder(tmp_path / "tokenizer", special, chat_template=CHAT, eos_token="</s>")
@@ -268,15 +287,22 @@ def test_a_conversation_is_rendered_by_the_template_and_ends_with_its_turn(train
         "--max_new_tokens",
         "3",
     ]
-    options = generate_request.read([*arguments, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"])
+    options = generate_request.read(
+        [*arguments, "--prompt", "Hello", "--chat", "--stop", "<|im_start|>"]
+    )
     opened = open_model(options.source, options.config)
     answers, tokenizer = Answers(options, opened), opened.tokenizer
     ids = answers._encoder.value("Hello", "prompt")
-    assert tokenizer.decode(ids, keep_special=True) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(ids, keep_special=True)
+        == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    )
     named = {tokenizer.decode([i], keep_special=True) for i in answers._stop_ids}
     assert named == {"</s>", "<|im_end|>", "<|im_start|>"}
     rows = tmp_path / "in.jsonl"
-    rows.write_text('{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n')
+    rows.write_text(
+        '{"m": [{"role": "user", "content": "Hello"}]}\n{"m": [{"role": "assistant", "content": "x"}]}\n'
+    )
     valid_row, invalid_row = read_rows(rows, "m", "prediction")
     assert answers._encoder.row(valid_row, "m", "tools") == ids
     with pytest.raises(DataError, match=r"in\.jsonl:2: .*nothing to generate"):
@@ -358,7 +384,9 @@ def test_files_that_cannot_be_read_or_written_are_named_before_any_work(tmp_path
         ("in.jsonl", "in.jsonl", "exists"),
         ("no/where", "in.jsonl", "is in a folder that does not exist"),
     ):
-        code, _, err = answer(capfd, *arguments, str(tmp_path / output), "--input", str(tmp_path / source))
+        code, _, err = answer(
+            capfd, *arguments, str(tmp_path / output), "--input", str(tmp_path / source)
+        )
         assert code in (2, 3) and message in err
 
 
@@ -388,7 +416,9 @@ def test_a_checkpoint_of_another_model_is_refused(trained, tmp_path):
 
 def test_code_named_by_a_folder_is_not_executed(trained, tmp_path):
     run, code = shutil.copytree(trained, tmp_path / "run"), tmp_path / "evil.py"
-    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom shardtrain.models.llama3 import *\n")
+    code.write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom shardtrain.models.llama3 import *\n"
+    )
     config = run / "config.resolved.toml"
     config.write_text(config.read_text().replace('name = "llama3"', f'name = "{code}"'))
     with pytest.raises(ConfigError, match=r"is a Python file named in .*--config"):
@@ -417,7 +447,11 @@ def test_a_recurrence_without_a_state_in_the_layout_requires_no_cache(tmp_path, 
         "ab",
     )
     code, _, err = answer(capfd, *arguments)
-    assert code == 2 and "add --no_cache" in err and "mixes tokens outside of the attention core" in err
+    assert (
+        code == 2
+        and "add --no_cache" in err
+        and "mixes tokens outside of the attention core" in err
+    )
     code, out, _ = answer(capfd, *arguments, "--no_cache", "--max_new_tokens", "2")
     assert code == 0 and out
 
@@ -432,7 +466,9 @@ def test_the_compute_dtype_can_be_chosen(trained):
 
 
 def test_help_needs_no_torch():
-    program = "import sys; from shardtrain import cli; assert cli.main(['generate', '--help']) == 0; "
+    program = (
+        "import sys; from shardtrain import cli; assert cli.main(['generate', '--help']) == 0; "
+    )
     program += "sys.exit('torch' in sys.modules)"
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(

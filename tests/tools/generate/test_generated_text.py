@@ -69,7 +69,11 @@ def test_a_stop_text_ends_the_row_and_is_never_printed(tokenizer, stop):
 
 def test_the_token_that_ends_a_row_has_no_text():
     text = Text(ByteTokenizer(), [256], frozenset({257, 10}))
-    assert text.of([104, 105, 257]) == "hi" and text.of([104, 105, 10]) == "hi" and text.of([104, 105]) == "hi"
+    assert (
+        text.of([104, 105, 257]) == "hi"
+        and text.of([104, 105, 10]) == "hi"
+        and text.of([104, 105]) == "hi"
+    )
 
 
 def test_half_a_character_is_not_printed():

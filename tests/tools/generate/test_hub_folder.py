@@ -49,7 +49,9 @@ def ours(folder: Path, here: World | None = None, ids: int = 260) -> list[list[i
 
 
 def theirs(model: Any, prompt: list[int]) -> list[int]:
-    generated = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    generated = model.generate(
+        torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None
+    )
     tokens: list[int] = generated[0, len(prompt) :].tolist()
     return tokens
 
@@ -65,9 +67,13 @@ def test_tokens_of_architectures_without_a_native_model_equal_those_of_transform
     name: str,
 ) -> None:
     """Includes tied embeddings, whose head is not a separate module."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(foreign.folder(name), dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        foreign.folder(name), dtype=torch.float32
+    ).eval()
     assert ours(foreign.folder(name), ids=512) == [theirs(model, prompt) for prompt in PROMPTS]
-    with pytest.raises(ConfigError, match="contains a T5ForConditionalGeneration, which cannot continue a text"):
+    with pytest.raises(
+        ConfigError, match="contains a T5ForConditionalGeneration, which cannot continue a text"
+    ):
         ours(foreign.folder("t5"))
 
 
@@ -112,10 +118,14 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
     equal = 0
     for (family, style), chat in itertools.product(STYLES.items(), (False, True)):
         place = tmp_path / f"{family}-{chat}"
-        with_post_processor(bpe_folder(place, eos_token="</s>", bos_token="<s>", chat_template=CHAT), style)
+        with_post_processor(
+            bpe_folder(place, eos_token="</s>", bos_token="<s>", chat_template=CHAT), style
+        )
         # A model without unused vocabulary rows: we never choose their ids, but transformers does.
         save(build(family, vocab_size=open_tokenizer(str(place)).vocab_size), place)
-        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+        (tmp_path / "in.jsonl").write_text(
+            "".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS)
+        )
         out = tmp_path / f"{family}-{chat}.jsonl"
         arguments = [
             "generate",
@@ -132,7 +142,9 @@ def test_rows_equal_those_of_transformers_with_and_without_bos(tmp_path: Path) -
         for text, line in zip(QUESTIONS, out.read_text().splitlines(), strict=True):
             if chat:
                 messages = [{"role": "user", "content": text}]
-                prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+                prompt = tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=True
+                )
             else:
                 prompt = tokenizer(text)
             ids = torch.tensor([prompt.input_ids])
@@ -160,7 +172,9 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     prompt = torch.tensor([tokenizer.encode("the cat").tolist()])
     for seed in range(20):
         model = build("llama3", seed, vocab_size=tokenizer.vocab_size)
-        text = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, prompt.size(1) :]
+        text = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[
+            0, prompt.size(1) :
+        ]
         head = model.lm_head.weight.data
         head[tokenizer.eos_id] = 1.5 * head[text[-1]]
         ends = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": tokenizer.eos_id}
@@ -197,7 +211,10 @@ def test_a_text_ends_where_transformers_ends_it(
         (folder / name).write_text(json.dumps(values))
 
     capfd.readouterr()
-    assert main(["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "20"]) == 0
+    assert (
+        main(["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "20"])
+        == 0
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     # If no file names an end token, transformers never stops, but we stop at the tokenizer's.
@@ -210,7 +227,9 @@ def test_a_text_ends_where_transformers_ends_it(
     assert capfd.readouterr().out == tokenizer.decode(new, skip_special_tokens=True) + "\n"
 
 
-def test_settings_that_are_not_used_are_named(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_are_not_used_are_named(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     copy = shutil.copytree(folder, tmp_path / "hf")
     settings = {
         "do_sample": True, "temperature": 0.6, "top_p": 0.9, "suppress_tokens": [5], "forced_bos_token_id": 7,
@@ -218,16 +237,23 @@ def test_settings_that_are_not_used_are_named(folder: Path, tmp_path: Path, capf
     }  # fmt: skip
     (copy / "generation_config.json").write_text(json.dumps(settings))
     capfd.readouterr()
-    assert main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 0
+    assert (
+        main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 0
+    )
     named = "do_sample=True, forced_bos_token_id=7, max_length=10, suppress_tokens=[5], temperature=0.6, top_p=0.9"
     assert f"ignored generation settings of the model: {named}; set" in capfd.readouterr().err
     for content in ("[]", "{", '{"eos_token_id": "a"}', '{"eos_token_id": [1.5]}'):
         (copy / "generation_config.json").write_text(content)
-        assert main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 5
+        assert (
+            main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"])
+            == 5
+        )
         assert "generation_config.json" in capfd.readouterr().err
 
 
-def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_add_bos_overrides_the_tokenizer_of_a_folder(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     opened = open_model(folder)
     plain, with_bos = (
         GenerationPrompts(model.tokenizer, model.config.data, None).value("the cat", "--prompt")

@@ -59,8 +59,12 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize(("name", "ours", "prefix", "changed"), FAMILIES, ids=[f[0] for f in FAMILIES])
-def test_greedy_tokens_equal_those_of_transformers(name, ours, prefix, changed, packed, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "ours", "prefix", "changed"), FAMILIES, ids=[f[0] for f in FAMILIES]
+)
+def test_greedy_tokens_equal_those_of_transformers(
+    name, ours, prefix, changed, packed, monkeypatch
+):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{prefix}Config")(
         **{**THEIRS, **changed},
@@ -80,12 +84,17 @@ def test_greedy_tokens_equal_those_of_transformers(name, ours, prefix, changed, 
     copy_weights(reference, model)
     lengths, longest, new = (4, 11, 7), 11, 20
     rows = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in lengths]
-    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # padding is on the left
+    # padding is on the left
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    expected = reference.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[:, longest:]
+    expected = reference.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[
+        :, longest:
+    ]
     if packed:  # weights in oneDNN's layout, as in the command
         monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.float32: 0})
-        monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.Kernels(packed_linear_float32=2.0))
+        monkeypatch.setattr(
+            chosen_kernels, "_chosen", chosen_kernels.Kernels(packed_linear_float32=2.0)
+        )
         assert packed_linear.use(model) and isinstance(model.head, packed_linear.PackedLinear)
     generated = Generator(model, module.LAYOUT).generate(rows, new)
     assert generated == expected.tolist()

@@ -65,7 +65,9 @@ def trained() -> Path:
 
 
 def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    names = {key: value for key, value in os.environ.items() if key not in ("NGPU", "RANK", "WORLD_SIZE")}
+    names = {
+        key: value for key, value in os.environ.items() if key not in ("NGPU", "RANK", "WORLD_SIZE")
+    }
     environment = {**names, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shardtrain", *arguments]
     return forked.run(
@@ -79,7 +81,9 @@ def shardtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_the_files_of_the_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
     options = ["--task.test_dataset_path", file_of(7, 2), "--output", str(tmp_path), "--nproc", "2"]
     result = shardtrain("test", str(trained() / "config.resolved.toml"), *options)
@@ -95,15 +99,23 @@ def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path, mo
     ]
     for name, size, seed in (("dev", 50, 1), ("test", 7, 2)):
         lines = (tmp_path / f"{name}_prediction.txt").read_text().splitlines()
-        right = sum(line == str(label) for line, (_, label) in zip(lines, rows(size, seed), strict=True))
-        assert json.loads((tmp_path / f"{name}_results.json").read_text()) == {"Accuracy": right / size}
-    logged = [json.loads(line) for line in (trained() / "validation.jsonl").read_text().splitlines()]
+        right = sum(
+            line == str(label) for line, (_, label) in zip(lines, rows(size, seed), strict=True)
+        )
+        assert json.loads((tmp_path / f"{name}_results.json").read_text()) == {
+            "Accuracy": right / size
+        }
+    logged = [
+        json.loads(line) for line in (trained() / "validation.jsonl").read_text().splitlines()
+    ]
     accuracy = json.loads((tmp_path / "dev_results.json").read_text())["Accuracy"]
     assert accuracy == max(line["accuracy"] for line in logged)
 
 
 def choose(rank: int, run_config: Config, wanted: str | None, splits: tuple[str, ...]) -> Any:
-    mesh = distributed.build(run_config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu")))
+    mesh = distributed.build(
+        run_config, World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
+    )
     built = build_model(run_config, mesh)
     try:
         path = held_out_eval_rank.load(built, run_config, wanted)
@@ -119,7 +131,8 @@ def choose(rank: int, run_config: Config, wanted: str | None, splits: tuple[str,
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_without_labels_only_get_predictions(ranks: int) -> None:
     labelled, unlabelled = (
-        trained_config(trained(), task={"test_dataset_path": file_of(7, 2, labels=labels)}) for labels in (True, False)
+        trained_config(trained(), task={"test_dataset_path": file_of(7, 2, labels=labels)})
+        for labels in (True, False)
     )
     _, with_labels = run_ranks(ranks, choose, labelled, None, ("test",))[0]
     for _, files in run_ranks(ranks, choose, unlabelled, None, ("test",)):
@@ -188,7 +201,9 @@ def main(arguments: list[str], stderr_file: Path) -> None:
 
 def test_a_config_without_a_held_out_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(configs.ConfigError, match=r"validation.dataset.*task.test_dataset_path"):
-        held_out_eval_command._read(["--task.name", "classification"], held_out_eval_command._open_toml)
+        held_out_eval_command._read(
+            ["--task.name", "classification"], held_out_eval_command._open_toml
+        )
     with pytest.raises(HelpPrinted):
         held_out_eval_command._read(["--help"], held_out_eval_command._open_toml)
 
@@ -203,7 +218,9 @@ def test_a_language_model_is_tested_by_its_loss() -> None:
     }
     run_config = shallow_config(validation=held_out)
     loss, files = run_ranks(1, language_model, run_config)[0]
-    assert list(files) == ["dev_results.json"] and json.loads(files["dev_results.json"])["loss"] == pytest.approx(loss)
+    assert list(files) == ["dev_results.json"] and json.loads(files["dev_results.json"])[
+        "loss"
+    ] == pytest.approx(loss)
 
 
 def language_model(rank: int, run_config: Config) -> Any:

@@ -21,13 +21,19 @@ from shardtrain.utils import limits
 def shares(lines: list[str]) -> list[float]:
     """Return the planned memory of each change relative to that of the configuration."""
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-    matches = [re.search(r": ([\d.]+) (\w+) planned instead of ([\d.]+) (\w+)$", line) for line in lines]
+    matches = [
+        re.search(r": ([\d.]+) (\w+) planned instead of ([\d.]+) (\w+)$", line) for line in lines
+    ]
     return [float(m[1]) * units[m[2]] / (float(m[3]) * units[m[4]]) for m in matches if m]
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("llama3_8b", 8), ("llama3_405b", 512), ("debug_moe", 8)])
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("llama3_8b", 8), ("llama3_405b", 512), ("debug_moe", 8)]
+)
 def test_each_suggested_change_saves_at_least_a_tenth(name: str, world_size: int) -> None:
-    title, *lines = after_run.after_out_of_memory(config.load(name).config, world_size, is_cpu=False)
+    title, *lines = after_run.after_out_of_memory(
+        config.load(name).config, world_size, is_cpu=False
+    )
     assert "docs/plan.md" in title and 1 <= len(lines) == len(shares(lines)) <= 3
     assert all(share < 0.91 for share in shares(lines)), "0.9, plus rounding in the output"
 
@@ -46,7 +52,9 @@ def test_only_sufficient_changes_are_suggested(memory_mib: int, changes: int) ->
         "--model.hf_assets_path=bytes",
     ]
     run_config = config.load("debug", options).config
-    lines = after_run.after_out_of_memory(run_config, 1, is_cpu=True, memory_bytes=memory_mib * 2**20)
+    lines = after_run.after_out_of_memory(
+        run_config, 1, is_cpu=True, memory_bytes=memory_mib * 2**20
+    )
     assert len(lines[1:]) == changes, lines
 
 
@@ -59,7 +67,11 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
 
     monkeypatch.setattr(trainer, "_steps", no_memory)
     # The plan needs 38 MiB per rank on two ranks, and 51 MiB on a single one.
-    memory = {"total": 90 * 2**20, "available": 2**20} if ranks == 2 else {"total": 60 * 2**20, "available": 2**20}
+    memory = (
+        {"total": 90 * 2**20, "available": 2**20}
+        if ranks == 2
+        else {"total": 60 * 2**20, "available": 2**20}
+    )
     monkeypatch.setattr(limits, "host_memory", lambda: memory)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: (0, 0))
     command = [
@@ -80,7 +92,9 @@ def test_a_run_out_of_memory_ends_with_7_and_suggestions(
     assert result.returncode == 7, result.stderr
     lines = result.stderr.splitlines()
     title = next(
-        number for number, line in enumerate(lines) if line.startswith("each of these changes needs less memory")
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("each of these changes needs less memory")
     )
     assert any(line.startswith("error[7]: ") for line in lines[:title])
     assert 1 <= len(shares(lines[title + 1 :])) <= 3
@@ -98,7 +112,9 @@ def finished(folder: Path, tps: float, memory_gib: float, steps: int = 10) -> Pa
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.resolved.toml").write_text((Path(__file__).parents[3] / "configs/llama3_8b.toml").read_text())
+    (folder / "config.resolved.toml").write_text(
+        (Path(__file__).parents[3] / "configs/llama3_8b.toml").read_text()
+    )
     return folder
 
 
@@ -130,5 +146,8 @@ def test_a_difference_in_a_small_run_is_no_warning(tmp_path: Path) -> None:
 
 def test_unknown_devices_and_short_runs_are_not_compared(tmp_path: Path) -> None:
     assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0), 8, "Some New Accelerator") == []
-    assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0, steps=4), 8, "NVIDIA H100 80GB HBM3") == []
+    assert (
+        after_run.beside_measured(finished(tmp_path, 1.0, 1.0, steps=4), 8, "NVIDIA H100 80GB HBM3")
+        == []
+    )
     assert after_run.beside_measured(tmp_path / "gone", 8, "NVIDIA H100 80GB HBM3") == []

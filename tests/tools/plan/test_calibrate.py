@@ -40,7 +40,10 @@ def test_a_calibrated_plan_of_the_run_takes_as_long_as_the_run_did(folder):
     assert (learned.world_size, learned.steps) == (2, 10)
     plan = planning.make(config.load("debug", []).config, 2, learned.device)
     assert plan.time.seconds == pytest.approx(3.0, rel=0.01)
-    assert plan.peak_bytes == planning.make(config.load("debug", []).config, 2, hardware.find("cpu")).peak_bytes
+    assert (
+        plan.peak_bytes
+        == planning.make(config.load("debug", []).config, 2, hardware.find("cpu")).peak_bytes
+    )
 
 
 def test_too_few_steps_another_device_and_missing_runs_are_rejected(folder, tmp_path):
@@ -137,6 +140,7 @@ def test_the_doctor_of_this_machine_calibrates_a_plan_of_it(tmp_path):
     reports = patients.examined(2, tmp_path, ("devices", "network"))
     path.write_text(doctor_report.to_json(doctor_report.document(reports, [], 1.0)))
     device = calibrate.learn_report(path, hardware.find("cpu")).device
-    measured = min(facts["rate"] for facts in reports.of("devices").values())  # with one thread, like all tests
+    # with one thread, like all tests
+    measured = min(facts["rate"] for facts in reports.of("devices").values())
     assert device.flops["float32"] * device.matmul_efficiency == pytest.approx(measured)
     assert device.link == hardware.find("cpu").link

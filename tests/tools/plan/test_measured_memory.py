@@ -100,7 +100,9 @@ class Counted(LiveMemory):
 
 def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu") -> int:
     """Return the peak bytes of a rank in the second of two steps."""
-    chosen_kernels.use(chosen_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else chosen_kernels.PYTORCH)
+    chosen_kernels.use(
+        chosen_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else chosen_kernels.PYTORCH
+    )
     run = make_run(rank, config)
     if config.lora.base_dtype != "training":
         resume.resume(run, Checkpoints(config))
@@ -111,7 +113,10 @@ def measured_bytes(rank: int, config: Any, kernels: rank_memory.Kernels = "cpu")
     counted.most = 0
     with counted:
         trainer.step(run)
-    weights = {local_tensor(p).untyped_storage()._cdata: local_tensor(p).untyped_storage().nbytes() for p in parameters}
+    weights = {
+        local_tensor(p).untyped_storage()._cdata: local_tensor(p).untyped_storage().nbytes()
+        for p in parameters
+    }
     low_bits = sum(module.low_bits.bytes for part in run.runner.parts for module in held(part))
     return sum(weights.values()) + low_bits + counted.most
 

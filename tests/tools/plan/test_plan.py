@@ -47,18 +47,24 @@ def test_the_output_fits_a_screen_and_names_memory_time_and_bottleneck(capsys):
 )
 def test_the_page_shows_the_output_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
-    command, printed = re.findall(r"`shardtrain (plan [^`]+)`:\n\n```text\n(.*?)```", page, re.DOTALL)[0]
+    command, printed = re.findall(
+        r"`shardtrain (plan [^`]+)`:\n\n```text\n(.*?)```", page, re.DOTALL
+    )[0]
     assert cli.main(shlex.split(command)) == 0
     assert capsys.readouterr().out == printed
 
 
 def test_on_a_narrow_terminal_no_line_is_wider() -> None:
-    loaded = config.load("llama3_405b", ["--parallelism.pipeline_parallel_degree=8", "--training.local_batch_size=8"])
+    loaded = config.load(
+        "llama3_405b", ["--parallelism.pipeline_parallel_degree=8", "--training.local_batch_size=8"]
+    )
     device = hardware.find("h100")
     plan = planning.make(loaded.config, 512, device)
     for columns in (60, 70, 80):
         text = picture.lines(plan, 15e12, 2.5, 7000.0, columns)
-        assert max(map(len, text)) <= columns and any(line.startswith("  pp 7") for line in text), columns
+        assert max(map(len, text)) <= columns and any(line.startswith("  pp 7") for line in text), (
+            columns
+        )
     search_result = search.run(config.load("debug"), 2, hardware.find("cpu"))
     assert max(map(len, search.lines(search_result, 3, 60))) <= 60
 
@@ -67,7 +73,9 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--nodes", "2", "--device", "h200", "--json")
     plan = json.loads(out)
     assert (code, plan["world_size"], plan["device"]) == (0, 16, "h200")
-    assert plan["peak_bytes"] == max(rank["peak"] for rank in plan["ranks"]) + plan["overhead_bytes"]
+    assert (
+        plan["peak_bytes"] == max(rank["peak"] for rank in plan["ranks"]) + plan["overhead_bytes"]
+    )
     assert sum(plan["costs_seconds"].values()) == pytest.approx(plan["step_seconds"])
 
 
@@ -81,7 +89,9 @@ def test_an_oversized_plan_reports_the_excess_and_a_fix(capsys):
 
 def test_the_python_api_returns_the_numbers_of_the_command(capsys):
     plan = shardtrain.plan("llama3_8b", {"activation_checkpoint.mode": "full"}, gpus=8)
-    _, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--json", "--activation_checkpoint.mode", "full")
+    _, out, _ = answer(
+        capsys, "llama3_8b", "--gpus", "8", "--json", "--activation_checkpoint.mode", "full"
+    )
     assert plan.as_dict() == json.loads(out)
     assert plan.tokens_per_second == pytest.approx(8 * plan.tps)
     assert 0 < plan.mfu < 1
@@ -182,7 +192,9 @@ def test_the_best_of_a_search_is_no_slower_and_accepted_by_train(tmp_path):
         ("llama3_405b", 512, "h100"),
     ],
 )
-def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(preset, world_size, device, tmp_path):
+def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(
+    preset, world_size, device, tmp_path
+):
     path = tmp_path / "best.toml"
     arguments = [preset, "--gpus", str(world_size), "--device", device, "--search", "-o", str(path)]
     assert cli.main(["plan", *arguments]) == 0
@@ -213,7 +225,9 @@ def test_an_unknown_peak_is_refused(tmp_path):
         shardtrain.plan("llama3_8b", gpus=8, device=str(path))
 
 
-@pytest.mark.parametrize("name", ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "name", ["GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
 def test_every_schedule_is_planned(name):
     options = {
         "compile.enable": False,
@@ -240,14 +254,19 @@ def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
             if section == "training" and number:
                 if key == "seq_len":
                     value += -value % 128
-                plan = planning.make(config.load(name, [f"--{option}={value}"]).config, world_size, device)
+                plan = planning.make(
+                    config.load(name, [f"--{option}={value}"]).config, world_size, device
+                )
                 assert plan.fits == fits, (option, value)
 
 
 def test_the_largest_values_of_a_layout_are_reported_on_request(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest")
     assert code == 0
-    limits = dict(line.strip().split("=") for line in out.partition("if only one is changed:\n")[2].splitlines())
+    limits = dict(
+        line.strip().split("=")
+        for line in out.partition("if only one is changed:\n")[2].splitlines()
+    )
     assert set(limits) == {
         "training.seq_len",
         "training.local_batch_size",
@@ -265,12 +284,16 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
         assert cli.main([*arguments, "--checkpoint.interval", str(interval), "--json"]) == 0
         budgets[interval] = json.loads(capsys.readouterr().out)["budget"]
     often, rarely = budgets[100], budgets[1000]
-    assert often["days"] == rarely["days"] < often["days_with_failures"] < rarely["days_with_failures"]
+    assert (
+        often["days"] == rarely["days"] < often["days_with_failures"] < rarely["days_with_failures"]
+    )
     lost = rarely["seconds_between_saves"] / 2 + 600
     gained = rarely["days_with_failures"] - rarely["days"]
     assert rarely["failures"] * lost / 86400 == pytest.approx(gained, rel=1e-9)
     # 50,677 device hours between two failures of a device
-    assert rarely["failures"] == pytest.approx(1024 * rarely["days_with_failures"] * 24 / 50677, rel=1e-3)
+    assert rarely["failures"] == pytest.approx(
+        1024 * rarely["days_with_failures"] * 24 / 50677, rel=1e-3
+    )
     assert cli.main(arguments) == 0
     assert "one failure in 50,677 device hours" in " ".join(capsys.readouterr().out.split())
     assert cli.main([*arguments, "--checkpoint.enable=false"]) == 0
@@ -304,14 +327,18 @@ def test_float8_is_searched_if_requested_and_supported_by_the_device(tmp_path, c
     assert not any("model.converters" in candidate["options"] for candidate in plain["ranked"])
     assert both["ranked"][0]["options"]["model.converters"] == [LINEAR]
     assert both["ranked"][0]["tokens_per_second"] > plain["ranked"][0]["tokens_per_second"]
-    code, _, err = answer(capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100")
+    code, _, err = answer(
+        capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100"
+    )
     assert code == 2 and "has no float8 products" in err
 
 
 @pytest.mark.parametrize(
     ("task", "has_rows"), [("preference", True), ("reward_model", True), ("language_model", False)]
 )
-def test_plan_and_dry_run_report_the_assumed_row_length(capsys, monkeypatch, tmp_path, task, has_rows):
+def test_plan_and_dry_run_report_the_assumed_row_length(
+    capsys, monkeypatch, tmp_path, task, has_rows
+):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     note = f'every sequence of task.name="{task}" is counted as training.seq_len=64 tokens'
@@ -363,7 +390,9 @@ SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.device
 def test_a_job_that_cannot_fit_is_rejected_before_submission(arguments, message, capsys) -> None:
     assert cli.main([*SLURM[:2], arguments[0], *SLURM[2:], *arguments[1:]]) == 2
     printed = capsys.readouterr()
-    assert message in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
+    assert (
+        message in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
+    )
 
 
 @pytest.mark.parametrize("device", [["--launch.device", "h100"], []])

@@ -37,7 +37,9 @@ def traced(config, rank, size):
 
 def wide(**sections):
     training = {"seq_len": 512, "mixed_precision_param": "bfloat16", **sections.pop("training", {})}
-    return deep_config(model={"overrides": {**WIDE, **sections.pop("model", {})}}, training=training, **sections)
+    return deep_config(
+        model={"overrides": {**WIDE, **sections.pop("model", {})}}, training=training, **sections
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,16 +137,17 @@ def test_a_pipeline_holds_the_micro_batches_in_flight(name, rank):
     assert plan.total == pytest.approx(run.total_bytes, rel=0.08)
 
 
-@pytest.mark.parametrize(("preset", "size"), [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)])
+@pytest.mark.parametrize(
+    ("preset", "size"), [("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)]
+)
 def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, size):
     config = load(preset, []).config
     model = shapes.read(config)
     sizes = job_sizes.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     memory = rank_memory.of_rank(model, sizes, 0, (), "cuda")
     ranks = derived.shard_degree(config, size) * config.parallelism.tensor_parallel_degree
-    assert memory.parameters == pytest.approx(
-        4 * model.num_params / ranks, rel=0.001
-    )  # norms are replicated on tensor-parallel ranks
+    # norms are replicated on tensor-parallel ranks
+    assert memory.parameters == pytest.approx(4 * model.num_params / ranks, rel=0.001)
     assert memory.optimizer == pytest.approx(2 * memory.parameters, rel=1e-4)
 
 
@@ -166,12 +169,13 @@ def test_eight_billion_weights_fit_one_gpu_of_80_gb(options):
     arguments = [f"--{option}={value}" for option, value in options.items()]
     config = load("llama3_8b_one_gpu", arguments).config
     model = shapes.read(config)
-    memory = rank_memory.of_rank(model, job_sizes.of_config(config, 1, len(model.layers)), 0, (), "cuda")
+    memory = rank_memory.of_rank(
+        model, job_sizes.of_config(config, 1, len(model.layers)), 0, (), "cuda"
+    )
     assert model.num_params > 8e9 and config.training.seq_len == 8192
     device = hardware.find("h100")
-    assert (
-        memory.total + 4 * 2**30 <= device.memory_bytes
-    )  # for the driver, the allocator, and float32 temporaries of the update
+    # for the driver, the allocator, and float32 temporaries of the update
+    assert memory.total + 4 * 2**30 <= device.memory_bytes
 
 
 def test_the_kernels_of_a_gpu_keep_less_than_those_of_the_cpu():
@@ -179,14 +183,17 @@ def test_the_kernels_of_a_gpu_keep_less_than_those_of_the_cpu():
     model = shapes.read(config)
     sizes = job_sizes.of_config(config, 8, len(model.layers))
     assert (
-        rank_memory.of_rank(model, sizes, 0, (), "cuda").total < rank_memory.of_rank(model, sizes, 0, (), "cpu").total
+        rank_memory.of_rank(model, sizes, 0, (), "cuda").total
+        < rank_memory.of_rank(model, sizes, 0, (), "cpu").total
     )
 
 
 def test_a_shape_from_sizes_equals_that_of_the_model():
     config = load("llama3_8b", []).config
     read_shape = shapes.read(config)
-    from_sizes = shapes.decoder("llama3 8B", 32, 4096, 32, 8, 14336, 128256, config.training.seq_len)
+    from_sizes = shapes.decoder(
+        "llama3 8B", 32, 4096, 32, 8, 14336, 128256, config.training.seq_len
+    )
     assert (from_sizes.num_params, from_sizes.flops_per_token) == (
         read_shape.num_params,
         read_shape.flops_per_token,

@@ -10,7 +10,9 @@ from shardtrain.tools.plan import schedule
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 @pytest.mark.parametrize(("degree", "count"), [(2, 2), (4, 8), (8, 32)])
 def test_the_bubble_of_one_stage_per_rank_matches_the_formula(name, degree, count):
-    seconds = {(kind, stage): time for stage in range(degree) for kind, time in (("F", 1.0), ("B", 2.0))}
+    seconds = {
+        (kind, stage): time for stage in range(degree) for kind, time in (("F", 1.0), ("B", 2.0))
+    }
     line = schedule.simulate(schedule.orders(name, degree, degree, count), seconds, 0.0)
     assert line.seconds == pytest.approx(3 * (count + degree - 1))
     assert line.bubble == pytest.approx((degree - 1) / (count + degree - 1))

@@ -13,7 +13,9 @@ from shardtrain import cli
 from shardtrain.tools.runs.run_files import RunFolder
 
 
-def run_folder(path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object = None, age: float = 0.0) -> Path:
+def run_folder(
+    path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object = None, age: float = 0.0
+) -> Path:
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text(text)
     if end is not None:
@@ -35,7 +37,9 @@ def run_folder(path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object
         ({"code": [0]}, 0, "failed ([0])"),
     ],
 )
-def test_the_state_of_a_run_is_that_of_its_newest_attempt(tmp_path: Path, end: object, age: float, state: str) -> None:
+def test_the_state_of_a_run_is_that_of_its_newest_attempt(
+    tmp_path: Path, end: object, age: float, state: str
+) -> None:
     assert RunFolder(run_folder(tmp_path / "run", end=end, age=age)).status().state == state
 
 
@@ -45,7 +49,9 @@ def test_the_exit_file_of_an_earlier_attempt_is_ignored(tmp_path: Path) -> None:
     assert RunFolder(folder).status().state == "under way"
 
 
-def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_found_below_and_the_newest_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_folder(tmp_path / "sweep/old", age=500, end={"code": 0})
     new = run_folder(tmp_path / "sweep/new", text='{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
     run_folder(new / "inside/a run")  # folders inside a run are not searched
@@ -68,7 +74,9 @@ def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path, capsys:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "[1]\n", "{" * 1000, '{"step": "x"}\n', "\x00\n" * 100])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "[1]\n", "{" * 1000, '{"step": "x"}\n', "\x00\n" * 100]
+)
 def test_a_file_without_a_record_is_shown_without_numbers(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,7 +86,9 @@ def test_a_file_without_a_record_is_shown_without_numbers(
     assert " - " in out and "\x1b" not in out
 
 
-def test_a_path_that_is_not_a_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_folder_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
     assert "is not a folder; name a folder with runs" in capsys.readouterr().err
     assert cli.main(["runs", str(tmp_path)]) == 0

@@ -108,7 +108,9 @@ def test_a_run_without_checkpoints_replays_from_its_start_with_progress(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # default: 5 seconds
-    status, output = replay(root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1")
+    status, output = replay(
+        root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1"
+    )
     assert status == 0, output
     assert "replaying steps 1 to 2" in output
     assert "building the model and opening its data: " in output and "step 1: 0s" in output
@@ -125,7 +127,9 @@ def test_a_replay_on_other_ranks_is_compared_within_rounding(root: Path) -> None
     by="tests/tools/runs/test_replay.py::test_a_replay_is_bitwise_and_does_not_change_the_run",
 )
 def test_a_rewound_run_replays_without_its_excluded_rows(root: Path) -> None:
-    records = [json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["rewinds"] for record in records] == [0] * 3 + [1] * 3 + [2] * 5
     for steps, count in (("1:11", 11), ("5:11", 8)):
         status, output = replay(root, steps, str(root / "rewound"))
@@ -150,7 +154,8 @@ def test_the_first_difference_is_named(root: Path) -> None:
     status, output = replay(root, "6", str(folder))
     assert status == 4, output
     assert (
-        "step 6 differs from the run: model.embed.weight and " in output and "more tensors of step-6 differ" in output
+        "step 6 differs from the run: model.embed.weight and " in output
+        and "more tensors of step-6 differ" in output
     )
 
 

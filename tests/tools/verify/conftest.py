@@ -23,9 +23,13 @@ MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=
 class Bench:
     """A small model and its steps on one process. ``run`` compares one of the given meshes with them."""
 
-    def __init__(self, folder: Path, meshes: tuple[str, ...], *overrides: str, steps: int = 2) -> None:
+    def __init__(
+        self, folder: Path, meshes: tuple[str, ...], *overrides: str, steps: int = 2
+    ) -> None:
         loaded = config.load(None, ["--activation_checkpoint.mode", "none", *overrides])
-        self.task: shrink.VerifyTask = verify.plan(loaded, VerifyOptions(meshes=meshes, steps=steps))
+        self.task: shrink.VerifyTask = verify.plan(
+            loaded, VerifyOptions(meshes=meshes, steps=steps)
+        )
         self.folder = folder
         verify.reference(self.task, trainer, folder)
 
@@ -37,12 +41,16 @@ class Bench:
         plan = next(plan for plan in self.task.plans if plan.name == mesh)
         sections = {"parallelism": parallelism, "activation_checkpoint": {"mode": recompute}}
         loaded = changed(plan.loaded, sections, set(), "")
-        return verify.compare_plan(self.task, dataclasses.replace(plan, loaded=loaded), trainer, self.folder)
+        return verify.compare_plan(
+            self.task, dataclasses.replace(plan, loaded=loaded), trainer, self.folder
+        )
 
 
 @pytest.fixture(scope="module")
 def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
-    return lambda *arguments, **options: Bench(tmp_path_factory.mktemp("bench"), *arguments, **options)
+    return lambda *arguments, **options: Bench(
+        tmp_path_factory.mktemp("bench"), *arguments, **options
+    )
 
 
 @pytest.fixture(scope="module")

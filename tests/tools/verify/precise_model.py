@@ -47,7 +47,9 @@ class Core(nn.Module):
 
 class Norm(nn.LayerNorm):
     def forward(self, x):
-        out = F.layer_norm(x.float(), self.normalized_shape) * self.weight.float() + self.bias.float()
+        out = (
+            F.layer_norm(x.float(), self.normalized_shape) * self.weight.float() + self.bias.float()
+        )
         return out.to(self.weight.dtype)
 
 
@@ -55,7 +57,9 @@ def turn(x, positions):
     half = x.size(-1) // 2
     angles = positions.float()[..., None, None] * 100.0 ** (-torch.arange(half) / half)
     a, b = x.float().chunk(2, -1)
-    turned = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+    turned = torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1
+    )
     return turned.to(x.dtype)
 
 

@@ -226,7 +226,9 @@ def run_of(path: Path, mesh: str, flavor: str = "small", **sections: dict[str, A
             arguments += [f"--parallelism.{AXES[axis]}_parallel_degree", str(degree)]
     config = configs.load(None, arguments).config
     for name, values in sections.items():
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values)})
+        config = dataclasses.replace(
+            config, **{name: dataclasses.replace(getattr(config, name), **values)}
+        )
     return config
 
 
@@ -237,7 +239,9 @@ def verdict_of(tmp_path: Path, text: str, mesh: str) -> VerifyVerdict:
 
 
 def tiers(names: Any, default: tuple[str, ...]) -> list[Any]:
-    return [name if name in default else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+    return [
+        name if name in default else pytest.param(name, marks=pytest.mark.nightly) for name in names
+    ]
 
 
 @pytest.mark.parametrize("name", tiers(WRONG, BY_DEFAULT))
@@ -258,7 +262,9 @@ def test_a_correct_file_is_compared_and_not_refused(name: str, tmp_path: Path) -
         assert any("casts to bfloat16 are disabled" in line for line in verdict.noticed)
 
 
-@pytest.mark.nightly("63 comparisons; test_a_correct_file_is_compared_and_not_refused covers it by default")
+@pytest.mark.nightly(
+    "63 comparisons; test_a_correct_file_is_compared_and_not_refused covers it by default"
+)
 @pytest.mark.parametrize("name", FILES)
 def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
     """On the meshes that other_styles.py lists as possible for it."""
@@ -270,7 +276,9 @@ def test_no_correct_file_of_another_style_is_refused(name: str) -> None:
 
 def test_a_file_with_fixed_sizes_is_reported_as_not_compared(tmp_path: Path) -> None:
     """Not refused, because nothing is known about it, but reported."""
-    verdict = verdict_of(tmp_path, changed([(EMBEDDED, EMBEDDED + "        x = x.view(-1, 2048, 32)\n")]), "tp=2")
+    verdict = verdict_of(
+        tmp_path, changed([(EMBEDDED, EMBEDDED + "        x = x.view(-1, 2048, 32)\n")]), "tp=2"
+    )
     assert verdict.refused == [] and verdict.compared == []
     assert "does not run on 32 tokens" in verdict.left_out[0]
 
@@ -288,7 +296,9 @@ def test_a_file_with_fixed_sizes_is_reported_as_not_compared(tmp_path: Path) -> 
         ("gpt_oss", "20b", 4),
     ],
 )
-def test_a_reduced_copy_is_found_for_every_family(name: str, flavor: str, tp: int, tmp_path: Path) -> None:
+def test_a_reduced_copy_is_found_for_every_family(
+    name: str, flavor: str, tp: int, tmp_path: Path
+) -> None:
     """Like a user's file: the meaning of its sizes is inferred only from their names and from test runs."""
     config = run_of(FAMILIES / f"{name}.py", "tp=2", flavor)
     (reduction,) = forked_workers.run(1, own_sizes.smaller, config, 2, tp, folder=tmp_path)
@@ -345,7 +355,10 @@ def test_all_ranks_receive_the_same_verdict_before_building(tmp_path: Path) -> N
     answers = run_ranks(2, ask_on_ranks, str(path), str(tmp_path))
     assert answers[0] == answers[1]
     refusal, quiet = answers[0]
-    assert refusal.startswith(f"model.name={path} on tp=2") and "order queries, keys and values by head" in refusal
+    assert (
+        refusal.startswith(f"model.name={path} on tp=2")
+        and "order queries, keys and values by head" in refusal
+    )
     assert quiet == [
         f"model.check=false: {path} is NOT compared with one process; run `shardtrain verify {path}` to do so"
     ]

@@ -56,11 +56,15 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(mesh: str, *answer: str, by_default: bool = False, model: str = "llama3", **options: Any) -> Any:
+def fault(
+    mesh: str, *answer: str, by_default: bool = False, model: str = "llama3", **options: Any
+) -> Any:
     """Register a function that plants a fault, under its name."""
 
     def register(plant: Any) -> Any:
-        FAULTS[plant.__name__.replace("_", " ")] = Fault(plant, mesh, answer, by_default, options, model)
+        FAULTS[plant.__name__.replace("_", " ")] = Fault(
+            plant, mesh, answer, by_default, options, model
+        )
         return plant
 
     return register
@@ -69,7 +73,9 @@ def fault(mesh: str, *answer: str, by_default: bool = False, model: str = "llama
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) -> None:
     """Replace a function by ``change(original, *arguments)``."""
     original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *arguments, **named: change(original, *arguments, **named))
+    monkeypatch.setattr(
+        owner, name, lambda *arguments, **named: change(original, *arguments, **named)
+    )
 
 
 def divide_gradients(monkeypatch, factor):
@@ -85,7 +91,9 @@ def divide_gradients(monkeypatch, factor):
 # gradients: their sums over axes and micro-batches
 
 
-@fault("dp_shard=2", "step 1", "embed.weight", "scaled by 1/2", "dp_shard", "averaged", by_default=True)
+@fault(
+    "dp_shard=2", "step 1", "embed.weight", "scaled by 1/2", "dp_shard", "averaged", by_default=True
+)
 def gradients_averaged_over_shards(monkeypatch):
     divide_gradients(monkeypatch, 2.0)
 
@@ -345,7 +353,11 @@ RING = {"context_parallel_rotate_method": "alltoall"}
 def a_wrong_causal_chunk_in_the_ring(monkeypatch):
     def all_seen(parts, tokens, source, rank, balanced):
         everything = slice(0, tokens)
-        return parts(tokens, source, rank, balanced) if source == rank else [(everything, everything, False)]
+        return (
+            parts(tokens, source, rank, balanced)
+            if source == rank
+            else [(everything, everything, False)]
+        )
 
     wrap(monkeypatch, masks, "_causal_parts", all_seen)
 
@@ -386,7 +398,9 @@ class Unsummed(RowwiseParallel):
     @staticmethod
     def _prepare_output_fn(output_layouts, use_local_output, module, outputs, mesh):
         partial = outputs.to_local().chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
-        return DTensor.from_local(partial.contiguous(), mesh, (Shard(1),), run_check=False).to_local()
+        return DTensor.from_local(
+            partial.contiguous(), mesh, (Shard(1),), run_check=False
+        ).to_local()
 
 
 @fault(
@@ -485,17 +499,23 @@ def gradients_not_clipped(monkeypatch):
 @fault("dp_shard=2", "layers.1.ffn.w2.weight in layer 1", "not updated")
 def one_parameter_is_not_updated(monkeypatch):
     def forget(build, named, config, names=None):
-        return build([(name, p) for name, p in named if name != "layers.1.ffn.w2.weight"], config, names)
+        return build(
+            [(name, p) for name, p in named if name != "layers.1.ffn.w2.weight"], config, names
+        )
 
     wrap(monkeypatch, optim, "build", forget)
 
 
-@fault("dp_replicate=2", "unsynchronised parameter", "axis dp_replicate", shard_optimizer_states=True)
+@fault(
+    "dp_replicate=2", "unsynchronised parameter", "axis dp_replicate", shard_optimizer_states=True
+)
 def updated_slices_not_gathered(monkeypatch):
     def keep(self):
         for name, piece in self.slices.items():
             if self._dims[name] is not None:
-                self._part(name, local_tensor(self._parameters[name]).detach()).copy_(local_tensor(piece).detach())
+                self._part(name, local_tensor(self._parameters[name]).detach()).copy_(
+                    local_tensor(piece).detach()
+                )
                 piece.grad = None
 
     monkeypatch.setattr(zero1.SplitStates, "after_update", keep)
@@ -669,7 +689,10 @@ def benches(make_bench):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if fault.by_default else pytest.mark.nightly) for n, fault in FAULTS.items()],
+    [
+        pytest.param(n, marks=() if fault.by_default else pytest.mark.nightly)
+        for n, fault in FAULTS.items()
+    ],
 )
 def test_a_fault_in_the_engine_is_detected_and_named(name, benches, monkeypatch):
     planted = FAULTS[name]
@@ -708,7 +731,9 @@ EVERYWHERE = [
     by="tests/tools/verify/test_rounding.py::test_the_tolerance_follows_the_rounding_of_one_process_up_to_a_thousandth",
 )
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_a_fault_in_the_engine_is_detected_in_a_model_that_amplifies_rounding(name, benches, monkeypatch):
+def test_a_fault_in_the_engine_is_detected_in_a_model_that_amplifies_rounding(
+    name, benches, monkeypatch
+):
     """Its tolerance is the effect of a last-place perturbation on one process. All faults are larger."""
     planted = FAULTS[name]
     bench = benches("amplifying")

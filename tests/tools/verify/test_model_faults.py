@@ -57,7 +57,9 @@ SEED = "sets the seed of a global random generator in forward"
 
 def cached(*lines: str) -> list[tuple[str, str]]:
     """Return changes for a core that computes its mask m for n tokens with the lines. ``kept`` is a class attribute."""
-    body = "\n        ".join(["n = q.size(2)", *lines, CORE.replace("is_causal=True", "attn_mask=m")])
+    body = "\n        ".join(
+        ["n = q.size(2)", *lines, CORE.replace("is_causal=True", "attn_mask=m")]
+    )
     mask = "def mask(n):\n    return torch.ones(n, n, dtype=torch.bool).tril()\n\n\n"
     return [
         ("class Core(nn.Module):\n", f"{mask}class Core(nn.Module):\n    kept = None\n\n"),
@@ -475,7 +477,11 @@ def changed_model(changes: list[tuple[str, str]]) -> str:
     return text
 
 
-ON_MESHES = [name for name in RIGHT if name not in ("a window of the longest row", "constant noise per feature")]
+ON_MESHES = [
+    name
+    for name in RIGHT
+    if name not in ("a window of the longest row", "constant noise per feature")
+]
 """Without the noise, which is combined with a gathered input: a DTensor under tp. docs/own_model.md has the fix."""
 CHANGES = {name: fault.changes for name, fault in FAULTS.items()} | RIGHT
 
@@ -483,11 +489,17 @@ CHANGES = {name: fault.changes for name, fault in FAULTS.items()} | RIGHT
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Results of verify for the selected files and for the sound one, without running a mesh."""
-    texts = {name: changed_model(CHANGES[name]) for name in sorted(chosen(request, "name"))} | {"sound": SOUND}
-    return made_once(tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("models"), texts))
+    texts = {name: changed_model(CHANGES[name]) for name in sorted(chosen(request, "name"))} | {
+        "sound": SOUND
+    }
+    return made_once(
+        tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("models"), texts)
+    )
 
 
-@pytest.mark.nightly("sound models", by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm")
+@pytest.mark.nightly(
+    "sound models", by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm"
+)
 def test_the_recorded_claim_counts_these_faults():
     claims = json.loads((Path(__file__).parents[3] / "benchmarks/results/claims.json").read_text())
     assert claims["faults_in_model_files"]["planted"] == len(FAULTS)
@@ -502,7 +514,9 @@ WITHOUT_MESH = [name for name, fault in FAULTS.items() if not fault.needs_mesh]
 
 @pytest.mark.parametrize(
     "name",
-    cases(WITHOUT_MESH[::3], nightly=[name for name in WITHOUT_MESH if name not in WITHOUT_MESH[::3]]),
+    cases(
+        WITHOUT_MESH[::3], nightly=[name for name in WITHOUT_MESH if name not in WITHOUT_MESH[::3]]
+    ),
 )
 def test_a_fault_visible_without_a_mesh_is_named(name, results):
     fault, result = FAULTS[name], results[name]
@@ -527,7 +541,9 @@ def test_a_correct_model_has_no_findings_without_a_mesh(name, results):
 def test_a_correct_model_has_the_same_results_on_every_mesh(name, tmp_path, capsys):
     """Dropout is off, because the sound model would drop elements that two ranks must hold alike."""
     path = tmp_path / "model.py"
-    path.write_text(changed_model(RIGHT[name]).replace("dropout: float = 0.1", "dropout: float = 0.0"))
+    path.write_text(
+        changed_model(RIGHT[name]).replace("dropout: float = 0.1", "dropout: float = 0.0")
+    )
     meshes = ("dp_shard=2", "tp=2", "cp=2", "pp=2")
     status = verify.main([str(path), "--mesh", *meshes, "--steps", "1", "--json"])
     assert status == 0, capsys.readouterr().out
@@ -535,7 +551,10 @@ def test_a_correct_model_has_the_same_results_on_every_mesh(name, tmp_path, caps
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS],
+    [
+        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly)
+        for name in FAULTS
+    ],
 )
 def test_the_command_names_a_fault_in_a_model_file(name, tmp_path):
     fault = FAULTS[name]

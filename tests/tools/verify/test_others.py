@@ -37,7 +37,10 @@ def test_a_correct_file_causes_no_alarm(names, tmp_path):
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "name",
-    [name if name == "dropout" else pytest.param(name, marks=pytest.mark.nightly) for name in FILES],
+    [
+        name if name == "dropout" else pytest.param(name, marks=pytest.mark.nightly)
+        for name in FILES
+    ],
 )
 @pytest.mark.nightly(
     "on every mesh",

@@ -45,7 +45,9 @@ DEEPSEEK = ("--model.name=deepseek_v3", "--model.flavor=debugmodel")
 OWN_FILE = (f"--model.name={PRECISE}", "--model.flavor=small")
 
 
-def rows_of(folder: Path, options: tuple[str, ...], *meshes: str, steps: int = 2) -> dict[str, MeshResult]:
+def rows_of(
+    folder: Path, options: tuple[str, ...], *meshes: str, steps: int = 2
+) -> dict[str, MeshResult]:
     """Verify in the own precision of a configuration. Return the rows by mesh."""
     loaded = config.load(None, ["--activation_checkpoint.mode", "none", *options])
     request = verify_request.VerifyOptions(meshes=meshes, steps=steps, precision="own")
@@ -80,7 +82,9 @@ def fault(
     """Register a function that plants a fault, under its name. ``on`` is the row that must differ."""
 
     def register(plant: Any) -> Any:
-        FAULTS[plant.__name__.replace("_", " ")] = Fault(plant, options, mesh, on or "one process", answer, steps)
+        FAULTS[plant.__name__.replace("_", " ")] = Fault(
+            plant, options, mesh, on or "one process", answer, steps
+        )
         return plant
 
     return register
@@ -89,7 +93,9 @@ def fault(
 def wrap(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Any) -> None:
     """Replace a function by ``change(original, *arguments)``."""
     original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *arguments, **named: change(original, *arguments, **named))
+    monkeypatch.setattr(
+        owner, name, lambda *arguments, **named: change(original, *arguments, **named)
+    )
 
 
 # forward
@@ -353,7 +359,9 @@ BY_DEFAULT = (
 )
 
 
-@pytest.mark.parametrize("name", cases(BY_DEFAULT, [name for name in FAULTS if name not in BY_DEFAULT]))
+@pytest.mark.parametrize(
+    "name", cases(BY_DEFAULT, [name for name in FAULTS if name not in BY_DEFAULT])
+)
 def test_a_fault_of_low_precision_is_detected_and_named(name, tmp_path, monkeypatch):
     planted = FAULTS[name]
     planted.plant(monkeypatch)
@@ -366,7 +374,9 @@ def test_a_fault_of_low_precision_is_detected_and_named(name, tmp_path, monkeypa
 # faults of a model file
 
 
-IN_NORM = "out = F.layer_norm(x.float(), self.normalized_shape) * self.weight.float() + self.bias.float()"
+IN_NORM = (
+    "out = F.layer_norm(x.float(), self.normalized_shape) * self.weight.float() + self.bias.float()"
+)
 MODEL_FAULTS = {
     "a norm by hand in the dtype of the model": (
         IN_NORM,
@@ -464,7 +474,9 @@ NOT_PROVEN = (
 """Sound configurations in which rounding alone changes a gradient of a small model by as much as a fault would."""
 
 
-@pytest.mark.parametrize("name", cases(["llama3 bf16"], [name for name in SOUND if name != "llama3 bf16"]))
+@pytest.mark.parametrize(
+    "name", cases(["llama3 bf16"], [name for name in SOUND if name != "llama3 bf16"])
+)
 def test_a_sound_configuration_is_not_flagged(name, tmp_path):
     options, meshes = SOUND[name]
     for row in rows_of(tmp_path, options, *meshes).values():

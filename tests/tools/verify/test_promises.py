@@ -230,7 +230,9 @@ def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, results):
     assert all(text in message for text in texts), message
 
 
-@pytest.mark.parametrize("also", [[], [('        "blocks.*.mix": "gather",\n', "")]], ids=["core", "core and gather"])
+@pytest.mark.parametrize(
+    "also", [[], [('        "blocks.*.mix": "gather",\n', "")]], ids=["core", "core and gather"]
+)
 def test_a_model_without_an_attention_core_cannot_split_sequences(also, tmp_path, capsys):
     path = write(tmp_path, ('    context="blocks.*.mix.core",\n', ""), *also)
     run(path, "--mesh", "cp=2", "dp_shard=2", "--steps", "1")

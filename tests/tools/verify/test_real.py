@@ -58,7 +58,9 @@ def _norm(rank, ranks, degrees, rows, values):
     return sums.gradient_norm(rank, ranks, degrees, rows, 4096, values, "float32")
 
 
-@pytest.mark.parametrize(("ranks", "degrees"), [(1, {}), (2, {}), (2, {"dp_replicate": 2}), (4, {"tp": 2})])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(1, {}), (2, {}), (2, {"dp_replicate": 2}), (4, {"tp": 2})]
+)
 def test_the_norm_of_five_million_numbers_matches_float64_on_every_mesh(ranks, degrees):
     assert norm(ranks, degrees, 5_000_000, "normal") <= real.SUM_LIMIT
 
@@ -70,14 +72,19 @@ def test_the_norm_matches_float64_for_difficult_values(values):
 
 def test_a_norm_summed_in_float32_is_detected(monkeypatch):
     # A previous version: sequential float32 sums of squares per lane, off by 1.3e-4 at five million numbers.
-    chained = lambda tensors: torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).square().sum()  # noqa: E731
+    def chained(tensors):
+        norms = torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+        return torch.stack(norms).square().sum()
+
     monkeypatch.setattr(grad_clip, "squared_norm", chained)
     assert norm(1, {}, 5_000_000, "normal") > real.SUM_LIMIT
 
 
 @pytest.mark.parametrize(("ranks", "degrees"), [(1, {}), (2, {"tp": 2}), (4, {"tp": 2})])
 @pytest.mark.parametrize(("vocabulary", "tokens", "batches"), [(128_256, 32, 8), (2, 1 << 18, 256)])
-def test_a_loss_over_a_real_vocabulary_or_many_tokens_matches_float64(ranks, degrees, vocabulary, tokens, batches):
+def test_a_loss_over_a_real_vocabulary_or_many_tokens_matches_float64(
+    ranks, degrees, vocabulary, tokens, batches
+):
     losses = run_ranks(ranks, sums.loss_sum, ranks, degrees, vocabulary, tokens, batches)
     assert sums.loss_error(losses) <= real.SUM_LIMIT
 
@@ -132,8 +139,13 @@ def test_numbers_of_a_tile_depend_only_on_their_position():
         tile.fill_(wholes[name], name, 2.0, 1.0)
         for part in parts:
             values, slices = part[name]
-            assert torch.equal(torch.tensor(values), wholes[name][tuple(slice(*pair) for pair in slices)])
-    assert abs(float(wholes["matrix"].std()) - 2.0) < 0.1 and abs(float(wholes["matrix"].mean()) - 1.0) < 0.1
+            assert torch.equal(
+                torch.tensor(values), wholes[name][tuple(slice(*pair) for pair in slices)]
+            )
+    assert (
+        abs(float(wholes["matrix"].std()) - 2.0) < 0.1
+        and abs(float(wholes["matrix"].mean()) - 1.0) < 0.1
+    )
 
 
 def _tiled(rank):
@@ -163,7 +175,9 @@ def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
     ids = torch.randint(0, 50, (3, 5))
 
     def loss_of(model):
-        nothing = model[1](torch.empty(0, 24, dtype=torch.float64)).sum()  # like an expert without tokens
+        nothing = model[1](
+            torch.empty(0, 24, dtype=torch.float64)
+        ).sum()  # like an expert without tokens
         return model(ids).float().square().sum() + nothing  # .float() must have no effect
 
     exact = copy.deepcopy(model).double()
@@ -173,7 +187,9 @@ def test_factors_reproduce_the_gradients_of_float64(monkeypatch, tmp_path):
     monkeypatch.setattr(float64, "FACTORED_NUMEL", 900)
     loss, gradients = float64.loss_and_gradients(model, loss_of)
     assert loss == pytest.approx(float(expected), rel=1e-14)
-    assert set(gradients.factors) == {"0.weight", "1.weight", "2.weight"} and set(gradients.whole) == {"1.bias"}
+    assert set(gradients.factors) == {"0.weight", "1.weight", "2.weight"} and set(
+        gradients.whole
+    ) == {"1.bias"}
     float64.write(gradients, str(tmp_path / "gradients"))
     gradients = float64.read(str(tmp_path / "gradients"))
     for name, parameter in exact.named_parameters():
@@ -203,13 +219,17 @@ def test_a_step_of_one_layer_matches_float64(model, mesh, sizes):
     assert ("layer and vocabulary: gradients", mesh) in rows
 
 
-@pytest.mark.parametrize("name", cases(["deepseek_v3"], nightly=["qwen3", "granitemoe", "gpt_oss", "lfm2"]))
+@pytest.mark.parametrize(
+    "name", cases(["deepseek_v3"], nightly=["qwen3", "granitemoe", "gpt_oss", "lfm2"])
+)
 def test_a_step_of_each_kind_of_layer_of_a_transformers_network_matches_float64(name, tmp_path):
     """Dense layers before experts, or attention after convolutions: the first of each is kept."""
     pytest.importorskip("transformers")
     hf_config(name, **layered(name, 4)).save_pretrained(tmp_path)
     fields = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": [ARCHITECTURES[name][0]]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**fields, "architectures": [ARCHITECTURES[name][0]]})
+    )
     arguments = ("--model.name", "transformers", "--model.overrides.path", str(tmp_path))
     rows = rows_of(*arguments, meshes=("1", "dp_shard=2,tp=2"))
     steps = {name: row for name, row in rows.items() if name[0].startswith("layers")}
@@ -241,7 +261,10 @@ def test_a_model_that_does_not_fit_is_reduced_and_each_reduction_reported():
     pieces = {piece.name: piece for piece in real_layers.pieces(loaded, 8 << 30, counted)}
     assert set(pieces) == {"dense layer", "layer", "vocabulary"}
     assert all(piece.bytes_on({}, 1) <= 8 << 30 for piece in pieces.values())
-    assert "experts 256 -> " in pieces["layer"].size_text and "vocabulary 129280 -> 1024" in pieces["layer"].size_text
+    assert (
+        "experts 256 -> " in pieces["layer"].size_text
+        and "vocabulary 129280 -> 1024" in pieces["layer"].size_text
+    )
     assert "embedding of 1024 rows" in pieces["vocabulary"].size_text
     (full_model,) = real_layers.pieces(loaded, 1 << 50, counted)
     assert full_model.size_text == "num_layers 61 -> 2"
@@ -256,7 +279,9 @@ def test_checks_that_do_not_fit_are_skipped_and_reported(capsys, monkeypatch):
     assert "1 passed, 0 failed, 1 left out: checks that were left out have no result" in text
     assert cli.main(["verify", "--real", "--json", "--memory=1"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["verdict"] for row in report["rows"]] == ["pass", "left out"] and report["exit_code"] == 0
+    assert [row["verdict"] for row in report["rows"]] == ["pass", "left out"] and report[
+        "exit_code"
+    ] == 0
 
 
 def _one_that_fits_and_one_that_does_not():
@@ -264,7 +289,9 @@ def _one_that_fits_and_one_that_does_not():
         yield real.Check("gradient norm", "", "1", 1, gib << 30, 1e-6, lambda _: (0.0, ""))
 
 
-@pytest.mark.parametrize(("error", "verdict", "status"), [(1e-7, "pass", 0), (2e-6, "fail", 4), (math.nan, "fail", 4)])
+@pytest.mark.parametrize(
+    ("error", "verdict", "status"), [(1e-7, "pass", 0), (2e-6, "fail", 4), (math.nan, "fail", 4)]
+)
 def test_an_error_above_the_limit_or_nan_fails(error, verdict, status):
     row = real.measured(real.Check("loss sum", "", "1", 1, 0, 1e-6, lambda _: (error, "")), 1)
     assert row.verdict == verdict and real.exit_code([row]) == status
@@ -291,13 +318,19 @@ MEMORY = int(float(os.environ.get("SHARDTRAIN_REAL_GIB", "2")) * 2**30)
 ``SHARDTRAIN_REAL_GIB=17`` also runs those beyond 2^31 numbers, which ``shardtrain verify --real`` runs by default."""
 
 
-@pytest.mark.parametrize("check", cases(CHECKS[:3], nightly=CHECKS[3:]), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
+@pytest.mark.parametrize(
+    "check", cases(CHECKS[:3], nightly=CHECKS[3:]), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}"
+)
 def test_each_general_check_passes_small(check):
     assert real.measured(check, 1 << 32).verdict == "pass"
 
 
-@pytest.mark.parametrize("check", list(real.general(real.Sizes())), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}")
-@pytest.mark.nightly("minutes each, and all available memory; test_each_general_check_passes_small covers it")
+@pytest.mark.parametrize(
+    "check", list(real.general(real.Sizes())), ids=lambda c: f"{c.name}-{c.size}-{c.mesh}"
+)
+@pytest.mark.nightly(
+    "minutes each, and all available memory; test_each_general_check_passes_small covers it"
+)
 def test_each_general_check_passes_at_real_size_or_does_not_fit(check):
     row = real.measured(check, MEMORY)
     if row.verdict == "left out":
@@ -309,8 +342,12 @@ def test_each_general_check_passes_at_real_size_or_does_not_fit(check):
 @pytest.mark.nightly("minutes each, and gigabytes; the checks have small versions")
 @pytest.mark.timeout(1800)
 def test_one_layer_of_each_family_matches_float64(model, flavor):
-    rows = rows_of("--model.name", model, "--model.flavor", flavor, budget=MEMORY, meshes=("1", "tp=2"))
-    steps = [row for row in rows.values() if row.check.endswith((": loss", ": norm", ": gradients"))]
+    rows = rows_of(
+        "--model.name", model, "--model.flavor", flavor, budget=MEMORY, meshes=("1", "tp=2")
+    )
+    steps = [
+        row for row in rows.values() if row.check.endswith((": loss", ": norm", ": gradients"))
+    ]
     if not any(row.verdict != "left out" for row in steps):
         pytest.skip("; ".join({row.note for row in steps}))
     assert not [row for row in rows.values() if row.verdict == "fail"]
@@ -332,15 +369,21 @@ def test_the_spare_folder_is_removed(monkeypatch, tmp_path):
     ],
 )
 @pytest.mark.nightly("a gigabyte, and a minute each")
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc"
+)
 def test_a_step_needs_no_more_memory_than_its_row_states(arguments, name, tmp_path):
-    loaded = config.load("debug", [f"--model.name={arguments[0]}", f"--model.flavor={arguments[1]}"])
+    loaded = config.load(
+        "debug", [f"--model.name={arguments[0]}", f"--model.flavor={arguments[1]}"]
+    )
 
     def count(piece):
         (counted,) = real._on_ranks(
             tmp_path, 1, real_layers.count, piece.loaded.config, piece.cut_embedding, alone=True
         )
-        return dataclasses.replace(piece, numel=counted[0], largest_unit=counted[1], widest=counted[2])
+        return dataclasses.replace(
+            piece, numel=counted[0], largest_unit=counted[1], widest=counted[2]
+        )
 
     (piece,) = [piece for piece in real_layers.pieces(loaded, 1 << 29, count) if piece.name == name]
     path = str(tmp_path / "gradients.safetensors")
@@ -361,5 +404,9 @@ def _peak(rank, function, *arguments):
     Path("/proc/self/clear_refs").write_text("5")
     if function:
         function(rank, 1, *arguments)
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return 1024 * int(line.split()[1])

@@ -33,7 +33,9 @@ def kinds(errors: Errors) -> dict[str, float]:
 
 
 def test_the_tolerance_follows_the_rounding_of_one_process_up_to_a_thousandth() -> None:
-    no_error, small_error, infinite_error = (Errors(size, size, size, size) for size in (0.0, 4e-6, math.inf))
+    no_error, small_error, infinite_error = (
+        Errors(size, size, size, size) for size in (0.0, 4e-6, math.inf)
+    )
     quiet, amplified, chaotic = tolerances([no_error, small_error, infinite_error])
     assert quiet == USUAL
     for kind, usual in kinds(USUAL).items():
@@ -61,7 +63,9 @@ def evidence(gradients: list[torch.Tensor], reference_gradient: torch.Tensor) ->
     single = record(0, reference_gradient)
     expected = Expected(single, Layout(("w",), "layers", ()))
     records = [record(rank, gradient) for rank, gradient in enumerate(gradients)]
-    training = dataclasses.replace(Config().training, global_batch_size=4, local_batch_size=2, seq_len=16)
+    training = dataclasses.replace(
+        Config().training, global_batch_size=4, local_batch_size=2, seq_len=16
+    )
     run_config = dataclasses.replace(Config(), training=training)
     return Evidence(
         run_config,
@@ -85,7 +89,9 @@ def test_a_cause_that_explains_nothing_is_not_named() -> None:
     assert not e.explains_loss(4.0, 1e-6)
     for factor, message in ((0.5, "scaled by 1/2"), (2.0, "scaled by 2"), (1.01, "scaled by 1.01")):
         off = evidence([factor * reference_gradient + 5e-5 * noise] * 2, reference_gradient)
-        assert message in str(causes.scaled(off)) and "clipped by another factor" in str(causes.clipped_otherwise(off))
+        assert message in str(causes.scaled(off)) and "clipped by another factor" in str(
+            causes.clipped_otherwise(off)
+        )
         assert off.explains("w", lambda _, factor=factor: factor * reference_gradient)
 
 
@@ -95,7 +101,9 @@ def test_a_cause_that_explains_nothing_is_not_named() -> None:
 )
 @pytest.mark.parametrize("size", [2e-5, 1e-4])
 @pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2"])
-def test_a_small_difference_is_detected_without_an_arithmetic_cause(make_bench, monkeypatch, mesh, size) -> None:
+def test_a_small_difference_is_detected_without_an_arithmetic_cause(
+    make_bench, monkeypatch, mesh, size
+) -> None:
     from shardtrain.ops.dtensor import local_tensor
 
     bench = make_bench((mesh,), "--model.overrides.num_kv_heads=8", steps=1)
@@ -137,12 +145,16 @@ def test_a_correct_model_that_amplifies_rounding_causes_no_alarm(make_bench) -> 
     assert [row.verdict for row in rows] == ["same"] * len(MESHES), rows
     amplified = [row for row in rows if row.rounding]
     assert amplified, rows
-    assert all(row.gradient > USUAL.gradient or row.weights > USUAL.weights for row in amplified), rows
+    assert all(row.gradient > USUAL.gradient or row.weights > USUAL.weights for row in amplified), (
+        rows
+    )
     assert verify_report.table(rows).count("this model amplifies rounding") == 1
 
 
 @pytest.mark.nightly("on meshes", by=BY)
-def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns(make_bench, tmp_path) -> None:
+def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns(
+    make_bench, tmp_path
+) -> None:
     row = make(make_bench, 20, ("tp=2",)).run("tp=2")
     assert row.verdict == "differs" and row.cause.startswith(verify_report.BLIND), row
     arguments = [
@@ -155,4 +167,6 @@ def test_if_rounding_determines_all_results_verify_reports_it_and_training_warns
     ]
     run_config = config.load(None, [*arguments, "--parallelism.tensor_parallel_degree", "2"]).config
     verdict = before_training.judge(run_config)
-    assert not verdict.refused and not verdict.compared and verify_report.BLIND in verdict.left_out[0], verdict
+    assert (
+        not verdict.refused and not verdict.compared and verify_report.BLIND in verdict.left_out[0]
+    ), verdict

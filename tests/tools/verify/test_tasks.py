@@ -25,6 +25,8 @@ HIDDEN = [
 def test_a_masked_language_model_is_verified(tmp_path: Path) -> None:
     options = verify_request.read([*HIDDEN, "--mesh", "dp_shard=2"])
     task = verify.plan(verify.load(options), options)
-    assert any(note.startswith("task: masked_language_model as language_model") for note in task.notes)
+    assert any(
+        note.startswith("task: masked_language_model as language_model") for note in task.notes
+    )
     (row,) = verify.verify(task, trainer, tmp_path)  # type: ignore[arg-type]
     assert row.verdict == "same" and row.gradient is not None and row.gradient < 1e-5

@@ -72,7 +72,9 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
     [
         (
             ["--mesh", "tp=3"],
-            ["--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide the 16 attention heads"],
+            [
+                "--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide the 16 attention heads"
+            ],
         ),
         (["--mesh", "pp=16"], ["parallelism.pipeline_parallel_degree=16 exceeds the 6 layers"]),
         (
@@ -87,7 +89,9 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
         (["--mesh", "tp=2", "--training.sequence", "3"], ["training.sequence"]),
     ],
 )
-def test_impossible_requests_are_rejected_before_a_process_starts(arguments, parts, capsys, monkeypatch):
+def test_impossible_requests_are_rejected_before_a_process_starts(
+    arguments, parts, capsys, monkeypatch
+):
     monkeypatch.setattr(verify.forked_workers, "run", None)
     monkeypatch.setattr("shardtrain.launch.environment.count_accelerators", lambda _: 0)
     assert cli.main(["verify", *arguments]) == 2
@@ -96,10 +100,11 @@ def test_impossible_requests_are_rejected_before_a_process_starts(arguments, par
 
 
 def test_a_wrong_mesh_is_refused_without_torch():
-    code = (
-        "import sys; from shardtrain import cli; print(cli.main(['verify', '--mesh', 'tp=3']), 'torch' in sys.modules)"
+    code = "import sys; from shardtrain import cli; "
+    code += "print(cli.main(['verify', '--mesh', 'tp=3']), 'torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["2", "False"]
 
 
@@ -114,7 +119,8 @@ def test_the_default_meshes_have_the_configured_axes_and_name_impossible_ones():
     plans = meshes.default(loaded, ())
     assert plans[0].name == "dp_shard=2,tp=2,cp=2" and all(plan.num_ranks <= 8 for plan in plans)
     assert any(
-        plan.name == "tp=2" and "does not divide" in plan.problem and "1 KV heads" in plan.problem for plan in plans
+        plan.name == "tp=2" and "does not divide" in plan.problem and "1 KV heads" in plan.problem
+        for plan in plans
     )
     assert not any("ep" in plan.degrees for plan in plans)
     possible = [plan.name for plan in plans if not plan.problem]
@@ -129,7 +135,9 @@ def test_each_schedule_is_tried_on_each_mesh_with_stages():
         ("pp=2", "ZBVZeroBubble"),
         ("tp=2", ""),
     ]
-    task = verify.plan(loaded, verify_request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
+    task = verify.plan(
+        loaded, verify_request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble"))
+    )
     assert task.reference.model.overrides["num_layers"] == 4  # two stages per rank
 
 
@@ -151,7 +159,10 @@ def test_options_that_verify_disables_are_noted_and_not_rejected():
     notes = "\n".join(task.notes)
     assert "optimizer: Muon -> AdamW" in notes and "precision: float16 -> float32" in notes
     assert "compile: off" in notes and "memory_budget" in notes
-    assert task.plans[0].loaded.config.training.enable_cpu_offload and not task.reference.training.enable_cpu_offload
+    assert (
+        task.plans[0].loaded.config.training.enable_cpu_offload
+        and not task.reference.training.enable_cpu_offload
+    )
 
 
 def test_the_arguments_of_a_request_are_parsed():
@@ -192,7 +203,9 @@ def test_schedules_and_the_command_line_end_to_end(capsys):
     ]
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
-    assert "num_layers 6 -> 4" in out and "AdamW with eps 0.01" in out and "bfloat16 -> float32" in out
+    assert (
+        "num_layers 6 -> 4" in out and "AdamW with eps 0.01" in out and "bfloat16 -> float32" in out
+    )
     assert out.count(" same ") == 2 and "ZBVZeroBubble" in out and "bitwise" in out
 
 
@@ -219,7 +232,9 @@ def test_full_keeps_the_model_and_its_weights(capsys):
     assert verify.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert not any("->" in note and "model" in note for note in report["notes"])
-    assert any("24 synthetic tokens" in note for note in report["notes"]) and report["exit_code"] == 0
+    assert (
+        any("24 synthetic tokens" in note for note in report["notes"]) and report["exit_code"] == 0
+    )
 
 
 EXITS = {
@@ -246,7 +261,10 @@ def test_exit_status_of_verdicts(verdicts):
 
 def test_the_row_of_one_process_is_no_mesh():
     """With ``--precision own``, one process is always compared, also if no mesh of the default list is possible."""
-    rows = [MeshResult(verify_report.ONE_PROCESS, "", "same"), MeshResult("tp=2", "", "not possible")]
+    rows = [
+        MeshResult(verify_report.ONE_PROCESS, "", "same"),
+        MeshResult("tp=2", "", "not possible"),
+    ]
     assert verify_report.exit_code(rows, verify_request.VerifyOptions(precision="own")) == 4
 
 
@@ -266,7 +284,9 @@ def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
 
 
 def test_a_mesh_that_the_configuration_rules_out_is_a_row_if_allowed():
-    task = verify.plan(config.load(None, []), verify_request.VerifyOptions(meshes=("tp=3",), allow_impossible=True))
+    task = verify.plan(
+        config.load(None, []), verify_request.VerifyOptions(meshes=("tp=3",), allow_impossible=True)
+    )
     assert "does not divide" in task.plans[0].problem
 
 
@@ -280,8 +300,13 @@ def test_the_table_shows_the_differences():
         MeshResult("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0),
         MeshResult("cp=2", "", "failed", cause="rank 1 died"),
     )
-    differs = MeshResult("pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this")
+    differs = MeshResult(
+        "pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this"
+    )
     impossible = MeshResult("ep=2", "", "not possible", cause="no experts")
     text = verify_report.table([same, wrong, differs, impossible])
-    assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text and "ep=2: not possible: no experts" in text
+    assert (
+        "pp=2 1F1B: step 1: here\n  likely cause: this" in text
+        and "ep=2: not possible: no experts" in text
+    )
     assert json.loads(verify_report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None

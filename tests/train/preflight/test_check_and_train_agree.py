@@ -107,7 +107,9 @@ def common(num_processes: int) -> list[str]:
 @pytest.mark.parametrize("name", KNOWN)
 def test_check_reports_errors_that_ranks_would_raise(tmp_path: Path, name: str) -> None:
     num_processes, arguments, error = KNOWN[name]
-    code, output = shardtrain(tmp_path, "config", "check", "debug", *common(num_processes), *arguments)
+    code, output = shardtrain(
+        tmp_path, "config", "check", "debug", *common(num_processes), *arguments
+    )
     assert code == 2 and error in output, output
 
 

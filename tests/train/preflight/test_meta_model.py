@@ -51,20 +51,28 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
             modules_to_save=list(saved),
         ),
     )
-    config = replace(config, model=replace(config.model, overrides={**config.model.overrides, "num_layers": 4}))
+    config = replace(
+        config, model=replace(config.model, overrides={**config.model.overrides, "num_layers": 4})
+    )
     module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    shape = models.shape_of(
+        module, config.model.flavor, config.model.overrides, config.model.norm_type
+    )
     with torch.device("meta"):
         model = models.build(module, shape)
     spec.adapt(model, module, shape, config.lora, False)
-    names = [{"tok_embeddings": "embed", "output": "head"}.get(n, n) for part in parts for n in part]
+    names = [
+        {"tok_embeddings": "embed", "output": "head"}.get(n, n) for part in parts for n in part
+    ]
     assert names == ["embed", *LAYERS, "norm", "head"]
     ranks_fail = []
     for rank in range(2):
         parameters_of_rank = []
         for index in stages.stages_of_rank(schedule, rank, 2, len(parts)):
             keep = {{"tok_embeddings": "embed", "output": "head"}.get(n, n) for n in parts[index]}
-            parameters_of_rank += list(stage(copy.deepcopy(model), module.LAYOUT, keep).named_parameters())
+            parameters_of_rank += list(
+                stage(copy.deepcopy(model), module.LAYOUT, keep).named_parameters()
+            )
         try:
             optim.build(parameters_of_rank, config.optimizer)
         except ConfigError:
@@ -73,7 +81,9 @@ def test_pipeline_rank_without_parameters_to_train_is_rejected_before_ranks_star
     assert bool(errors) == bool(ranks_fail)
     assert (parameters is None) == bool(ranks_fail)
     if errors:
-        assert f"leaves pipeline rank {ranks_fail[0]} without a parameter to train" in str(errors[0])
+        assert f"leaves pipeline rank {ranks_fail[0]} without a parameter to train" in str(
+            errors[0]
+        )
 
 
 @pytest.mark.parametrize(

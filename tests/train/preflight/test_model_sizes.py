@@ -12,7 +12,8 @@ from shardtrain.train.preflight import memory_fit, meta_model
 from shardtrain.utils.errors import ConfigError
 from tests.tiers import cases
 
-FAMILIES = [name for name in model_file.model_names() if name != "transformers"]  # a folder defines its sizes
+# a folder defines its sizes
+FAMILIES = [name for name in model_file.model_names() if name != "transformers"]
 DEFAULT = ["llama3", "neox"]
 VALUES = {"int": [0, 1, 3, 7], "float": [0.0, 0.3, 1.5, -1.0], "str": ["nothing"]}
 SUGGESTED = re.compile(r"^use (?:at most |one of )?\"?([\w.]+)\"?(?:,| or |$)")
@@ -20,8 +21,14 @@ SUGGESTED = re.compile(r"^use (?:at most |one of )?\"?([\w.]+)\"?(?:,| or |$)")
 
 def problems_of(family: str, flavor: str, arguments: list[str]) -> list:
     """Return the problems that ``config check`` finds, by the rules or, if they find none, by building the model."""
-    loaded = config.load("debug", ["--model.name", family, "--model.flavor", flavor, *arguments], keep_problems=True)
-    problems = [problem for problem in [*loaded.problems, *config.check(loaded)] if problem.option.startswith("model.")]
+    loaded = config.load(
+        "debug", ["--model.name", family, "--model.flavor", flavor, *arguments], keep_problems=True
+    )
+    problems = [
+        problem
+        for problem in [*loaded.problems, *config.check(loaded)]
+        if problem.option.startswith("model.")
+    ]
     if problems:
         return problems
     assert memory_fit.only_building_tells(loaded)
@@ -30,7 +37,9 @@ def problems_of(family: str, flavor: str, arguments: list[str]) -> list:
     return [problem for error in errors for problem in error.problems]
 
 
-@pytest.mark.parametrize("family", cases(DEFAULT, nightly=[name for name in FAMILIES if name not in DEFAULT]))
+@pytest.mark.parametrize(
+    "family", cases(DEFAULT, nightly=[name for name in FAMILIES if name not in DEFAULT])
+)
 def test_invalid_sizes_are_found_and_their_fixes_work(family: str) -> None:
     facts = model_file.read_model_file(family)
     flavor = "debugmodel" if "debugmodel" in facts.flavors else next(iter(facts.flavors))

@@ -282,7 +282,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "no_model.py": MODEL,
         "failing_task.py": FAILING_TASK,
         "exits.py": "import sys\nopen_source = Task = Sink = None\nsys.exit(0)\n",
-        "exiting_model.py": MODEL + "import sys\nif True:\n    sys.exit(0)\n\n\nclass Model:\n    pass\n",
+        "exiting_model.py": MODEL
+        + "import sys\nif True:\n    sys.exit(0)\n\n\nclass Model:\n    pass\n",
         "failing_model.py": MODEL + "class Model:\n    pass\n\n\nabsent_name\n",
     }
     for name, text in files.items():
@@ -316,9 +317,13 @@ def no_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "_steps", lambda *_: None)
 
 
-@pytest.mark.parametrize("name", cases(CHEAP, nightly=[name for name in FAULTY if name not in CHEAP]))
+@pytest.mark.parametrize(
+    "name", cases(CHEAP, nightly=[name for name in FAULTY if name not in CHEAP])
+)
 @pytest.mark.usefixtures("no_steps")
-def test_check_reports_the_errors_of_train_in_the_same_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_the_errors_of_train_in_the_same_lines(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, lines = checked(capsys, FAULTY[name])
     assert status in (2, 3, 5) and lines and len(set(lines)) == len(lines)
     assert started(FAULTY[name]) == (status, lines)
@@ -326,7 +331,9 @@ def test_check_reports_the_errors_of_train_in_the_same_lines(name: str, capsys: 
 
 @pytest.mark.parametrize("name", cases(["unchanged"], nightly=[*SOUND][1:]))
 @pytest.mark.usefixtures("no_steps")
-def test_configuration_that_passes_the_check_starts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuration_that_passes_the_check_starts(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert checked(capsys, SOUND[name]) == (0, [])
     assert started(SOUND[name]) == (0, [])
 
@@ -342,7 +349,8 @@ def test_check_counts_ranks_of_other_nodes(capsys: pytest.CaptureFixture[str]) -
         "--rdzv_endpoint=here:29500",
         "--parallelism.data_parallel_shard_degree=2",
     ]
-    assert cli.main(["config", "check", "run.toml", "--nproc=1", *arguments]) == 0  # two ranks in total
+    # two ranks in total
+    assert cli.main(["config", "check", "run.toml", "--nproc=1", *arguments]) == 0
 
 
 @pytest.fixture
@@ -350,7 +358,9 @@ def small_disks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return a function that sets the free bytes of every file system."""
 
     def shrink(free: int) -> None:
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1, f_flag=0))
+        monkeypatch.setattr(
+            os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1, f_flag=0)
+        )
 
     return shrink
 
@@ -402,7 +412,8 @@ def test_workers_whose_batches_exceed_shared_memory_are_rejected(
 ) -> None:
     monkeypatch.chdir(folder)
     loaded = config.load("run.toml", ["--training.dataloader.num_workers=2"])
-    needed = 2 * 4 * 24 * 2 * 32  # workers, prefetched batches, bytes per token, rows, tokens per row
+    # workers, prefetched batches, bytes per token, rows, tokens per row
+    needed = 2 * 4 * 24 * 2 * 32
     small_disks(needed)
     assert not judge(loaded, machine.this_machine(loaded, 1)).lines
     small_disks(needed - 1)
@@ -414,7 +425,9 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc, and ranks are forked only on Linux")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="counts threads in /proc, and ranks are forked only on Linux"
+)
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--training.steps=100000"], ["--training.seq_len=0", "--job.dump_folder=rows.jsonl"]],
@@ -469,7 +482,9 @@ def test_machine_option_decides_which_checks_run(capsys: pytest.CaptureFixture[s
     assert cli.main([*arguments, "--for-machine"]) == 2
 
 
-@pytest.mark.parametrize(("rank", "ranks", "begins"), [("0", "65", False), ("3", "65", True), ("3", "64", False)])
+@pytest.mark.parametrize(
+    ("rank", "ranks", "begins"), [("0", "65", False), ("3", "65", True), ("3", "64", False)]
+)
 @pytest.mark.usefixtures("no_steps")
 def test_first_of_many_ranks_checks_files_for_all(
     rank: str,
@@ -517,7 +532,8 @@ def test_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
     one_rank = needed(1)
     errors, parameters = meta_model.build(config.load("run.toml").config)
     assert not errors and parameters is not None
-    assert one_rank == 4 * 4 * sum(one.num_elements for one in parameters)  # weights, gradients and two AdamW states
+    # weights, gradients and two AdamW states
+    assert one_rank == 4 * 4 * sum(one.num_elements for one in parameters)
     assert needed(4) == one_rank // 4
     replicas = ["--parallelism.data_parallel_replicate_degree=2"]
     assert needed(2, *replicas) == one_rank
@@ -525,18 +541,25 @@ def test_bytes_of_a_rank_follow_from_shapes_layout_and_mesh() -> None:
     split = needed(2, "--parallelism.tensor_parallel_degree=2")
     assert one_rank // 2 < split < one_rank  # norms are replicated
     assert needed(1, "--training.dtype=bfloat16") == one_rank // 2
-    assert needed(1, "--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.attn.wq") < one_rank // 2
+    assert (
+        needed(1, "--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.attn.wq")
+        < one_rank // 2
+    )
 
 
 @pytest.mark.usefixtures("no_steps")
 def test_model_accepted_without_importing_torch_fits() -> None:
     for flavor in ("debugmodel", "8B", "70B"):
-        loaded = config.load("run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"])
+        loaded = config.load(
+            "run.toml", [f"--model.flavor={flavor}", "--model.overrides.vocab_size=128256"]
+        )
         errors, parameters = meta_model.build(loaded.config)
         assert not errors and parameters is not None
         needed = memory_fit.state_bytes(loaded.config, 1, parameters)
         for share in (0.9, 1.1, 2.0, 8.0):
-            device_machine = machine.Machine(1, 1, "cuda", 1, "a device", int(needed * share), is_here=False)
+            device_machine = machine.Machine(
+                1, 1, "cuda", 1, "a device", int(needed * share), is_here=False
+            )
             if memory_fit.surely_fits(loaded, device_machine):
                 assert share > 1
             assert bool(judge(loaded, device_machine).errors) == (share < 1)
@@ -552,8 +575,14 @@ def test_more_ranks_than_accelerators_are_rejected_in_one_line() -> None:
         ("cpu", 9, 0, False),
         (None, 9, None, False),
     ):
-        device_machine = machine.Machine(ranks, ranks, device, devices, "a device", 1 << 40, is_here=False)
-        problems = [str(problem) for error in judge(loaded, device_machine).errors for problem in error.problems]
+        device_machine = machine.Machine(
+            ranks, ranks, device, devices, "a device", 1 << 40, is_here=False
+        )
+        problems = [
+            str(problem)
+            for error in judge(loaded, device_machine).errors
+            for problem in error.problems
+        ]
         assert len(problems) == int(refused), problems
         if refused:
             assert (
@@ -568,7 +597,11 @@ def test_nearest_names_are_suggested_for_sections_and_platforms(
     (folder / "typo.toml").write_text("[trainning]\nsteps = 3\nseq_len = 0\n[optimiser]\nlr = 1\n")
     assert cli.main(["config", "check", str(folder / "typo.toml")]) == 2
     errors = [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
-    assert len(errors) == 2 and "did you mean [training]?" in errors[0] and "did you mean [optimizer]?" in errors[1]
+    assert (
+        len(errors) == 2
+        and "did you mean [training]?" in errors[0]
+        and "did you mean [optimizer]?" in errors[1]
+    )
     for arguments, name in (
         (["launch", "slrum"], "slurm"),
         (["launch", "kubernets"], "kubernetes"),

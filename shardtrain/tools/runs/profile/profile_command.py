@@ -33,7 +33,9 @@ def main(words: Sequence[str]) -> int:
         "and memory over time.",
         example="shardtrain profile outputs",
     )
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
+    parser.add_argument(
+        "run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)"
+    )
     parser.add_argument(
         "--step",
         type=int,
@@ -46,7 +48,9 @@ def main(words: Sequence[str]) -> int:
         metavar="R",
         help="rank whose operations are listed (the slowest)",
     )
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="number of operations to list (10)")
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="N", help="number of operations to list (10)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.read(words)
     if options.top < 1:

@@ -237,7 +237,9 @@ def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             reason = str(error)[:100]
-            raise DataError(f"{path} is not a trace: {reason}; name one that the profiler wrote") from error
+            raise DataError(
+                f"{path} is not a trace: {reason}; name one that the profiler wrote"
+            ) from error
         yield value
 
 
@@ -264,7 +266,9 @@ def _own_spans(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any
     spans = [_span(event) for event in events]
 
     # Sort by start. Of two events that start together, the longer one contains the other, so it comes first.
-    order = sorted(range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"]))
+    order = sorted(
+        range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"])
+    )
     running: list[int] = []
     for index in order:
         begin, end = spans[index]

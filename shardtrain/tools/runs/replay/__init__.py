@@ -149,7 +149,9 @@ def _read(words: Sequence[str]) -> _Request:
     if not 1 <= first <= last:
         raise _bad_step(places[0], rule)
     path = places[1] if len(places) > 1 else None
-    return _Request(first, last, path, taken.own.get("--nproc"), taken.own.get("--output"), overrides)
+    return _Request(
+        first, last, path, taken.own.get("--nproc"), taken.own.get("--output"), overrides
+    )
 
 
 def _bad_step(text: str | None, rule: str) -> ConfigError:

@@ -83,7 +83,9 @@ def config_of(config: Config, replay_plan: ReplayPlan, output: Path) -> Config:
     if replay_plan.base:
         has_checkpoints = True
         path = str(replay_plan.checkpoints / f"step-{replay_plan.base}")
-        checkpoint = dataclasses.replace(checkpoint, initial_load_model_only=False, exclude_from_loading=[])
+        checkpoint = dataclasses.replace(
+            checkpoint, initial_load_model_only=False, exclude_from_loading=[]
+        )
         # With LoRA, the initial path is that of the base model, which the run's checkpoints do not contain.
         if lora.enable:
             lora = dataclasses.replace(lora, initial_load_path=path)
@@ -110,6 +112,10 @@ def config_of(config: Config, replay_plan: ReplayPlan, output: Path) -> Config:
         lora=lora,
         training=training,
         validation=dataclasses.replace(config.validation, enable=False),
-        profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
-        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False, sinks=[]),
+        profiling=dataclasses.replace(
+            config.profiling, enable_profiling=False, enable_memory_snapshot=False
+        ),
+        metrics=dataclasses.replace(
+            config.metrics, enable_tensorboard=False, enable_wandb=False, sinks=[]
+        ),
     )

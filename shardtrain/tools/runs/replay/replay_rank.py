@@ -79,7 +79,9 @@ def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> No
         with _heartbeat(f"step {run.state.step + 1}", world):
             outcome = trainer.step(run)
         if outcome is None:
-            raise DataError(f"the data ended after step {run.state.step}, or the replay was stopped")
+            raise DataError(
+                f"the data ended after step {run.state.step}, or the replay was stopped"
+            )
         step = run.state.step
         numbers = _numbers(run, outcome)
         sources = []

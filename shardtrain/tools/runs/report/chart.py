@@ -97,7 +97,9 @@ class Chart:
         for value in tick_values:
             y = y_of(math.log10(value) if is_logarithmic else value)
             number = format_number(value)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(
+                f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
             parts.append(
                 f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number}</text>',
             )
@@ -119,7 +121,9 @@ class Chart:
                 points.append(f"{x:.1f},{y:.1f}")
                 circles.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
             path = " ".join(points)
-            parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{path}"/>')
+            parts.append(
+                f'<polyline fill="none" stroke="{color}" stroke-width="1.2" points="{path}"/>'
+            )
             # A line through one point is invisible.
             if line.dots or len(points) == 1:
                 parts += circles

@@ -102,7 +102,9 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
             series = by_metric.get(metric)
             if series is not None and len(series.steps):
                 steps, values = series.thinned(points)
-                curves.append(ChartLine(name + suffix, steps, values, color=color, dots=is_validation))
+                curves.append(
+                    ChartLine(name + suffix, steps, values, color=color, dots=is_validation)
+                )
         return curves
 
     charts = []
@@ -229,7 +231,9 @@ def _samples(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     for index, run in enumerate(runs):
         for step, prompt, text in run.samples:
             caption = f"<figcaption>{_name(names, index)} after step {step:,}</figcaption>"
-            figures.append(f"<figure>{caption}<pre><b>{escape(prompt)}</b>{escape(text)}</pre></figure>")
+            figures.append(
+                f"<figure>{caption}<pre><b>{escape(prompt)}</b>{escape(text)}</pre></figure>"
+            )
     if not figures:
         return ""
     return f'<h2>Samples</h2><div class="charts samples">{"".join(figures)}</div>'

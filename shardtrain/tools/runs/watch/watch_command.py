@@ -47,7 +47,9 @@ def main(words: Sequence[str]) -> int:
         metavar="RUN",
         help="run folders, or a folder that contains them",
     )
-    parser.add_argument("--once", action="store_true", help="print once and exit, as without a terminal")
+    parser.add_argument(
+        "--once", action="store_true", help="print once and exit, as without a terminal"
+    )
     parser.add_argument(
         "--interval_seconds",
         type=float,

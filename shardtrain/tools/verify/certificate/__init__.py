@@ -61,7 +61,10 @@ def main(request: VerifyOptions, loaded: Loaded, engine: MeshEngine) -> int:
         run = small_run.prepare(loaded, request.meshes, Path(folder), engine.small_copy)
         if not request.json:
             model = loaded.config.model
-            print(f"certificate of {model.name}/{model.flavor}: each dimension against one process", flush=True)
+            print(
+                f"certificate of {model.name}/{model.flavor}: each dimension against one process",
+                flush=True,
+            )
             for note in run.notes:
                 print(f"  {note}", flush=True)
         # Import PyTorch in this process, so its forks, the ranks, do not need to import it again.
@@ -90,11 +93,17 @@ def requested_dimensions(names: Sequence[str]) -> list[str]:
     for name in names:
         if name not in known:
             rule = f'has an unknown dimension "{name}"'
-            raise ConfigError(Problem("--dimension", None, rule, f"dimensions are {', '.join(known)}", "command line"))
+            raise ConfigError(
+                Problem(
+                    "--dimension", None, rule, f"dimensions are {', '.join(known)}", "command line"
+                )
+            )
     return list(names) or known
 
 
-def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[DimensionResult]:
+def check_all(
+    run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine
+) -> list[DimensionResult]:
     """Check all requested dimensions. Return a result for each dimension, also for those that do not apply."""
     names = requested_dimensions(request.dimensions)
     wanted = VariantRequest(run, request.meshes, request.quick)
@@ -104,7 +113,9 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
     for dimension in DIMENSIONS:
         reason = dimension.reason_not_to_apply(run)
         if dimension.name not in names:
-            results[dimension.name] = DimensionResult(dimension.name, "not requested", reason="not in --dimension")
+            results[dimension.name] = DimensionResult(
+                dimension.name, "not requested", reason="not in --dimension"
+            )
         elif reason:
             # A dimension that the user names must be checked.
             verdict = "not checked" if dimension.name in request.dimensions else "does not apply"
@@ -118,7 +129,12 @@ def check_all(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshE
         compared[PRECISION] = _compare_precision(run, request, trainer, engine)
     for name, comparisons in compared.items():
         verdict = comparison.verdict_of(comparisons, accepts_impossible)
-        if name == MESH and not request.meshes and verdict == "holds" and not _has_own_mesh(run, comparisons):
+        if (
+            name == MESH
+            and not request.meshes
+            and verdict == "holds"
+            and not _has_own_mesh(run, comparisons)
+        ):
             verdict = "not checked"
         results[name] = DimensionResult(name, verdict, tuple(comparisons))
     return [results[dimension.name] for dimension in DIMENSIONS]
@@ -131,7 +147,9 @@ def _has_own_mesh(run: SmallRun, comparisons: Sequence[VariantResult]) -> bool:
     return not own or any(compared.startswith(own) for compared in same)
 
 
-def _run_variants(run: SmallRun, variants: dict[str, list[Variant]]) -> dict[str, list[VariantResult]]:
+def _run_variants(
+    run: SmallRun, variants: dict[str, list[Variant]]
+) -> dict[str, list[VariantResult]]:
     """Run all variants and the reference, and judge them."""
     reference = run.loaded
     if VALIDATION in variants:
@@ -156,7 +174,9 @@ def _run_variants(run: SmallRun, variants: dict[str, list[Variant]]) -> dict[str
     return compared
 
 
-def _judge(variant: Variant, answers: dict[str, TrialErrors], shaken: TrialErrors | None) -> VariantResult | None:
+def _judge(
+    variant: Variant, answers: dict[str, TrialErrors], shaken: TrialErrors | None
+) -> VariantResult | None:
     if variant.impossible:
         return VariantResult(variant.label, "not possible", first=variant.impossible)
     for one in variant.trials:
@@ -168,11 +188,18 @@ def _judge(variant: Variant, answers: dict[str, TrialErrors], shaken: TrialError
     errors = answers[last.name].errors
     found = {(error.kind, error.step) for error in errors}
     missing = [
-        f"{kind} of step {step}" for step in last.steps for kind in verify_report.USUAL if (kind, step) not in found
+        f"{kind} of step {step}"
+        for step in last.steps
+        for kind in verify_report.USUAL
+        if (kind, step) not in found
     ]
     if missing:
-        return VariantResult(variant.label, "failed", first=f"was not compared: {', '.join(missing)}")
-    return comparison.judge(variant.label, errors, variant.is_exact, None if shaken is None else shaken.errors)
+        return VariantResult(
+            variant.label, "failed", first=f"was not compared: {', '.join(missing)}"
+        )
+    return comparison.judge(
+        variant.label, errors, variant.is_exact, None if shaken is None else shaken.errors
+    )
 
 
 def _shaken(run: SmallRun) -> TrialErrors:
@@ -180,7 +207,9 @@ def _shaken(run: SmallRun) -> TrialErrors:
     return trial_runs.run_all([shaken], run.folder)[SHAKEN]
 
 
-def _compare_meshes(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[VariantResult]:
+def _compare_meshes(
+    run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine
+) -> list[VariantResult]:
     """Compare each requested mesh, or those of the default list, in float32."""
     names = request.meshes
     if request.quick and not names:
@@ -192,13 +221,17 @@ def _compare_meshes(run: SmallRun, request: VerifyOptions, trainer: Any, engine:
     return _compare_synthetic(run.with_substitutes, options, trainer, engine, run.folder / "mesh")
 
 
-def _compare_precision(run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine) -> list[VariantResult]:
+def _compare_precision(
+    run: SmallRun, request: VerifyOptions, trainer: Any, engine: MeshEngine
+) -> list[VariantResult]:
     """Compare one process and meshes in the dtypes of the run.
 
     If 8-bit rounding hides faults, also compare without converters, where the tolerances are smaller. The dimension
     is not proven either way, but a fault of the 16-bit dtypes is then seen.
     """
-    options = dataclasses.replace(request, meshes=request.meshes or PRECISION_MESHES, precision="own")
+    options = dataclasses.replace(
+        request, meshes=request.meshes or PRECISION_MESHES, precision="own"
+    )
     loaded = run.with_substitutes
     results = _compare_synthetic(loaded, options, trainer, engine, run.folder / "precision")
     is_unproven = any(result.verdict == "not proven" for result in results)
@@ -207,7 +240,9 @@ def _compare_precision(run: SmallRun, request: VerifyOptions, trainer: Any, engi
     # Options of the converters would now be options without effect. Without origins, no option counts as set.
     plain = changed(loaded, {"model": {"converters": []}}, set(), "")
     plain = dataclasses.replace(plain, origins={})
-    for result in _compare_synthetic(plain, options, trainer, engine, run.folder / "without-converters"):
+    for result in _compare_synthetic(
+        plain, options, trainer, engine, run.folder / "without-converters"
+    ):
         results.append(dataclasses.replace(result, compared=f"{result.compared}, converters off"))
     return results
 
@@ -216,15 +251,24 @@ def _compare_synthetic(
     loaded: Loaded, request: VerifyOptions, trainer: Any, engine: MeshEngine, folder: Path
 ) -> list[VariantResult]:
     """Compare meshes with synthetic data, as ``verify`` does without a certificate."""
-    task = engine.plan(engine.comparable(loaded), dataclasses.replace(request, allow_impossible=True))
+    task = engine.plan(
+        engine.comparable(loaded), dataclasses.replace(request, allow_impossible=True)
+    )
     folder.mkdir()
     task, _ = engine.probe(task, folder)
     has_measured_tolerances = request.precision == "own"
-    return [comparison.of_mesh(row, has_measured_tolerances) for row in engine.verify(task, trainer, folder)]
+    return [
+        comparison.of_mesh(row, has_measured_tolerances)
+        for row in engine.verify(task, trainer, folder)
+    ]
 
 
 def document_of(
-    loaded: Loaded, run: SmallRun, results: Sequence[DimensionResult], request: VerifyOptions, seconds: float
+    loaded: Loaded,
+    run: SmallRun,
+    results: Sequence[DimensionResult],
+    request: VerifyOptions,
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the content of the certificate."""
     axes: set[str] = set()
@@ -233,7 +277,8 @@ def document_of(
     return {
         "format": certificate.FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "holds": all(result.holds for result in results) and any(result.verdict == "holds" for result in results),
+        "holds": all(result.holds for result in results)
+        and any(result.verdict == "holds" for result in results),
         "quick": request.quick,
         **certificate.facts_of(loaded),
         "commit": certificate.commit(),

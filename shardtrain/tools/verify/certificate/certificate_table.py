@@ -74,7 +74,10 @@ def table(results: Sequence[DimensionResult]) -> str:
         for comparison in result.comparisons:
             if comparison.verdict == "same":
                 continue
-            lines += ["", f"{result.name}, {comparison.compared}: {comparison.verdict}: {comparison.first}"]
+            lines += [
+                "",
+                f"{result.name}, {comparison.compared}: {comparison.verdict}: {comparison.first}",
+            ]
             if comparison.cause:
                 lines.append(f"  likely cause: {comparison.cause}")
     return "\n".join(lines)

@@ -20,10 +20,17 @@ def main(path: str, loaded: Loaded, is_json: bool) -> int:
     state = certificate.check(path, loaded, "--check")
     status = 0 if state.applies else 4
     if is_json:
-        print(json.dumps({**dataclasses.asdict(state), "applies": state.applies, "exit_code": status}, indent=2))
+        print(
+            json.dumps(
+                {**dataclasses.asdict(state), "applies": state.applies, "exit_code": status},
+                indent=2,
+            )
+        )
         return status
     if not state.holds:
-        print(f"{path}: a number differs or a requested dimension was not checked when it was written")
+        print(
+            f"{path}: a number differs or a requested dimension was not checked when it was written"
+        )
     for change in state.changes:
         print(f"{path}: {change}")
     if state.applies:

@@ -76,7 +76,10 @@ class VariantResult:
 
 
 def judge(
-    compared: str, errors: Sequence[NumberError], is_exact: bool, shaken: Sequence[NumberError] | None
+    compared: str,
+    errors: Sequence[NumberError],
+    is_exact: bool,
+    shaken: Sequence[NumberError] | None,
 ) -> VariantResult | None:
     """Compare errors with their tolerances.
 
@@ -99,7 +102,11 @@ def judge(
         effect = effects.get((error.kind, error.step, error.tensor), 0.0)
         tolerance = 0.0 if is_exact else _tolerance(error.kind, effect)
         difference = WorstDifference(
-            error.kind, error.step, error.tensor, error.error if math.isfinite(error.error) else None, tolerance
+            error.kind,
+            error.step,
+            error.tensor,
+            error.error if math.isfinite(error.error) else None,
+            tolerance,
         )
         ratio = error.error / tolerance if tolerance else error.error * 1e9
         if ratio > largest_ratio:

@@ -134,7 +134,9 @@ def resume_variants(request: VariantRequest) -> Iterator[Variant]:
             yield Variant(label, impossible=one_line(error))
             continue
         stopped = Trial(f"{name}-before", before, ranks_before, (), stop_after=STOP_AFTER)
-        yield Variant(label, [stopped, Trial(name, after, ranks_after, later, resumes=stopped.name)])
+        yield Variant(
+            label, [stopped, Trial(name, after, ranks_after, later, resumes=stopped.name)]
+        )
 
 
 def _saving(run: SmallRun, name: str, mesh: str) -> tuple[Loaded, int]:
@@ -168,9 +170,13 @@ def packing_reason(run: SmallRun) -> str:
     config = run.config
     if config.task.name not in OF_NEXT_TOKENS:
         return f"task.name={config.task.name} does not pack rows"
-    formats = {source.format or config.data.format for source in config.data.sources.values()} or {config.data.format}
+    formats = {source.format or config.data.format for source in config.data.sources.values()} or {
+        config.data.format
+    }
     is_masked = derived.packing_kind(config.data, formats) != "concat" or formats != {"text"}
-    if config.data.document_mask == "off" or (config.data.document_mask == "auto" and not is_masked):
+    if config.data.document_mask == "off" or (
+        config.data.document_mask == "auto" and not is_masked
+    ):
         return "documents of a sequence attend to each other (data.document_mask)"
     return ""
 
@@ -178,7 +184,9 @@ def packing_reason(run: SmallRun) -> str:
 def packing_variants(request: VariantRequest) -> Iterator[Variant]:
     """Every document in a sequence of its own, with positions from 0."""
     loaded = request.run.varied("separate", {})
-    yield Variant("separate documents", [Trial("separate", loaded, 1, ALL_STEPS, separates_documents=True)])
+    yield Variant(
+        "separate documents", [Trial("separate", loaded, 1, ALL_STEPS, separates_documents=True)]
+    )
 
 
 def recompute_variants(request: VariantRequest) -> Iterator[Variant]:
@@ -191,7 +199,9 @@ def recompute_variants(request: VariantRequest) -> Iterator[Variant]:
     for number, (label, options) in enumerate(choices.items()):
         if request.is_quick and number:
             return
-        yield _one_process_variant(request, f"recompute-{number}", label, {"activation_checkpoint": options})
+        yield _one_process_variant(
+            request, f"recompute-{number}", label, {"activation_checkpoint": options}
+        )
 
 
 def offload_variants(request: VariantRequest) -> Iterator[Variant]:
@@ -240,7 +250,9 @@ def validation_variants(request: VariantRequest) -> Iterator[Variant]:
         yield Variant(label, [Trial(name, loaded, num_ranks, ALL_STEPS)])
 
 
-def _one_process_variant(request: VariantRequest, name: str, label: str, sections: Sections) -> Variant:
+def _one_process_variant(
+    request: VariantRequest, name: str, label: str, sections: Sections
+) -> Variant:
     """Return a variant on one process with other options."""
     try:
         loaded = request.run.varied(name, sections)
@@ -260,7 +272,11 @@ def mesh_reason(run: SmallRun) -> str:
 def precision_reason(run: SmallRun) -> str:
     """All other dimensions compute in float32, so only a run in another precision has this one."""
     config = run.user.config
-    dtypes = {config.training.dtype, derived.compute_dtype(config), config.training.mixed_precision_reduce}
+    dtypes = {
+        config.training.dtype,
+        derived.compute_dtype(config),
+        config.training.mixed_precision_reduce,
+    }
     if dtypes == {"float32"} and not config.model.converters:
         return "the run computes in float32"
     return mesh_reason(run)

@@ -129,7 +129,9 @@ class SmallRun:
         return loaded
 
 
-def prepare(user: Loaded, requested_meshes: Sequence[str], folder: Path, small_copy: SmallCopy) -> SmallRun:
+def prepare(
+    user: Loaded, requested_meshes: Sequence[str], folder: Path, small_copy: SmallCopy
+) -> SmallRun:
     """Return the small run of a configuration. ``small_copy`` finds small sizes of a user's model file.
 
     Raises:
@@ -162,7 +164,9 @@ def _small_model(
 ) -> dict[str, Any]:
     """Return overrides of the model's sizes. The vocabulary stays that of the tokenizer."""
     # All meshes that are requested, or all default meshes, must divide the small sizes.
-    plans = meshes.requested(loaded, requested_meshes or meshes.DEFAULT_MESHES, (), allow_impossible=True)
+    plans = meshes.requested(
+        loaded, requested_meshes or meshes.DEFAULT_MESHES, (), allow_impossible=True
+    )
     own = None
     if loaded.config.model.name.endswith(".py"):
         own = small_copy(plans, loaded)
@@ -197,7 +201,12 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
             "state_dtype": "default",
             "bf16_stochastic_round": False,
         },
-        "lr_scheduler": {"name": "warmup_stable_decay", "warmup_steps": 1, "total_steps": None, "decay_ratio": None},
+        "lr_scheduler": {
+            "name": "warmup_stable_decay",
+            "warmup_steps": 1,
+            "total_steps": None,
+            "decay_ratio": None,
+        },
         "training": {
             "steps": STEPS,
             "epochs": None,
@@ -248,6 +257,8 @@ def _notes_on_numbers(config: Config) -> list[str]:
     if config.model.converters:
         notes.append(f"converters: {', '.join(config.model.converters)} off")
     if config.lora.enable:
-        notes.append(f"lora: rank {config.lora.rank} -> {min(config.lora.rank, 4)}, random frozen weights in float32")
+        notes.append(
+            f"lora: rank {config.lora.rank} -> {min(config.lora.rank, 4)}, random frozen weights in float32"
+        )
     notes.append(f"optimizer: lr 0.01, eps {ROUNDING_EPS:g}, another rate at each step")
     return notes

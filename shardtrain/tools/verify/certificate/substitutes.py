@@ -33,21 +33,36 @@ def with_substitutes(loaded: Loaded, folder: Path) -> tuple[Loaded, list[str]]:
     tokenizer = config.model.tokenizer_path or assets
     if tokenizer not in BUILT_IN_TOKENIZERS and not os.path.exists(tokenizer):
         overrides = {**config.model.overrides, "vocab_size": _VOCAB_SIZE}
-        sections["model"] = {"hf_assets_path": "bytes", "tokenizer_path": None, "overrides": overrides}
+        sections["model"] = {
+            "hf_assets_path": "bytes",
+            "tokenizer_path": None,
+            "overrides": overrides,
+        }
         sections["data"] = {"separator": None, "chat_template": None, "turn_end": None}
-        notes.append(f"substitute: bytes instead of the tokenizer {tokenizer}, which is not on this machine")
+        notes.append(
+            f"substitute: bytes instead of the tokenizer {tokenizer}, which is not on this machine"
+        )
     if not _has_data(config.training.dataset, config.training.dataset_path, config):
         name = config.training.dataset_path or config.training.dataset or "the mixture"
         dataset, path = _data_for(config, folder)
         sections["training"] = {"dataset": dataset, "dataset_path": path}
         sections["data"] = {**sections.get("data", {}), **_plain_rows(config)}
-        notes.append(f"substitute: {dataset} instead of the data {name}, which are not on this machine")
+        notes.append(
+            f"substitute: {dataset} instead of the data {name}, which are not on this machine"
+        )
         if config.validation.enable:
             sections["validation"] = {"dataset": dataset, "dataset_path": path}
-    elif config.validation.enable and not _has_data(config.validation.dataset, config.validation.dataset_path, config):
-        training = {"dataset": config.training.dataset, "dataset_path": config.training.dataset_path}
+    elif config.validation.enable and not _has_data(
+        config.validation.dataset, config.validation.dataset_path, config
+    ):
+        training = {
+            "dataset": config.training.dataset,
+            "dataset_path": config.training.dataset_path,
+        }
         sections["validation"] = training
-        notes.append("substitute: the training data instead of the validation data, which are not on this machine")
+        notes.append(
+            "substitute: the training data instead of the validation data, which are not on this machine"
+        )
     return changed(loaded, sections, set(), ""), notes
 
 
@@ -63,14 +78,25 @@ def _has_data(dataset: str, path: str | None, config: Config) -> bool:
 
 def _plain_rows(config: Config) -> dict[str, Any]:
     """Return the options of data whose rows have plain columns."""
-    options: dict[str, Any] = {"sources": {}, "stages": [], "template": {}, "subset": None, "streaming": None}
+    options: dict[str, Any] = {
+        "sources": {},
+        "stages": [],
+        "template": {},
+        "subset": None,
+        "streaming": None,
+    }
     if config.task.name in OF_NEXT_TOKENS:
         # A conversation needs a chat template, so it becomes text, but its documents stay apart.
         is_text = config.data.format == "text" and not config.data.sources
         packing = config.data.packing
         if not is_text and packing == "auto":
             packing = "first_fit"
-        options |= {"format": "text", "text_field": Data().text_field, "packing": packing, "long_documents": "auto"}
+        options |= {
+            "format": "text",
+            "text_field": Data().text_field,
+            "packing": packing,
+            "long_documents": "auto",
+        }
     return options
 
 

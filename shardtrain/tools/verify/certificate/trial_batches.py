@@ -64,7 +64,9 @@ def separate_documents(batch: Batch, pad_id: int) -> Batch:
     return Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT, lengths_B)
 
 
-def _one_document(batch: Batch, row: int, is_of_document_T: Tensor, pad_id: int) -> tuple[Tensor, ...]:
+def _one_document(
+    batch: Batch, row: int, is_of_document_T: Tensor, pad_id: int
+) -> tuple[Tensor, ...]:
     """Return tokens, targets, positions, documents, sample id and length of one document."""
     width = batch.tokens_BT.shape[1]
     length = int(is_of_document_T.sum())
@@ -76,4 +78,11 @@ def _one_document(batch: Batch, row: int, is_of_document_T: Tensor, pad_id: int)
     positions_T = torch.arange(width)
     positions_T[length:] -= length
     documents_T = (torch.arange(width) >= length).long()
-    return tokens_T, targets_T, positions_T, documents_T, batch.sample_ids_B[row], torch.tensor(length)
+    return (
+        tokens_T,
+        targets_T,
+        positions_T,
+        documents_T,
+        batch.sample_ids_B[row],
+        torch.tensor(length),
+    )

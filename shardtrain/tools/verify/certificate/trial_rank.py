@@ -23,8 +23,18 @@ from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full
 from shardtrain.tools.verify import dropout
-from shardtrain.tools.verify.certificate.trial import REFERENCE, SHAKEN, Trial, errors_file, replaced
-from shardtrain.tools.verify.certificate.trial_batches import end_after, keep_some_targets, separate_documents
+from shardtrain.tools.verify.certificate.trial import (
+    REFERENCE,
+    SHAKEN,
+    Trial,
+    errors_file,
+    replaced,
+)
+from shardtrain.tools.verify.certificate.trial_batches import (
+    end_after,
+    keep_some_targets,
+    separate_documents,
+)
 from shardtrain.tools.verify.compare import SMALL, same_bits
 from shardtrain.tools.verify.verify_rank import shake
 from shardtrain.train import trainer, validation
@@ -60,9 +70,15 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
             _write(numbers, Path(folder))
         if reference is None:
             reference = _read(Path(folder))
-        wanted = [key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)]
+        wanted = [
+            key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)
+        ]
         # Also numbers that the reference lacks, whose error is infinite.
-        errors = [(*key, error) for key, error in errors_of(numbers, reference) if _is_compared(key, trial)]
+        errors = [
+            (*key, error)
+            for key, error in errors_of(numbers, reference)
+            if _is_compared(key, trial)
+        ]
         text = json.dumps({"wanted": wanted, "errors": errors})
         errors_file(Path(folder), trial.name, rank).write_text(text, encoding="utf-8")
 
@@ -108,12 +124,16 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> TrialNumbers:
                     numbers.scalars["validation", at, name] = value
         return evaluation
 
-    log.setup(rank, num_ranks, Path(config.job.dump_folder), config.metrics.save_log_file, console=False)
+    log.setup(
+        rank, num_ranks, Path(config.job.dump_folder), config.metrics.save_log_file, console=False
+    )
     with ExitStack() as patches:
         patches.enter_context(replaced(trainer, "step", step))
         patches.enter_context(replaced(Validator, "run", validate))
         patches.enter_context(replaced(DataLoader, "__next__", _batches_of(trial)))
-        patches.enter_context(replaced(validation, "open_dataloader", _open_short(validation.open_dataloader)))
+        patches.enter_context(
+            replaced(validation, "open_dataloader", _open_short(validation.open_dataloader))
+        )
         try:
             trainer.train(trial.loaded, world)
         except _Stopped:
@@ -155,7 +175,9 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
     # The trainer stops if norms differ between ranks. Here, the comparison of tensors finds the cause instead.
     run.resilience.compares_norms = False
     if trial.resumes and run.state.step != trial.steps[0] - 1:
-        raise RuntimeError(f"the run continued at step {run.state.step} instead of {trial.steps[0] - 1}")
+        raise RuntimeError(
+            f"the run continued at step {run.state.step} instead of {trial.steps[0] - 1}"
+        )
     if run.state.step == 0:
         _keep(numbers, "initial", 0, run.runner.parameters())
         _draw_at_unit_gain(run.runner.parameters(), run.config.debug.seed)
@@ -165,7 +187,9 @@ def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
 
     def recorded_update(optimizer: torch.optim.Optimizer, *applies: Tensor) -> None:
         parameters = run.runner.parameters().items()
-        gradients = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+        gradients = {
+            name: parameter.grad for name, parameter in parameters if parameter.grad is not None
+        }
         _keep(numbers, "gradient", run.state.step + 1, gradients)
         update(optimizer, *applies)
 
@@ -239,7 +263,9 @@ def _write(numbers: TrialNumbers, folder: Path) -> None:
     """Write the numbers of the reference for the processes of other trials."""
     scalars = [(*key, value) for key, value in numbers.scalars.items()]
     tensors = {json.dumps(key): tensor.contiguous() for key, tensor in numbers.tensors.items()}
-    save_file(tensors, folder / f"{REFERENCE}.safetensors", metadata={"scalars": json.dumps(scalars)})
+    save_file(
+        tensors, folder / f"{REFERENCE}.safetensors", metadata={"scalars": json.dumps(scalars)}
+    )
 
 
 def _read(folder: Path) -> TrialNumbers:

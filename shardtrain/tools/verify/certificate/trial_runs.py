@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.tools.verify import forked_workers
-from shardtrain.tools.verify.certificate.trial import REFERENCE, NumberError, Trial, TrialErrors, errors_file
+from shardtrain.tools.verify.certificate.trial import (
+    REFERENCE,
+    NumberError,
+    Trial,
+    TrialErrors,
+    errors_file,
+)
 from shardtrain.utils.errors import ConfigError
 
 SECONDS_PER_TRIAL = 120
@@ -34,12 +40,16 @@ def run_all(trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
         finished = _run_until_failure(num_ranks, batch, folder)
         answers.update(finished)
         if REFERENCE in finished and finished[REFERENCE].failure:
-            raise ConfigError(f"the configuration does not train on one process: {finished[REFERENCE].failure}")
+            raise ConfigError(
+                f"the configuration does not train on one process: {finished[REFERENCE].failure}"
+            )
         remaining = [trial for trial in remaining if trial.name not in answers]
     return answers
 
 
-def _next_batch(remaining: Sequence[Trial], num_ranks: int, answers: Mapping[str, TrialErrors]) -> list[Trial]:
+def _next_batch(
+    remaining: Sequence[Trial], num_ranks: int, answers: Mapping[str, TrialErrors]
+) -> list[Trial]:
     """Return the trials with this number of ranks that can run now. A trial follows the one that it resumes."""
     batch: list[Trial] = []
     finished = set(answers)
@@ -50,7 +60,9 @@ def _next_batch(remaining: Sequence[Trial], num_ranks: int, answers: Mapping[str
     return batch
 
 
-def _run_until_failure(num_ranks: int, trials: Sequence[Trial], folder: Path) -> dict[str, TrialErrors]:
+def _run_until_failure(
+    num_ranks: int, trials: Sequence[Trial], folder: Path
+) -> dict[str, TrialErrors]:
     """Run trials in one set of processes. The last answer may be a failure, and later trials then have no answer."""
     from shardtrain.tools.verify.certificate.trial_rank import run_trials
 

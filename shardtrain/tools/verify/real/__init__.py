@@ -106,7 +106,9 @@ def main(request: Any, loaded: Loaded) -> int:
         budget = int(request.memory_gib * 2**30)
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     if not request.json:
-        print(f"verify {model} at real size against float64, with up to {format_bytes(budget)} of memory")
+        print(
+            f"verify {model} at real size against float64, with up to {format_bytes(budget)} of memory"
+        )
         print(_line(_HEADER), flush=True)
     rows = []
     for row in run(loaded, budget):
@@ -124,7 +126,12 @@ def main(request: Any, loaded: Loaded) -> int:
             if row.error is not None and not math.isfinite(row.error):
                 row = replace(row, error=None)
             finite.append(asdict(row))
-        document = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
+        document = {
+            "model": model,
+            "memory_bytes": budget,
+            "rows": finite,
+            "exit_code": exit_code(rows),
+        }
         print(json.dumps(document, indent=2, allow_nan=False))
     else:
         print(summary(rows))
@@ -165,7 +172,9 @@ def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[Che
 
 def measured(check: Check, budget: int) -> CheckResult:
     """Run one check, or skip it if it needs more than ``budget`` bytes."""
-    row = CheckResult(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
+    row = CheckResult(
+        check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out"
+    )
     if check.needs > budget:
         return replace(
             row,
@@ -181,7 +190,9 @@ def measured(check: Check, budget: int) -> CheckResult:
         return replace(row, note=str(reason))
     # NaN <= limit is false, so an error of NaN fails.
     verdict: Verdict = "pass" if error <= check.limit else "fail"
-    return replace(row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note)
+    return replace(
+        row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note
+    )
 
 
 class _NotPossible(Exception):
@@ -216,7 +227,9 @@ def general(sizes: Sizes) -> Iterator[Check]:
     far = sizes.far_rows * far_columns
 
     # Each kind of check has a function that creates one from its sizes. The loops below yield the checks.
-    def norm(mesh: tuple[str, int, dict[str, int]], shape: tuple[int, int], values: str, dtype: str) -> Check:
+    def norm(
+        mesh: tuple[str, int, dict[str, int]], shape: tuple[int, int], values: str, dtype: str
+    ) -> Check:
         name, ranks, degrees = mesh
         numel = shape[0] * shape[1]
 
@@ -240,7 +253,9 @@ def general(sizes: Sizes) -> Iterator[Check]:
     ):
         yield norm(mesh, (sizes.far_rows, far_columns), values, "bfloat16")
 
-    def loss(mesh: tuple[str, int, dict[str, int]], vocabulary: int, tokens: int, batches: int) -> Check:
+    def loss(
+        mesh: tuple[str, int, dict[str, int]], vocabulary: int, tokens: int, batches: int
+    ) -> Check:
         name, ranks, degrees = mesh
 
         def measure(folder: Path) -> tuple[float, str]:
@@ -259,7 +274,9 @@ def general(sizes: Sizes) -> Iterator[Check]:
         yield from (loss(mesh, vocabulary, sizes.tokens, 64) for vocabulary in sizes.vocabularies)
         yield loss(mesh, 2, sizes.losses, 256)
 
-    def exact(name: str, size: str, needs: int, function: Callable[..., Any], *arguments: Any) -> Check:
+    def exact(
+        name: str, size: str, needs: int, function: Callable[..., Any], *arguments: Any
+    ) -> Check:
         """Create a check whose error is the number of wrong values."""
 
         def measure(folder: Path) -> tuple[float, str]:
@@ -352,7 +369,9 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
         step.clear()
         if not expected:
             path.unlink(missing_ok=True)
-            expected.update(_on_ranks(folder, 1, real_layers.reference, piece, str(path), alone=True)[0])
+            expected.update(
+                _on_ranks(folder, 1, real_layers.reference, piece, str(path), alone=True)[0]
+            )
         config = real_layers.on_mesh(piece, degrees)
         problems: Sequence[object] = configs.check(config)
         if not problems and degrees.get("tp", 1) > 1 and config.config.model.name == "transformers":
@@ -360,7 +379,9 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
         if problems:
             raise _NotPossible("; ".join(str(problem) for problem in problems))
         arguments = (trainer, config.config, piece, str(path))
-        step.update(real_layers.errors(_on_ranks(folder, ranks, real_layers.step, *arguments), expected))
+        step.update(
+            real_layers.errors(_on_ranks(folder, ranks, real_layers.step, *arguments), expected)
+        )
         return step[kind], piece.size_text
 
     def later(kind: str, _: Path) -> tuple[float, str]:
@@ -372,7 +393,13 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     for name, ranks, degrees in (*MESHES, WIDE):
         needs = piece.bytes_on(degrees, ranks)
         yield Check(
-            f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees)
+            f"{piece.name}: loss",
+            size,
+            name,
+            ranks,
+            needs,
+            SUM_LIMIT,
+            functools.partial(first, "loss", ranks, degrees),
         )
         yield Check(
             f"{piece.name}: norm",

@@ -34,7 +34,9 @@ def limit(length: int) -> float:
 class _Double(TorchFunctionMode):
     """Mode that replaces float32 by float64."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
@@ -50,7 +52,9 @@ def error(rank: int, num_ranks: int, config: Config, length: int) -> dict[str, A
     module = models.find(config.model.name)
     if getattr(module, "AS_IS", False):
         return {"error": None, "note": ""}
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    shape = models.shape_of(
+        module, config.model.flavor, config.model.overrides, config.model.norm_type
+    )
     model = models.build(module, shape)
     ropes = [part for part in model.modules() if isinstance(part, RotaryAngles)]
     if not ropes:

@@ -139,7 +139,9 @@ def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
         local = torch.empty(rows - first, COLUMNS)
         shape = torch.Size((rows, COLUMNS))
         stride = (COLUMNS, 1)
-        tensor = DTensor.from_local(local, mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+        tensor = DTensor.from_local(
+            local, mesh, (Shard(0),), run_check=False, shape=shape, stride=stride
+        )
         init_weights.draw_(tensor, "far", draw, seed=5)
     wrong = 0
     # Draw the first and the last block of the shard again, and compare the rows that the shard has.

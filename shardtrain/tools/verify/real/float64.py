@@ -69,7 +69,9 @@ class Gradients:
 
 class _WideLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, note: Callable[[Tensor, Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, note: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.weight = weight
         ctx.note = note
@@ -120,10 +122,14 @@ class _Wide(TorchFunctionMode):
 
     def __init__(self, large: Mapping[str, Tensor], gradients: Gradients) -> None:
         super().__init__()
-        self._starts = sorted((tensor.data_ptr(), tensor.numel(), name) for name, tensor in large.items())
+        self._starts = sorted(
+            (tensor.data_ptr(), tensor.numel(), name) for name, tensor in large.items()
+        )
         self._gradients = gradients
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function is F.linear and (found := self._find(args[1])):
             name, first = found
@@ -167,7 +173,9 @@ class _Wide(TorchFunctionMode):
         return None
 
 
-def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> tuple[float, Gradients]:
+def loss_and_gradients(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
+) -> tuple[float, Gradients]:
     """Compute ``loss_of(model)`` and all gradients in float64.
 
     Small parameters of the float32 model are converted in place.
@@ -188,7 +196,10 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
             elif parameter.dtype != torch.float64:
                 parameter.data = parameter.data.double()
     unique: dict[int, str] = {}
-    for name, tensor in large.items():  # a matrix with two names, as tied ends have, keeps the first
+    for (
+        name,
+        tensor,
+    ) in large.items():  # a matrix with two names, as tied ends have, keeps the first
         unique.setdefault(tensor.data_ptr(), name)
     for _, buffer in model.named_buffers():
         if buffer.is_floating_point():

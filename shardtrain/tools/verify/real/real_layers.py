@@ -130,7 +130,13 @@ def pieces(
     if dense_layers({**sizes, **shallow}):
         inner = {**few, **_inner(sizes, ("moe_ffn_dim", "num_experts"))}
         yield count(
-            _piece("dense layer", loaded, inner, f"{size_text}, experts {sizes['num_experts']} -> 16", False),
+            _piece(
+                "dense layer",
+                loaded,
+                inner,
+                f"{size_text}, experts {sizes['num_experts']} -> 16",
+                False,
+            ),
         )
         few |= _inner(sizes, ("ffn_dim",))
         size_text += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
@@ -154,10 +160,16 @@ def network_piece(loaded: Loaded, folder: Path) -> PartialModel:
     num_layers = int(fields[name])
     # Keep the first layer of each kind: dense layers before experts, and the combinations of lists over layers
     dense = int(fields.get("first_k_dense_replace") or 0)
-    lists = {key: value for key, value in fields.items() if isinstance(value, list) and len(value) == num_layers}
+    lists = {
+        key: value
+        for key, value in fields.items()
+        if isinstance(value, list) and len(value) == num_layers
+    }
     kept: dict[tuple[object, ...], int] = {}
     for index in range(num_layers):
-        kept.setdefault((index < dense, *(json.dumps(value[index]) for value in lists.values())), index)
+        kept.setdefault(
+            (index < dense, *(json.dumps(value[index]) for value in lists.values())), index
+        )
     fields[name] = len(kept)
     if dense:
         fields["first_k_dense_replace"] = min(dense, 1)
@@ -166,7 +178,9 @@ def network_piece(loaded: Loaded, folder: Path) -> PartialModel:
     path = folder / "network"
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    return _piece("layers", loaded, {"path": str(path)}, f"{name} {num_layers} -> {len(kept)}", False)
+    return _piece(
+        "layers", loaded, {"path": str(path)}, f"{name} {num_layers} -> {len(kept)}", False
+    )
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -212,7 +226,9 @@ def _layer(
             groups = {"num_groups": 1, "top_groups": 1}
 
 
-def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], size_text: str, cut: bool) -> PartialModel:
+def _piece(
+    name: str, loaded: Loaded, overrides: dict[str, Any], size_text: str, cut: bool
+) -> PartialModel:
     """Return a piece in float32 on a CPU, without options that change numbers or end the step."""
     model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
     sections: dict[str, dict[str, Any]] = {
@@ -371,7 +387,9 @@ def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict
     def loss_of(model: nn.Module) -> Tensor:
         logits_BTV = model(tokens_BT, whole.positions_BT)
         return (
-            nn.functional.cross_entropy(logits_BTV.flatten(0, 1), whole.targets_BT.flatten(), reduction="sum")
+            nn.functional.cross_entropy(
+                logits_BTV.flatten(0, 1), whole.targets_BT.flatten(), reduction="sum"
+            )
             * weight.double()
         )
 
@@ -488,7 +506,12 @@ def step(
     )
     outcome = trainer.step(run)
     share = float(outcome.loss_sum) / mesh.size("tp")  # the ranks of a tp group have the same sum
-    return {"loss": share, "norm": outcome.grad_norm, "squares": compared.squares, "errors": compared.errors}
+    return {
+        "loss": share,
+        "norm": outcome.grad_norm,
+        "squares": compared.squares,
+        "errors": compared.errors,
+    }
 
 
 def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[str, Any]:

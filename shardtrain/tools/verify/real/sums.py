@@ -54,7 +54,10 @@ def float64_squares(tensor: Tensor) -> float:
 
     Each block is summed in float64, and the blocks are added exactly.
     """
-    return math.fsum(float(block.double().square().sum()) for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL))
+    return math.fsum(
+        float(block.double().square().sum())
+        for block in tensor.detach().reshape(-1).split(BLOCK_NUMEL)
+    )
 
 
 def copies_of(tensor: Tensor, num_ranks: int) -> int:
@@ -83,7 +86,9 @@ def gradient(
             size = device_mesh.size(axis)
             place = device_mesh.get_local_rank(axis)
             chunk = -(-local_shape[placement.dim] // size)
-            local_shape[placement.dim] = max(0, min(chunk, local_shape[placement.dim] - chunk * place))
+            local_shape[placement.dim] = max(
+                0, min(chunk, local_shape[placement.dim] - chunk * place)
+            )
     local = torch.empty(local_shape, dtype=dtype)
     found = DTensor.from_local(
         local, device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
@@ -94,7 +99,13 @@ def gradient(
 
 
 def gradient_norm(
-    rank: int, num_ranks: int, degrees: dict[str, int], rows: int, columns: int, values: str, dtype: str
+    rank: int,
+    num_ranks: int,
+    degrees: dict[str, int],
+    rows: int,
+    columns: int,
+    values: str,
+    dtype: str,
 ) -> dict[str, Any]:
     """Compute the trainer's gradient norm of a sharded matrix (rows, columns) and a replicated vector.
 

@@ -49,7 +49,9 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
             start += len(part)
 
 
-def _row_blocks(local: Tensor, slices: tuple[slice, ...], shape: torch.Size) -> Iterator[tuple[Tensor, int]]:
+def _row_blocks(
+    local: Tensor, slices: tuple[slice, ...], shape: torch.Size
+) -> Iterator[tuple[Tensor, int]]:
     """Yield blocks of consecutive rows, with the number of the first row in the full tensor as a matrix."""
     if local.ndim == 2:
         yield local, slices[0].start

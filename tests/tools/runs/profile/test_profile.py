@@ -17,7 +17,9 @@ from shardtrain.tools.runs.profile.trace import read
 from shardtrain.utils.errors import DataError
 
 
-def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **more: Any) -> dict[str, Any]:
+def event(
+    name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1, **more: Any
+) -> dict[str, Any]:
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, **more}
 
 
@@ -35,7 +37,9 @@ ON_CPU = [
     event("aten::linear", 100, 300),
     event("aten::addmm", 150, 200),  # inside the linear, whose self time is 100
     event("aten::linear", 500, 100, tid=2),
-    event("gloo:all_reduce", 300, 400, "user_annotation", tid=3),  # overlapped from 300 to 400 and from 500 to 600
+    event(
+        "gloo:all_reduce", 300, 400, "user_annotation", tid=3
+    ),  # overlapped from 300 to 400 and from 500 to 600
     memory(10, 1000, 0),
     memory(20, 5000, 0),
     memory(30, 2000, 0),
@@ -134,7 +138,9 @@ def test_a_file_without_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_p
 def test_events_with_any_value_are_summed_or_skipped(key: str, value: str, tmp_path: Path) -> None:
     """All numbers of the summary must be finite."""
     for valid in (event("aten::mm", 1, 5), memory(1, 5, 0)):
-        text = json.dumps({"traceEvents": [event("aten::add", 1, 5), {**valid, key: "@"}]}).replace('"@"', value)
+        text = json.dumps({"traceEvents": [event("aten::add", 1, 5), {**valid, key: "@"}]}).replace(
+            '"@"', value
+        )
         path = tmp_path / "trace.json"
         path.write_text(text)
         summary = read(path)
@@ -143,7 +149,9 @@ def test_events_with_any_value_are_summed_or_skipped(key: str, value: str, tmp_p
         assert all(math.isfinite(number) for number in numbers)
 
 
-def test_a_trace_that_is_too_large_names_another_viewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_is_too_large_names_another_viewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trace, "MOST_BYTES", 100)
     with pytest.raises(DataError, match="perfetto"):
         read(write(tmp_path / "x.json.gz", ON_CPU))
@@ -184,7 +192,9 @@ def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
         (["run", "--top", "0"], "at least 1"),
     ],
 )
-def test_wrong_profile_arguments_are_one_line(arguments, message, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_wrong_profile_arguments_are_one_line(
+    arguments, message, tmp_path: Path, capsys, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "run/profile_traces/iteration_10/rank0_trace.json", ON_CPU)
     (tmp_path / "profile_traces").mkdir()

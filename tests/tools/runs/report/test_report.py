@@ -21,7 +21,9 @@ from shardtrain.tools.runs.report import page
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">'\"&<b>"
 
 
-def run_folder(path: Path, steps: int = 20, more: dict[str, Any] | None = None, **options: Any) -> Path:
+def run_folder(
+    path: Path, steps: int = 20, more: dict[str, Any] | None = None, **options: Any
+) -> Path:
     path.mkdir(parents=True)
     lines = [
         {"step": step, "loss": 4.0 / step, "grad_norm": 1.0 + step % 3, "lr": 1e-3, "tokens_per_second": 100.0,
@@ -57,7 +59,9 @@ class Elements(html.parser.HTMLParser):
 
 
 def charts(text: str) -> dict[str, Any]:
-    match = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
+    match = re.search(
+        r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL
+    )
     assert match
     return {chart["title"]: chart for chart in json.loads(match[1])}
 
@@ -75,17 +79,30 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
     assert "perplexity (validation)" in charts_of_page and "order_hash" not in charts_of_page
     elements = Elements(text)
     assert sum(tag == "svg" for tag, _ in elements.tags) == len(charts_of_page)
-    assert "first" in elements.text and "ended" in elements.text and "training.seq_len" in elements.text
+    assert (
+        "first" in elements.text
+        and "ended" in elements.text
+        and "training.seq_len" in elements.text
+    )
 
 
 def test_samples_sources_and_planned_values_are_shown(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", more={"rows_of/web": 3, "rows_of/books": 1})
-    lines = [json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"}) for step in range(1, 100)]
-    (folder / "samples.jsonl").write_text("\n".join([*lines, "{", '{"step": 1, "prompt": 2}', '{"step": 100']))
-    (folder / "planned.json").write_text('{"peak memory in GiB": [2.0, 3.0], "wrong": "x", "none": [0, 1]}')
+    lines = [
+        json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"})
+        for step in range(1, 100)
+    ]
+    (folder / "samples.jsonl").write_text(
+        "\n".join([*lines, "{", '{"step": 1, "prompt": 2}', '{"step": 100'])
+    )
+    (folder / "planned.json").write_text(
+        '{"peak memory in GiB": [2.0, 3.0], "wrong": "x", "none": [0, 1]}'
+    )
     text = written(tmp_path, folder)
     page_text = Elements(text).text
-    assert "f_1(<b>)" in page_text and "f_99(<b>)" in page_text and 2 <= page_text.count("def f_") <= 8
+    assert (
+        "f_1(<b>)" in page_text and "f_99(<b>)" in page_text and 2 <= page_text.count("def f_") <= 8
+    )
     assert "peak memory in GiB" in page_text and "+50%" in page_text and "wrong" not in page_text
     assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == [
         "run books",
@@ -99,17 +116,20 @@ def test_compared_runs_show_only_the_options_that_differ(tmp_path: Path) -> None
     second = run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
     text = written(tmp_path, first, second)
     lines = charts(text)["Loss"]["lines"]
+    # both folders are named "run"
     assert [line["name"] for line in lines] == [
         str(first),
         str(second),
-    ]  # both folders are named "run"
+    ]
     assert [len(line["x"]) for line in lines] == [5, 9] and lines[0]["color"] != lines[1]["color"]
     page_text = Elements(text).text
     assert "training.lr" in page_text and "training.seq_len" not in page_text
 
 
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "<img src=x>", more={HOSTILE[:90]: 1.0, "text": HOSTILE}, note=HOSTILE)
+    folder = run_folder(
+        tmp_path / "<img src=x>", more={HOSTILE[:90]: 1.0, "text": HOSTILE}, note=HOSTILE
+    )
     (folder / "exit.json").write_text(json.dumps({"code": 3, "message": HOSTILE}))
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {HOSTILE}\n")
@@ -117,7 +137,11 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     kinds = {tag for tag, _ in Elements(clean).tags}
     elements = Elements(text)
     assert {tag for tag, _ in elements.tags} == kinds
-    assert not any(name.startswith("on") or name in ("src", "href") for _, names in elements.tags for name in names)
+    assert not any(
+        name.startswith("on") or name in ("src", "href")
+        for _, names in elements.tags
+        for name in names
+    )
     assert sum(tag == "script" for tag, _ in elements.tags) == 2
     assert HOSTILE in elements.text  # shown unchanged
     assert charts(text)[HOSTILE[:90]]["lines"]
@@ -131,7 +155,9 @@ def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
         )
     )
     # Every name and text of a run may contain control characters, but file names contain no newline.
-    folder = run_folder(tmp_path / f"a{obeyed}", more={f"b{obeyed}": 1.0, "text": obeyed}, note=f"c{obeyed}")
+    folder = run_folder(
+        tmp_path / f"a{obeyed}", more={f"b{obeyed}": 1.0, "text": obeyed}, note=f"c{obeyed}"
+    )
     (folder / "exit.json").write_text(json.dumps({"code": 3, "message": obeyed}))
     (folder / "logs").mkdir()
     (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {obeyed}\n")
@@ -145,7 +171,8 @@ def test_the_page_makes_no_network_requests(tmp_path: Path) -> None:
     text = written(tmp_path, run_folder(tmp_path / "run"))
     (rules,) = [names["content"] for tag, names in Elements(text).tags if names.get("http-equiv")]
     assert rules is not None and rules.startswith("default-src 'none'; script-src 'sha256-")
-    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # the SVG namespace
+    # the SVG namespace
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
 
 
 @pytest.mark.parametrize("place", [0, 1, 49_999, 77_777, 99_999])
@@ -183,7 +210,10 @@ DAMAGED = {
 def test_damaged_lines_are_counted_and_the_rest_is_drawn(tmp_path: Path, name: str) -> None:
     folder = run_folder(tmp_path / "run", steps=3)
     with open(folder / "metrics.jsonl", "ab") as file:
-        file.write(DAMAGED[name] + b'{"step": 4, "loss": 1.0, "inf": Infinity, "none": null}\n{"step": 5, "lo')
+        file.write(
+            DAMAGED[name]
+            + b'{"step": 4, "loss": 1.0, "inf": Infinity, "none": null}\n{"step": 5, "lo'
+        )
     record = run_files.read(folder)
     assert record.bad_lines == 1
     assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is incomplete
@@ -207,7 +237,9 @@ def test_wrong_folders_are_reported_together_and_nothing_is_written(
     arguments = ["report", str(folder), str(tmp_path / "none"), str(tmp_path), "-o", str(output)]
     assert cli.main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2 and all("has no metrics.jsonl; name the folder of a run" in line for line in lines)
+    assert len(lines) == 2 and all(
+        "has no metrics.jsonl; name the folder of a run" in line for line in lines
+    )
     assert not output.exists()
     assert cli.main(["report"]) == 2
     assert "requires 1 to 50 folders" in capsys.readouterr().err
@@ -219,7 +251,9 @@ def test_the_python_api_writes_the_same_page(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     text = written(tmp_path, folder)
     assert shardtrain.report(folder, tmp_path / "other.html").read_text() == text
-    assert charts(shardtrain.report([folder, folder], tmp_path / "two.html").read_text())["Loss"]["lines"][1]
+    assert charts(shardtrain.report([folder, folder], tmp_path / "two.html").read_text())["Loss"][
+        "lines"
+    ][1]
 
 
 def in_browser(folder: Path, text: str) -> str:
@@ -230,7 +264,9 @@ def in_browser(folder: Path, text: str) -> str:
     (folder / "page.html").write_text(text)
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}",
                "--virtual-time-budget=2000", "--dump-dom", (folder / "page.html").as_uri()]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(120), check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=patience.seconds(120), check=True
+    ).stdout
 
 
 def test_a_browser_redraws_the_page_and_runs_no_code_of_the_run(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def test_appended_lines_are_read_once_and_torn_lines_when_complete(
     assert (run.state, steps(run), run.last["step"]) == ("under way", [1, 2, 3], 3)
     taken: list[bytes] = []
     take = FollowedRun._take
-    monkeypatch.setattr(FollowedRun, "_take", lambda self, line: (taken.append(line), take(self, line)))
+    monkeypatch.setattr(
+        FollowedRun, "_take", lambda self, line: (taken.append(line), take(self, line))
+    )
     add(tmp_path, 'ss": 2.5}\n')
     run.look()
     run.look()
@@ -77,7 +79,8 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
     run = FollowedRun(tmp_path)
     add(tmp_path, lines(1, 9))
     run.look()
-    (tmp_path / "metrics.jsonl").write_text(lines(1, 4))  # resumed from a checkpoint: later lines are removed
+    # resumed from a checkpoint: later lines are removed
+    (tmp_path / "metrics.jsonl").write_text(lines(1, 4))
     run.look()
     assert steps(run) == [1, 2, 3, 4]
     add(tmp_path, lines(3, 6))  # rewound within a run
@@ -91,7 +94,9 @@ def test_rewound_and_restarted_runs_are_followed(tmp_path: Path) -> None:
     assert steps(run) == list(range(1, 51))
 
 
-def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(following, "_WHOLE_BYTES", 1 << 14)
     monkeypatch.setattr(following, "_SAMPLE_BYTES", 1 << 10)
     monkeypatch.setattr(following, "POINTS", 200)
@@ -99,11 +104,17 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, mo
     run = FollowedRun(tmp_path)
     run.look()
     sampled_steps = steps(run)
-    assert sampled_steps == sorted(set(sampled_steps)) and sampled_steps[0] < 200 and run.last["step"] == 20_000
+    assert (
+        sampled_steps == sorted(set(sampled_steps))
+        and sampled_steps[0] < 200
+        and run.last["step"] == 20_000
+    )
     assert len(sampled_steps) <= 200 and len([step for step in sampled_steps if step < 10_000]) > 20
 
 
-@pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{" * 5000 + "\n", '{"step": "x"}\n', "\x00" * 100, "x" * 10**6])
+@pytest.mark.parametrize(
+    "text", ["", "\n", "[1]\n", "{" * 5000 + "\n", '{"step": "x"}\n', "\x00" * 100, "x" * 10**6]
+)
 def test_any_file_content_yields_a_frame(text: str, tmp_path: Path) -> None:
     for name in (
         "metrics.jsonl",
@@ -119,7 +130,9 @@ def test_any_file_content_yields_a_frame(text: str, tmp_path: Path) -> None:
 
 
 def full(folder: Path) -> FollowedRun:
-    bins = {f"goodput_{name}_seconds": 10.0 for name in ("productive", "data", "checkpoint", "lost")}
+    bins = {
+        f"goodput_{name}_seconds": 10.0 for name in ("productive", "data", "checkpoint", "lost")
+    }
     add(folder, lines(1, 300, grad_norm=1.5, memory_gib=61.3, spikes=2, stragglers=1, **bins))
     add(folder, "[training]\nsteps = 1000\n", "config.resolved.toml")
     add(folder, '{"step": 200, "loss": 3.25}\n', "validation.jsonl")
@@ -163,7 +176,11 @@ def test_every_command_shows_the_same_goodput(
     run = tmp_path / "run"
     add(run, lines(1, 3, goodput=0.93, goodput_productive_seconds=93.0, goodput_start_seconds=7.0))
     start = Start("a", "job", 1e9, 1e9, 0, 2, 0)
-    seconds = {"step": 93.0, "start": 7.0} if exit_code is None else {"step": 93.0, "start": 7.0, "checkpoint": 2.0868}
+    seconds = (
+        {"step": 93.0, "start": 7.0}
+        if exit_code is None
+        else {"step": 93.0, "start": 7.0, "checkpoint": 2.0868}
+    )
     progress = AttemptProgress("a", 1e9, 3, 1, seconds, exit_code is not None, 3)
     for event in (start, progress):
         events.append(run / events.FILE, event)
@@ -178,7 +195,9 @@ def test_every_command_shows_the_same_goodput(
     assert values == [goodput] * 3
 
 
-def test_watch_and_report_label_the_speed_equally(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_and_report_label_the_speed_equally(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     add(
         tmp_path,
         lines(1, 3, tps=977.6).replace('"tokens_per_second": 100.0', '"tokens_per_second": 1955.2'),
@@ -190,13 +209,17 @@ def test_watch_and_report_label_the_speed_equally(tmp_path: Path, capsys: pytest
     assert "<th>Tokens/s, all devices</th>" in page and "<td>1955</td>" in page.replace(",", "")
 
 
-def test_once_prints_every_run_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_every_run_below_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     full(tmp_path / "a")
     full(tmp_path / "b")
     assert cli.main(["watch", str(tmp_path), "--once"]) == 0
     out = capsys.readouterr().out
     assert "a  under way" in out and "b  under way" in out
-    assert cli.main(["watch", str(tmp_path / "none")]) == 0, "without a terminal, it must print only once"
+    assert cli.main(["watch", str(tmp_path / "none")]) == 0, (
+        "without a terminal, it must print only once"
+    )
     assert "not there yet" in capsys.readouterr().out
     assert cli.main(["watch", str(tmp_path / "a/metrics.jsonl")]) == 2
     assert cli.main(["watch", "--interval_seconds", "0"]) == 2

@@ -31,9 +31,13 @@ Check = Callable[..., DimensionResult]
 def check(tmp_path: Path) -> Check:
     """Return a function that checks one dimension of a configuration, given by its options."""
 
-    def result_of(dimension: str, *options: str, meshes: tuple[str, ...] = (), quick: bool = True) -> DimensionResult:
+    def result_of(
+        dimension: str, *options: str, meshes: tuple[str, ...] = (), quick: bool = True
+    ) -> DimensionResult:
         loaded = config.load(None, [*DOCUMENTS, *options])
-        run = small_run.prepare(loaded, meshes, Path(tempfile.mkdtemp(dir=tmp_path)), verify.small_copy)
+        run = small_run.prepare(
+            loaded, meshes, Path(tempfile.mkdtemp(dir=tmp_path)), verify.small_copy
+        )
         request = VerifyOptions(dimensions=(dimension,), meshes=meshes, quick=quick)
         results = certificate.check_all(run, request, trainer, ENGINE)
         return next(result for result in results if result.name == dimension)

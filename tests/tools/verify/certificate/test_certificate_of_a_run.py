@@ -71,10 +71,15 @@ def test_a_run_records_its_certificate(tmp_path, capsys):
     ]
     assert cli.main(["train", "defaults", "--nproc", "1", *again]) == 0, capsys.readouterr()
     log = next(run.rglob("*.log")).read_text()
-    assert "does not apply: optimizer.lr: 0.0008 -> 0.1" in log and "global_batch_size" not in log.split("does not")[1]
+    assert (
+        "does not apply: optimizer.lr: 0.0008 -> 0.1" in log
+        and "global_batch_size" not in log.split("does not")[1]
+    )
 
 
-@pytest.mark.parametrize(("text", "rule"), [(None, "cannot be read"), ("{}", "is not a certificate")])
+@pytest.mark.parametrize(
+    ("text", "rule"), [(None, "cannot be read"), ("{}", "is not a certificate")]
+)
 def test_a_certificate_that_cannot_be_read_is_refused_before_ranks_start(tmp_path, text, rule):
     path = tmp_path / "certificate.json"
     if text is not None:

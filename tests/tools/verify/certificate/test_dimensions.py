@@ -30,7 +30,9 @@ def test_a_divisor_that_each_rank_counts_itself(check, monkeypatch):
     monkeypatch.setattr(StepSums, "all_reduce", lambda self, _: self)
     result = check("task", meshes=("dp_shard=2",))
     assert result.verdict == "differs", result
-    assert "gradient of" in result.comparisons[0].first and "in step 1" in result.comparisons[0].first
+    assert (
+        "gradient of" in result.comparisons[0].first and "in step 1" in result.comparisons[0].first
+    )
 
 
 def test_a_forgotten_reduction(check, monkeypatch):
@@ -52,7 +54,8 @@ def test_a_loss_divided_by_the_targets_of_each_micro_batch(check, monkeypatch):
     def mean_of_means(self, batches, weight):
         total = sum(batch.num_targets for batch in batches)
         losses = [
-            forward_backward(self, [batch], weight * total / len(batches) / batch.num_targets) for batch in batches
+            forward_backward(self, [batch], weight * total / len(batches) / batch.num_targets)
+            for batch in batches
         ]
         return sum(losses)
 
@@ -128,7 +131,9 @@ def test_positions_that_depend_on_the_documents_before(check, monkeypatch):
 
 def test_attention_between_documents(check, monkeypatch):
     to = Batch.to
-    monkeypatch.setattr(Batch, "to", lambda self, *a, **b: to(dataclasses.replace(self, documents_BT=None), *a, **b))
+    monkeypatch.setattr(
+        Batch, "to", lambda self, *a, **b: to(dataclasses.replace(self, documents_BT=None), *a, **b)
+    )
     result = check("packing", *PACKED)
     assert result.verdict == "differs" and "gradient of" in result.comparisons[0].first, result
 
@@ -192,10 +197,15 @@ def test_a_validation_mean_of_means(check, monkeypatch):
         lambda self, batch: evaluate(self, batch) / max(1, batch.num_targets),
     )
     result = check("validation", *VALIDATION)
-    assert result.verdict == "differs" and "validation of loss in step 3" in result.comparisons[0].first, result
+    assert (
+        result.verdict == "differs"
+        and "validation of loss in step 3" in result.comparisons[0].first
+    ), result
 
 
 def test_validation_rows_that_only_one_rank_counts(check, monkeypatch):
     monkeypatch.setattr(validation, "BATCH_AXES", ())
     result = check("validation", *VALIDATION)
-    assert result.comparisons[0].verdict == "same" and result.comparisons[1].verdict == "differs", result
+    assert result.comparisons[0].verdict == "same" and result.comparisons[1].verdict == "differs", (
+        result
+    )

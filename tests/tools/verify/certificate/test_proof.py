@@ -24,8 +24,12 @@ def row_of(tolerance: float) -> MeshResult:
     return MeshResult("dp_shard=2", "", verdict_of(fields), **fields)
 
 
-@pytest.mark.parametrize(("tolerance", "verdict"), [(0.4, "holds"), (0.6, "not proven"), (7.6, "not proven")])
-def test_a_gradient_that_rounding_may_replace_proves_nothing(tolerance: float, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("tolerance", "verdict"), [(0.4, "holds"), (0.6, "not proven"), (7.6, "not proven")]
+)
+def test_a_gradient_that_rounding_may_replace_proves_nothing(
+    tolerance: float, verdict: str
+) -> None:
     """A missing gradient has an error of 1. With a larger tolerance it would be accepted."""
     row = row_of(tolerance)
     request = VerifyOptions(meshes=("dp_shard=2",), precision="own")
@@ -52,7 +56,9 @@ def test_an_axis_of_one_rank_is_not_compared(label: str, axes: set[str]) -> None
 def test_a_number_that_only_the_variant_has_is_a_difference() -> None:
     from shardtrain.tools.verify.certificate.trial import NumberError
 
-    result = comparison.judge("a variant", [NumberError("gradient", 1, "extra", math.inf)], True, None)
+    result = comparison.judge(
+        "a variant", [NumberError("gradient", 1, "extra", math.inf)], True, None
+    )
     assert result is not None
     assert result.verdict == "differs"
     assert "gradient of extra in step 1" in result.first

@@ -126,7 +126,9 @@ def test_gradients_of_adapters_that_are_not_reduced_over_tp_are_seen(check, monk
     wrap(monkeypatch, DTensor, "to_local", to_local)
     result = check("task", *LORA, meshes=("tp=2",))
     assert result.verdict == "differs", result
-    assert re.match(r"the first difference is gradient of \S+\.lora_[ab] in step 1", result.comparisons[0].first)
+    assert re.match(
+        r"the first difference is gradient of \S+\.lora_[ab] in step 1", result.comparisons[0].first
+    )
 
 
 def test_gradients_of_adapters_on_one_data_rank_only_are_seen(check, monkeypatch):
@@ -141,7 +143,9 @@ def test_gradients_of_adapters_on_one_data_rank_only_are_seen(check, monkeypatch
     wrap(monkeypatch, LoraLinear, "_added", added)
     result = check("task", *LORA, meshes=("dp_shard=2",))
     assert result.verdict == "differs", result
-    assert re.match(r"the first difference is gradient of \S+\.lora_[ab] in step 1", result.comparisons[0].first)
+    assert re.match(
+        r"the first difference is gradient of \S+\.lora_[ab] in step 1", result.comparisons[0].first
+    )
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +155,14 @@ def distillation(tmp_path_factory):
     from hub_folders import build, save
 
     folder = save(build("qwen3", vocab_size=512), tmp_path_factory.mktemp("teacher") / "qwen3")
-    return ("--task.name", "distillation", "--task.teacher_path", str(folder), "--task.temperature", "2.0")
+    return (
+        "--task.name",
+        "distillation",
+        "--task.teacher_path",
+        str(folder),
+        "--task.temperature",
+        "2.0",
+    )
 
 
 def test_numbers_of_a_distillation_do_not_depend_on_the_mesh(check, distillation):
@@ -161,7 +172,9 @@ def test_numbers_of_a_distillation_do_not_depend_on_the_mesh(check, distillation
     assert "its own loss" in check("mesh", *distillation).reason
 
 
-def test_a_distillation_divided_by_the_targets_of_each_micro_batch_is_seen(check, monkeypatch, distillation):
+def test_a_distillation_divided_by_the_targets_of_each_micro_batch_is_seen(
+    check, monkeypatch, distillation
+):
     def mean(original, student, teacher, targets, mix, weight, vocabulary):
         loss, sums = original(student, teacher, targets, mix, weight, vocabulary)
         return loss / (targets != IGNORE).sum(), sums
@@ -177,7 +190,9 @@ def test_a_teacher_that_attends_to_other_documents_is_seen(check, monkeypatch, d
 
     def loss(original, self, batch, weight):
         teacher = self.teacher
-        handle = teacher.register_forward_pre_hook(lambda _, inputs, __: (inputs, {}), with_kwargs=True)
+        handle = teacher.register_forward_pre_hook(
+            lambda _, inputs, __: (inputs, {}), with_kwargs=True
+        )
         try:
             return original(self, batch, weight)
         finally:
@@ -190,7 +205,10 @@ def test_a_teacher_that_attends_to_other_documents_is_seen(check, monkeypatch, d
 
 def test_missing_data_and_tokenizers_are_replaced_and_named(tmp_path):
     loaded, notes = with_substitutes(config.load("llama3_8b", []), tmp_path)
-    assert loaded.config.model.hf_assets_path == "bytes" and loaded.config.training.dataset == "python_stdlib"
+    assert (
+        loaded.config.model.hf_assets_path == "bytes"
+        and loaded.config.training.dataset == "python_stdlib"
+    )
     assert [note.partition(" ")[0] for note in notes] == ["substitute:", "substitute:"]
     assert with_substitutes(config.load("debug", []), tmp_path)[1] == []
 
@@ -212,7 +230,11 @@ def has_proven_part(dimensions: list[dict[str, Any]]) -> bool:
     """True if the precision without converters holds wherever the precision with them is not proven."""
     for dimension in dimensions:
         if dimension["verdict"] == "not proven":
-            plain = [one for one in dimension["comparisons"] if one["compared"].endswith("converters off")]
+            plain = [
+                one
+                for one in dimension["comparisons"]
+                if one["compared"].endswith("converters off")
+            ]
             if not plain or any(one["verdict"] != "same" for one in plain):
                 return False
     return True

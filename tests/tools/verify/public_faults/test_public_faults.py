@@ -55,15 +55,22 @@ BENCHES = {
     "smoothing": (("--training.label_smoothing=0.1",), ("tp=2",)),
     "tied": (("--model.overrides.tied_embeddings=true",), ("dp_shard=2",)),
     "gpt_oss": (("--model.name=gpt_oss",), ("tp=2",)),
-    "qwen3_moe": (("--model.name=qwen3_moe", "--model.flavor=debugmodel_moe"), ("dp_shard=2", "ep=2", "tp=2")),
+    "qwen3_moe": (
+        ("--model.name=qwen3_moe", "--model.flavor=debugmodel_moe"),
+        ("dp_shard=2", "ep=2", "tp=2"),
+    ),
 }
 
 
-def fault(mesh: str, *answer: str, model: str = "llama3", by_default: bool = False, **options: Any) -> Any:
+def fault(
+    mesh: str, *answer: str, model: str = "llama3", by_default: bool = False, **options: Any
+) -> Any:
     """Register a function that plants a fault, under its name."""
 
     def register(plant: Any) -> Any:
-        FAULTS[plant.__name__.replace("_", " ")] = Fault(plant, mesh, answer, by_default, options, model)
+        FAULTS[plant.__name__.replace("_", " ")] = Fault(
+            plant, mesh, answer, by_default, options, model
+        )
         return plant
 
     return register
@@ -166,12 +173,22 @@ def change_recomputed_input(monkeypatch, change):
     wrap(monkeypatch, llama.LlamaBlock, "forward", forward)
 
 
-@fault("dp_shard=2", "recomputation: backward uses another input", "module layers.1.ffn", recompute="full")
+@fault(
+    "dp_shard=2",
+    "recomputation: backward uses another input",
+    "module layers.1.ffn",
+    recompute="full",
+)
 def recomputation_of_another_replica(monkeypatch):
     change_recomputed_input(monkeypatch, lambda x: of_rank(x, 1 - dist.get_rank()))
 
 
-@fault("dp_shard=2", "recomputation: backward uses another input", "module layers.1.ffn", recompute="full")
+@fault(
+    "dp_shard=2",
+    "recomputation: backward uses another input",
+    "module layers.1.ffn",
+    recompute="full",
+)
 def recomputation_from_a_changed_input(monkeypatch):
     change_recomputed_input(monkeypatch, lambda x: x * 1.1)
 
@@ -188,7 +205,9 @@ class SummedOverReplicas(RowwiseParallel):
         rank = dist.get_rank()
         # ranks 0 and 2, and 1 and 3, are replicas
         total = partial.detach() + of_rank(partial, (rank + 2) % 4)
-        return replaced(partial, total).chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
+        return (
+            replaced(partial, total).chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous()
+        )
 
 
 @fault("dp_replicate=2,tp=2", "first differs", "layers.0.attn.wo", model="four ranks")
@@ -217,7 +236,12 @@ def embeddings_of_the_first_part_on_all_ranks(monkeypatch):
 # gradients, norm and weights
 
 
-@fault("tp=2", "norm not reduced over tp for tensors of one dimension", "attention sinks", model="gpt_oss")
+@fault(
+    "tp=2",
+    "norm not reduced over tp for tensors of one dimension",
+    "attention sinks",
+    model="gpt_oss",
+)
 def attention_sinks_missing_in_the_norm(monkeypatch):
     split_axes = grad_clip.split_axes
     with monkeypatch.context() as patch:
@@ -285,7 +309,9 @@ def expert_gradients_multiplied_by_ep(monkeypatch):
     wrap(monkeypatch, grad_clip, "gradient_norm", multiply)
 
 
-@fault("cp=2", "attention over the parts of cp loses", "attn.core", context_parallel_method="ulysses")
+@fault(
+    "cp=2", "attention over the parts of cp loses", "attn.core", context_parallel_method="ulysses"
+)
 def no_gradient_through_the_exchange_of_heads(monkeypatch):
     def backward(ctx, gradient):
         return torch.zeros_like(ulysses._tokens_for_heads(gradient, ctx.group)), None
@@ -336,12 +362,18 @@ def planted_for(name: str) -> Any:
     return tables[REPORTED[name].file][name]
 
 
-@pytest.mark.parametrize("name", cases(BY_DEFAULT, [name for name in REPORTED if name not in BY_DEFAULT]))
-def test_the_situation_of_a_public_report_is_detected_and_named(name, benches, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "name", cases(BY_DEFAULT, [name for name in REPORTED if name not in BY_DEFAULT])
+)
+def test_the_situation_of_a_public_report_is_detected_and_named(
+    name, benches, monkeypatch, tmp_path
+):
     planted = planted_for(name)
     if REPORTED[name].file == PRECISION:
         planted.plant(monkeypatch)
-        row = test_precision.rows_of(tmp_path, planted.options, planted.mesh, steps=planted.steps)[planted.row]
+        row = test_precision.rows_of(tmp_path, planted.options, planted.mesh, steps=planted.steps)[
+            planted.row
+        ]
     else:
         bench = benches(planted.model)
         planted.plant(monkeypatch)
@@ -373,7 +405,9 @@ def table() -> str:
     for report in REPORTS:
         mesh = planted_for(report.fault).mesh
         named = NAMED[LEVELS.get(report.fault, "cause")]
-        lines.append(f"| [{report.name}]({report.link}) | {report.situation} | `{mesh}` | {named} |")
+        lines.append(
+            f"| [{report.name}]({report.link}) | {report.situation} | `{mesh}` | {named} |"
+        )
     return "\n".join(lines)
 
 
