@@ -82,7 +82,7 @@ def job_of(arguments: Sequence[str], launch: Launch | None = None) -> ClusterJob
     variables = {f"V{number}": text for number, text in enumerate(arguments)}
     options = replace(launch or Launch(), nodes=2, image="image", env=variables)
     job = to_job(Loaded(replace(Config(), launch=options)), ["--job.description", *arguments])
-    assert job.command[5:] == tuple(arguments), "the launcher changed an argument"
+    assert job.command[6:] == tuple(arguments), "the launcher changed an argument"
     assert dict(job.environment) == variables, "the launcher changed a variable"
     return job
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from shardtrain import __version__
 from shardtrain.config import Loaded, presets
 from shardtrain.launch.failure import PREEMPTED
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact
 
@@ -108,7 +109,7 @@ def to_job(
         ConfigError: an argument would be changed on its way to the nodes, or would expose a secret.
     """
     launch = loaded.config.launch
-    words = [launch.python, "-m", "shardtrain", verb]
+    words = python_child.remote_command(launch.python, "shardtrain", verb)
     where = path
     if not where and loaded.path:
         where = presets.name_of(loaded.path)

@@ -431,7 +431,7 @@ def _local(asked: PlatformRequest) -> Submission:
         )
     # Use this interpreter and the current folder, because launch.python and launch.workdir are
     # paths on other machines.
-    command = python_child.command(*job.command[2:])
+    command = python_child.command("shardtrain", *python_child.arguments_of(job.command))
     exports = [f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()]
 
     def submit() -> int:

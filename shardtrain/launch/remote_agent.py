@@ -1,6 +1,6 @@
 """Agent that ssh starts on a host. It reads a command and its variables from standard input, and runs the command.
 
-``python -m shardtrain.launch.remote_agent`` imports only the standard library. The command and its variables
+``python -P -m shardtrain.launch.remote_agent`` imports only the standard library. The command and its variables
 do not appear in process lists, and no shell parses them. When the launcher, its machine or the connection
 dies, standard input ends, and the agent stops the run. A network interruption does not end the input. The
 launcher therefore sends a keep-alive every few seconds, and the agent stops the run if they stop arriving.

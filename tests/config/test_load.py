@@ -69,7 +69,7 @@ def test_every_preset_has_a_name_and_a_file_of_that_name_takes_precedence(
 
 def test_another_machine_gets_a_presets_name() -> None:
     job = to_job(load("debug"), ())
-    assert list(job.command[1:5]) == ["-m", "shardtrain", "train", "debug"]
+    assert list(job.command[1:6]) == ["-P", "-m", "shardtrain", "train", "debug"]
 
 
 def test_the_file_may_be_named_by_an_option_and_two_are_refused(tmp_path: Path) -> None:

@@ -119,11 +119,11 @@ def test_slurm_and_ssh_enter_folders_of_any_name(folders):
             expected.append([str(at / name), *job.command[1:]])
         record.run(["bash"], f"{shims}cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(scripts), **STEP)
         calls = each(record)
-        same([[folder, "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
+        same([[folder, "-P", "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
         same(expected, calls[1::2])
         record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote))
         same(
-            [[folder, "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected],
+            [[folder, "-P", "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected],
             each(record),
         )
 
@@ -303,13 +303,13 @@ def test_nodes_open_configurations_of_any_name(tmp_path, monkeypatch, capsys, na
         assert main(["launch", platform, path, "--dry-run"]) == 0
         assert path in capsys.readouterr().out.replace("'\"'\"'", "'") or platform == "ssh"
     command = to_job(config.load(path), []).command
-    assert command[4] == path
+    assert command[5] == path
     (tmp_path / "at").mkdir()
     record = Recorder(tmp_path / "at", **CLUSTER)
     record.run(["bash"], slurm.render(replace(job_of([]), command=command), Launch()), **STEP)
     same(command[1:], record.read("argv"))
     # On the node, ``train`` parses the path as a file, not as an option.
-    assert main(["config", "check", *command[4:]]) == 0
+    assert main(["config", "check", *command[5:]]) == 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

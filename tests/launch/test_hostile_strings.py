@@ -106,9 +106,9 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
         job = job_of(many)
         plans = ssh.render(job, Launch(), [Host("a"), Host("b", user="me", port=1)], "a", "id")
         for plan in plans:
-            assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.remote_agent"
+            assert plan.ssh[-1] == "exec python3 -P -m shardtrain.launch.remote_agent"
             assert plan.message({}).count(b"\n") == 1
-        host = [sys.executable, "-m", "shardtrain.launch.remote_agent"]
+        host = [sys.executable, "-P", "-m", "shardtrain.launch.remote_agent"]
         with subprocess.Popen(
             host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()
         ) as process:
@@ -152,7 +152,7 @@ def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         record.untouched()
-        record.arrived(replace(job, command=tuple(python_child.command(*job.command[2:]))))
+        record.arrived(replace(job, command=tuple(python_child.command(*job.command[3:]))))
 
 
 LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]

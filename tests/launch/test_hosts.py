@@ -18,7 +18,7 @@ from shardtrain.launch.platforms import pdsh, ssh
 from shardtrain.utils.errors import ConfigError
 
 FOUR = [Host("a", slots=4), Host("b", slots=4), Host("c", slots=4)]
-JOB = ClusterJob("job", ("python3", "-m", "shardtrain", "train"))
+JOB = ClusterJob("job", ("python3", "-P", "-m", "shardtrain", "train"))
 
 
 def test_a_hostfile_has_hosts_slots_users_ports_and_comments(tmp_path):
@@ -162,7 +162,7 @@ def test_a_single_host_gets_no_node_variables():
         "22",
         "--",
         "me@a",
-        "exec python3 -m shardtrain.launch.remote_agent",
+        "exec python3 -P -m shardtrain.launch.remote_agent",
     )
 
 

@@ -226,11 +226,11 @@ FLAGS = {
 COMMANDS = {
     "v1": "runai submit-dist pytorch --name run -p team -i registry.example/shardtrain:1 -e HF_HOME=/data/hf "
     "--existing-pvc claimname=data,path=/data --large-shm --gpu 8 --workers=1 -e HF_TOKEN=SECRET:hub,token "
-    "-e WANDB_API_KEY=SECRET:wandb,key --command -- python3 -m shardtrain train FILE --nproc 8",
+    "-e WANDB_API_KEY=SECRET:wandb,key --command -- python3 -P -m shardtrain train FILE --nproc 8",
     "v2": "runai training pytorch submit run -p team -i registry.example/shardtrain:1 -e HF_HOME=/data/hf "
     "--existing-pvc claimname=data,path=/data --large-shm --gpu-devices-request 8 --workers 1 "
     "--master-gpu-devices-request 8 --env-secret HF_TOKEN=hub,key=token --env-secret WANDB_API_KEY=wandb,key=key "
-    "--termination-grace-period 40s --command -- python3 -m shardtrain train FILE --nproc 8",
+    "--termination-grace-period 40s --command -- python3 -P -m shardtrain train FILE --nproc 8",
 }
 
 

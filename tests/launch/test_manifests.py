@@ -126,7 +126,7 @@ def test_every_mounted_volume_exists_including_the_configuration(tmp_path, kind)
         (container,) = pod["containers"]
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
         assert volumes["config"]["configMap"]["name"] == first["metadata"]["name"]
-        assert container["command"][4] == "/etc/shardtrain/config.toml"
+        assert container["command"][5] == "/etc/shardtrain/config.toml"
         paths = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert sorted(paths) == ["/cache", "/data", "/dev/shm", "/etc/shardtrain", "/models"]
 

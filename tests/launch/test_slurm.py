@@ -216,7 +216,7 @@ def test_a_program_missing_on_a_node_is_named_with_a_fix(tmp_path):
 def test_a_job_signalled_before_its_handlers_is_requeued(tmp_path):
     """SIGUSR1 kills a program before it installs its handler. Nothing was trained, so nothing is lost."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/bash\n[[ "$1" == -c ]] || kill -USR1 $$\n')
+    python.write_text('#!/bin/bash\n[[ "$2" == -c ]] || kill -USR1 $$\n')
     python.chmod(0o755)
     batch = tmp_path / "batch"
     batch.write_text(script("--launch.nodes=2", f"--launch.python={python}"))
@@ -235,7 +235,7 @@ def queued_again(tmp_path: Path) -> bool:
 def test_only_the_task_of_a_sweep_that_ended_is_requeued(tmp_path, code):
     """The job id of an array's last task is that of the array, which would requeue every task."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
+    python.write_text(f'#!/bin/bash\n[[ "$2" == -c ]] || exit {code}\n')
     python.chmod(0o755)
     batch = tmp_path / "batch"
     batch.write_text(
@@ -270,7 +270,7 @@ def test_retryable_codes_are_requeued_with_a_limit_for_failures(
 ):
     """Failures are counted in the job's log, or else with Slurm's restart count, which includes requests to stop."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
+    python.write_text(f'#!/bin/bash\n[[ "$2" == -c ]] || exit {code}\n')
     python.chmod(0o755)
     names = {"SLURM_RESTART_COUNT": str(failures)}
     if log == "readable":
@@ -304,7 +304,7 @@ def test_a_stopped_job_is_requeued_for_every_configured_status(tmp_path, stop_ex
     """Inside the job, a saved stop has status 75. The script translates it at its end."""
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/bash\n[[ "$1" == -c ]] && exit; exit $((SHARDTRAIN_SUPERVISED ? 75 : {stop_exit_code}))\n'
+        f'#!/bin/bash\n[[ "$2" == -c ]] && exit; exit $((SHARDTRAIN_SUPERVISED ? 75 : {stop_exit_code}))\n'
     )
     python.chmod(0o755)
     batch = tmp_path / "batch"

@@ -198,7 +198,9 @@ def test_only_python_child_starts_python() -> None:
     started = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "shardtrain").rglob("*.py")
-        if re.search(r"[\[(]sys\.executable, \"|entrypoint=sys\.executable", path.read_text())
+        if re.search(
+            r"[\[(]sys\.executable, (\"|SAFE)|entrypoint=sys\.executable", path.read_text()
+        )
     }
     pdsh = "shardtrain/launch/platforms/pdsh.py"  # it starts a single file in isolated mode (-I)
     assert started == {"shardtrain/utils/python_child.py", pdsh}

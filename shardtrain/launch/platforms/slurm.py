@@ -26,6 +26,7 @@ from shardtrain.launch.job import (
     require_nothing_lost,
     without,
 )
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 
 WAIT_SECONDS = 60
@@ -50,9 +51,7 @@ export SHARDTRAIN_SECRET="${SHARDTRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom |
 """
 
 LOOK = """\
-import sys
-sys.path.append(sys.path.pop(0))  # the current folder, whose modules must not run; the package may be there
-import importlib.util, os
+import importlib.util, os, sys
 folder, file = sys.argv[1:]
 wrong = ""
 if folder and os.path.realpath(folder) != os.path.realpath("."):
@@ -64,7 +63,9 @@ for name in ("torch", "shardtrain"):
         wrong = f"{sys.executable} has no package {name}; install it there, or correct launch.python"
 sys.exit("error[2]: " + wrong if wrong else 0)
 """
-"""Python script that checks each node, inside the container if there is one. It imports no module of this package."""
+"""Python script that checks each node, inside the container if there is one. It imports no module of this package.
+
+It runs with ``-P`` like the ranks, so it finds the packages that they find."""
 
 LOOK_ON_NODE = """\
 output=$("$@" 2>&1) && exit
@@ -72,6 +73,9 @@ output=$("$@" 2>&1) && exit
 last=$(sed 's/\\x1b\\[[0-9;]*m//g' <<<"$output" | grep -v '^ *$' | tail -n 1)
 if ! command -v "$1" >/dev/null; then
     last="error[2]: no $1 here; install it, load its module in launch.slurm.setup, or correct launch.python"
+fi
+if grep -qiE '^unknown option:? -P$' <<<"$output"; then
+    last="error[2]: Python is older than 3.11 here; install a newer one, or correct launch.python"
 fi
 problem=${last##*error\\[2\\]: }
 [[ "$last" == *"error[2]: "* ]] || problem="$0 does not start: $last; correct launch.python or launch.image"
@@ -198,11 +202,12 @@ def render(job: ClusterJob, launch: Launch) -> str:
 
 def _look(job: ClusterJob, launch: Launch) -> list[str]:
     """Return the lines of a check before the run. If a node cannot start, it prints one line, and the job ends."""
-    python, *words = job.command
+    python = job.command[0]
     # The configuration file is the first argument of the verb. The package contains presets.
     file = ""
-    if len(words) > 3 and not words[3].startswith("-") and words[3] not in presets.names():
-        file = words[3]
+    arguments = python_child.arguments_of(job.command)[1:]
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in presets.names():
+        file = arguments[0]
     # A container has its own folders. On a node without the job's folder, Slurm uses /tmp.
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)
@@ -217,7 +222,7 @@ def _look(job: ClusterJob, launch: Launch) -> list[str]:
         *map(shlex.quote, options),
     ]
     step += ["bash", "-c", '"$on_node"', shlex.quote(name or python), *map(shlex.quote, inside)]
-    step += [shlex.quote(python), "-c", '"$look"', folder, shlex.quote(file)]
+    step += [shlex.quote(python), python_child.SAFE, "-c", '"$look"', folder, shlex.quote(file)]
     return [
         "",
         "# check on each node that ranks can start, before the first one starts",

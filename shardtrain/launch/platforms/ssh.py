@@ -14,6 +14,7 @@ from shardtrain.config.schema.launch_options import Launch
 from shardtrain.launch.failure import SUPERVISED
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.job import ClusterJob, folder_words, require_nothing_lost
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.process import SECRET
 from shardtrain.utils.redact import MASK
@@ -103,7 +104,8 @@ def render(
     command = list(job.command)
     if slots and not asked:
         command += ["--nproc", str(slots)]
-    inside = f"exec {shlex.quote(launch.python)} -m shardtrain.launch.remote_agent"
+    agent = python_child.remote_command(launch.python, "shardtrain.launch.remote_agent")
+    inside = f"exec {shlex.join(agent)}"
     if job.workdir:
         inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}"
     plans = []

@@ -24,6 +24,7 @@ from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, LOST, HostCommand
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
@@ -285,7 +286,7 @@ class SshConnections:
             "host",
             one.name,
             rule=f"cannot start shardtrain: {message}",
-            fix="install shardtrain and torch on it, or set launch.python and launch.workdir to their location",
+            fix="install shardtrain and torch on it, or set launch.python to an interpreter that has them",
         )
 
     def _lost(self, one: _Connection) -> PeerError:
@@ -324,11 +325,16 @@ class SshConnections:
             version, address = (*words, "", "")[:2]
             if version != __version__:
                 rule = f"has shardtrain {version or 'of unknown version'}, but this machine has {__version__}"
-                fix = "install the same version everywhere, or set launch.python and launch.workdir to its location"
+                fix = "install the same version everywhere, or set launch.python to an interpreter that has it"
                 one.problem = Problem("host", one.name, rule, fix)
                 return
             one.ready = True
             one.address = address if address.strip("-") and "%" not in address else None
+            return
+        if not one.ready and python_child.is_too_old(text):
+            rule = "cannot start shardtrain: its Python is older than 3.11"
+            fix = "install a newer Python, or set launch.python to one"
+            one.problem = Problem("host", one.name, rule, fix)
             return
         one.last = visible(text.strip()) or one.last
         one.log.write(line)
