@@ -80,9 +80,8 @@ def main() -> None:
                 ]
                 kernels = {"flash": flash(*inputs), "blocks": blocks(*inputs)}
                 best: dict[str, float] = {}
-                for _ in range(
-                    options.rounds + 1
-                ):  # the first is a warm-up, and is never the fastest
+                # the first is a warm-up, and is never the fastest
+                for _ in range(options.rounds + 1):
                     for kernel, directions in kernels.items():
                         for direction, function in directions.items():
                             name = f"{kernel} {direction}"

@@ -87,7 +87,9 @@ def one_step(a: torch.Tensor) -> float:
 
 
 def once(way: Any, step: int, tensors: State, a: torch.Tensor) -> dict[str, float]:
-    """Return the seconds that a save blocks, that it takes, and of steps without and during a save."""
+    """Return in seconds how long a save blocks training, how long it takes, and the time of a step without and
+    during a save.
+    """
     peace = statistics.median(one_step(a) for _ in range(20))
     begun = time.perf_counter()
     way.save(step, tensors)

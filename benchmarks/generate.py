@@ -216,9 +216,8 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
     )
     reference.generation_config.eos_token_id = None
-    for (
-        parameter
-    ) in reference.parameters():  # distinct logits, so float32 rounding decides no token
+    # distinct logits, so float32 rounding decides no token
+    for parameter in reference.parameters():
         if parameter.ndim > 1:
             parameter.mul_(3)
     models = []
@@ -349,7 +348,8 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if options.sizes:
-        keep_freed_memory()  # like the command; here it also applies to the others
+        # `shardtrain generate` does so too; here it also applies to the other programs
+        keep_freed_memory()
         print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
         results = [
             row

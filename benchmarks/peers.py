@@ -204,7 +204,7 @@ def run(
         ranks = [list(_steps(path)) for path in sorted(times.glob("*.jsonl"))]
     row: dict[str, object] = {"exit": code, "load": round(load, 1)}
     if code or len(ranks) < peer.ranks or any(len(rank) <= LEFT_OUT + 1 for rank in ranks):
-        # removes folders of this machine
+        # remove paths of this machine from the output
         return {
             **row,
             "last_lines": re.sub(r"/[^\s\"':]*/", "", last),
@@ -229,7 +229,10 @@ def run(
 
 
 def _steps(path: Path) -> Iterator[tuple[float, float, float]]:
-    """Yield wall seconds, CPU seconds and peak memory after each optimizer step, without duplicates of wrappers."""
+    """Yield wall seconds, CPU seconds and peak memory after each optimizer step.
+
+    A step that wrappers of the optimizer report several times is yielded once.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return ((wall, cpu, peak) for name, wall, cpu, peak in lines if name == lines[0][0])
 

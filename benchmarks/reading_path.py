@@ -80,9 +80,8 @@ def _by_file(codes: set[CodeType]) -> Found:
     found: Found = {}
     for code in sorted(codes, key=lambda code: code.co_firstlineno):
         path = Path(code.co_filename)
-        if (
-            path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED
-        ):  # not a module or class body
+        # not a module or class body
+        if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:
             last = max(line or 0 for _, _, line in code.co_lines())
             function = (code.co_name, code.co_firstlineno, last)
             found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(function)

@@ -166,9 +166,8 @@ def _run(command: list[str]) -> NoReturn:
     code = 0
     try:
         if command[1] == "-m":
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # the working directory may have been deleted
+            # the working directory may have been deleted
+            with contextlib.suppress(FileNotFoundError):
                 sys.path.insert(0, os.getcwd())
             sys.path[1:1] = _python_path()
             sys.argv = ["-m", *command[3:]]

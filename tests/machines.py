@@ -70,9 +70,8 @@ class Machine:
     def processes(self) -> set[int]:
         """Return the ids of all processes in the network of this machine."""
         network, pids = os.readlink(f"/proc/{self.pid}/ns/net"), set()
-        for name in filter(
-            str.isdigit, os.listdir("/proc")
-        ):  # glob would fail if a process ends meanwhile
+        # glob would fail if a process ends meanwhile
+        for name in filter(str.isdigit, os.listdir("/proc")):
             try:
                 if os.readlink(f"/proc/{name}/ns/net") == network:
                     pids.add(int(name))

@@ -142,9 +142,8 @@ def start(
     container_env = {
         entry["name"]: expanded(entry["value"], {}) for entry in container.get("env", [])
     }
-    if (
-        "SHARDTRAIN_RDZV_ENDPOINT" in container_env
-    ):  # the name of the first pod, which only resolves in a cluster
+    # the name of the first pod, which only resolves in a cluster
+    if "SHARDTRAIN_RDZV_ENDPOINT" in container_env:
         container_env["SHARDTRAIN_RDZV_ENDPOINT"] = endpoint
     names = {**of_operator(job, number, endpoint), **container_env, **more}
     command = [expanded(argument, names) for argument in container["command"]]

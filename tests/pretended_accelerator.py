@@ -145,9 +145,8 @@ class Pretended(TorchDispatchMode):
                 answer = func.decompose(*args, **kwargs)
             if answer is not NotImplemented:
                 return answer
-        if (
-            func.namespace == "shardtrain"
-        ):  # run the implementation of the package's operation, not its fake version
+        # run the implementation of the package's operation, not its fake version
+        if func.namespace == "shardtrain":
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
         if func in (_aten._local_scalar_dense.default, _aten.item.default, _aten.equal.default):

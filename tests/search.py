@@ -42,9 +42,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-if (
-    __name__ == "__main__"
-):  # as a script, Python puts tests/ on the path but not the repository root
+# as a script, Python puts tests/ on the path but not the repository root
+if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1])]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -530,9 +529,8 @@ class Searcher:
                 verdicts[index] = judge_refusal(case, error)
         self._run_references([cases[index] for index in plans])
         results: dict[int, list[Numbers] | Failure] = {}
-        for part in range(
-            2
-        ):  # the second half of a run that changes its mesh follows its first half
+        # the second half of a run that changes its mesh follows its first half
+        for part in range(2):
             jobs = {index: plan[part] for index, plan in plans.items() if part < len(plan)}
             for num_ranks in sorted({ranks for ranks, _ in jobs.values()}):
                 members = [

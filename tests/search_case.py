@@ -191,9 +191,8 @@ class Case:
     def one_process(self) -> Case:
         """Return the reference run: the same model, data and optimizer, in one pass on one rank."""
         kept = self._options_of_numbers()
-        if (
-            "validation.steps" in kept
-        ):  # it counts batches, so the global batch must have the same size
+        # it counts batches, so the global batch must have the same size
+        if "validation.steps" in kept:
             rows = self.number("validation.local_batch_size", 8) * self.data_ranks
             has_pipeline = self.number(PP) > 1
             kept["validation.local_batch_size"] = str(self.global_batch if has_pipeline else rows)

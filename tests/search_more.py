@@ -235,10 +235,11 @@ def validation(rng: random.Random, draft: Draft) -> None:
         "dataset_path": FEW,
         "seq_len": draft.options.get(SEQ, "32"),
     }
+    # [data] names columns of these files
     if draft.options.get(f"{T}dataset_path") in (
         TABLE,
         TALKS,
-    ):  # [data] names columns of these files
+    ):
         drawn["dataset"], drawn["dataset_path"] = (
             draft.options[f"{T}dataset"],
             draft.options[f"{T}dataset_path"],

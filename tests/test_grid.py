@@ -333,10 +333,11 @@ def test_each_family_equals_one_process(num_ranks: int, pairs: list[tuple[str, s
             expected = one_process(family, num_layers(ALL[num_ranks][mesh]))
             assert differences(result, expected) == [], f"{family} on {mesh}, rank {rank}"
             names_of_weights[mesh, family].update(result.final)
+    # together, the pipeline stages hold all weights
     for (
         mesh,
         family,
-    ), names in names_of_weights.items():  # together, the pipeline stages hold all weights
+    ), names in names_of_weights.items():
         assert names == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), (
             f"{family} on {mesh}"
         )

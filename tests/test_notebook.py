@@ -59,9 +59,8 @@ def test_running_the_notebook_reproduces_its_output() -> None:
     again = module.printed(module.executed(NOTEBOOK, seconds=round(patience.seconds(300))))
     for cell in code_cells():
         stored, new = text_of(cell), again[cell["id"]]
-        if "sample" in cell["metadata"].get(
-            "tags", []
-        ):  # generated text depends on the last bit of the weights
+        # generated text depends on the last bit of the weights
+        if "sample" in cell["metadata"].get("tags", []):
             assert new.strip()
             continue
         number = r"(?<=loss )\d+\.\d+"

@@ -202,10 +202,11 @@ def test_nightly_only_law_may_name_a_law_of_the_default_tier(folder):
     assert (
         "only nightly: test_more.py::test_on_pods: on pods: test_sample.py::test_single" in output
     )
+    # not there, or not in the default tier
     for name in (
         "test_sample.py::test_gone",
         "test_more.py::test_on_pods",
-    ):  # not there, or not in the default tier
+    ):
         (folder / "test_more.py").write_text(test.format(name))
         code, _, output = run(folder)
         assert code == 1 and "test_more.py::test_on_pods has no case in the default tier" in output

@@ -9,7 +9,7 @@ from work import DIM, EPS, FFN, HEAD_DIM, HEADS, KEY_HEADS, LAYERS, THETA, TOKEN
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU, each behind a norm and beside a residual."""
+    """Attention and SwiGLU, each with a norm before it and a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -225,9 +225,8 @@ def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
     Raises:
         StorageError: the folder cannot be written. It is deleted.
     """
-    if (
-        path.is_symlink()
-    ):  # a folder cannot be renamed to it, which would only be noticed at the end
+    # a folder cannot be renamed to it, which would only be noticed at the end
+    if path.is_symlink():
         rule = f"it is a link to {os.readlink(path)}"
         raise StorageError(f"cannot write {path}: {rule}; remove it, or choose another folder")
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")

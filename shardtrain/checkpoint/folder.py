@@ -48,10 +48,10 @@ class Checkpoints(Saver):
     def take_run_folder(self) -> None:
         """Make this run the only one that writes ``job.dump_folder``, until ``close`` (a collective).
 
-        A run that saves into a checkpoint folder inside ``job.dump_folder`` only takes the lease of
-        that folder, unless the run folder has a lease file. All other runs take the lease of the
-        run folder. If their checkpoint folder is inside, they also check that no live run of this
-        host holds its lease, without waiting for it.
+        - A run that saves to a checkpoint folder inside ``job.dump_folder`` takes only the lease of the
+          checkpoint folder, unless the run folder has a lease file.
+        - All other runs take the lease of the run folder. If the checkpoint folder is inside the run
+          folder, they also check, without waiting, that no live run of this host holds its lease.
 
         Raises:
             FolderTaken: another run writes the folder.

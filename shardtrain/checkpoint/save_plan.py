@@ -109,6 +109,8 @@ def share_out(
         writer's file.
         """
         for _, _, name, part in order:
+            # Each rank holds at most one box of a part, so no writer occurs twice. Of the ranks that
+            # hold a box, the one with the fewest bytes so far writes it.
             writers = part.ranks[:, 0]
             if part.holders > 1:
                 writers = part.ranks[np.arange(len(writers)), load[part.ranks].argmin(1)]
@@ -216,9 +218,9 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         key = np.where(joined, dim * (2**40) + step, -(2**62))
         changes = np.flatnonzero(key[1:] != key[:-1]) + 1
 
-        # The links begin..end-1 of a group join the runs begin..end, unless the previous group has
-        # already joined run ``begin``. Other runs stay as they are. ``place`` is the first run that
-        # is not joined yet.
+        # Link i joins the runs i and i + 1, so the links begin..end-1 of a group merge the runs
+        # begin..end. If the previous group already merged run ``begin``, start after it. Runs without
+        # links stay as they are. ``place`` is the first run that is not handled yet.
         kept = []
         new_whole = []
         new_axes = []

@@ -106,7 +106,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
             surplus.append(name)
     if surplus:
         raise CheckpointError(
-            f"checkpoint {folder} holds {len(surplus)} tensors that this run has not, "
+            f"checkpoint {folder} contains {len(surplus)} tensors that this run does not have, "
             f"such as {min(surplus)}; use the model that it was saved from"
         )
 

@@ -276,12 +276,15 @@ def _changes(document: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[st
         old = before.get(name)
         new = now["configuration"].get(name)
         # Without a global batch size, rows per step follow from the ranks, and a resumed run keeps their number.
-        if name in _BATCH and before.get(_BATCH[0]) == -1 != now["configuration"][_BATCH[0]]:
+        was_automatic = before.get(_BATCH[0]) == -1
+        is_automatic = now["configuration"][_BATCH[0]] == -1
+        if name in _BATCH and was_automatic and not is_automatic:
             continue
         if old != new:
             yield f"{name}: {show_value(old)} -> {show_value(new)}"
     for axis in now["axes"]:
-        # One process uses no axis, and the default shard degree of -1 may mean one process.
+        # Compare the axes in use, not degrees: the default shard degree of -1 may result in one process,
+        # which uses no axis.
         if axis not in document["compared_axes"]:
             yield f"{AXES[axis]}: the axis {axis} was not compared"
     for name in sorted({*document["files"], *now["files"]}):

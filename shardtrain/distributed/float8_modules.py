@@ -203,8 +203,8 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
     selection = _select_linears(model, config)
     converted = selection.converted
     if MX in config.model.converters:
-        # Also for emulated products: a part that is not a multiple of blocks would be rounded with other
-        # scales.
+        # This also applies to emulated matmuls. If the size of a shard is not a multiple of the block
+        # size, its blocks, and therefore their scales, differ from those of the unsharded weight.
         _check_parts(converted, mesh.size("tp"), MX, MX_BLOCK)
         for _, module in converted:
             microscaling.convert(module, options.mx.recipe_name)

@@ -24,9 +24,10 @@ from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
 from shardtrain.utils.errors import ConfigError, Problem
 
 Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Maps experts, rows sorted by expert, and rows per expert to outputs."""
+"""Called with the experts, rows sorted by expert, and the number of rows of each expert. Returns outputs."""
 Dispatch = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor]
-"""Maps experts, rows sorted by expert, and rows per expert of all ranks to outputs."""
+"""Called with the computation of experts, rows sorted by expert, and each expert's number of rows over all
+ranks. Returns outputs."""
 
 
 def check(model: Any, config: Config) -> None:
@@ -113,7 +114,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gather(part: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
-    """Return the rows of all ranks, whose parts ``_own_part`` has made."""
+    """All-gather the rows that ``_own_part`` divided among ranks."""
     sizes = [len(chunk) for chunk in torch.empty(num_rows, 0).tensor_split(group.size())]
     # gloo gathers equal sizes only
     padded = part.new_zeros(sizes[0], *part.shape[1:])

@@ -179,9 +179,8 @@ def _meta_copy(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module).to("meta")
     for owner in copied.modules():
         for key, value in vars(owner).items():
-            if isinstance(
-                value, Tensor
-            ):  # a buffer that ``models.transformers`` has made an attribute
+            # a buffer that ``models.transformers`` has made an attribute
+            if isinstance(value, Tensor):
                 owner.__dict__[key] = value.to("meta")
     return copied
 
@@ -321,7 +320,7 @@ class _Trace:
                 raise self._refusal(f"{name} belongs to no module before or after the layers")
             if owner not in paths:
                 paths.append(owner)
-        # a module inside another one of the list is not called on its own behalf
+        # Skip modules inside another listed module: that module calls them.
         return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
 
     def _model_without_parameters(self, outside: Sequence[str]) -> Any:

@@ -327,7 +327,7 @@ class AllStages(nn.Module):
 
     @property
     def hf(self) -> Any:
-        """The network of ``transformers`` of this rank's first stage."""
+        """The ``transformers`` network in this rank's first stage."""
         return self.parts[0].hf
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, **documents: Tensor) -> Tensor:

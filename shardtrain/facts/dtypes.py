@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
-"""Dtypes in which a model can compute and in which weights can be exported. A refusal suggests the first."""
+"""Dtypes in which a model can compute and in which weights can be exported. Error messages suggest the first."""
 
 COMPUTE_DTYPES: tuple[str, ...] = get_args(ComputeDtype)
 

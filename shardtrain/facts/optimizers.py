@@ -14,7 +14,7 @@ class OptimizerFacts:
     """Facts about an optimizer that the package needs without importing it."""
 
     state_tensors: int
-    """Tensors as large as a parameter that it keeps for each parameter, at least."""
+    """Minimum number of state tensors with the size of the parameter, for each parameter."""
     state_bytes: int | None = None
     """Bytes of an element of these tensors. None if ``optimizer.state_dtype`` or ``training.dtype`` decides."""
     updates_separately: bool = True
@@ -35,4 +35,6 @@ STATE_BLOCK = 256
 """Elements of an 8-bit state that share a scale, along the last dimension of a parameter. As in torchao."""
 
 SMALLEST_8BIT_NUMEL = 4096
-"""Elements of a parameter from which on AdamW8bit keeps its state in 8 bits. As in torchao and bitsandbytes."""
+"""Minimum number of elements of a parameter for AdamW8bit to keep its state in 8 bits. As in torchao and
+bitsandbytes.
+"""

@@ -17,7 +17,7 @@ Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 MXRecipe = Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"]
 
 FLOAT8_MULTIPLE = 16
-"""Devices multiply in float8 only if the sizes of a weight and the length of a sum are multiples of this."""
+"""Devices multiply in float8 only if all dimensions of both matrices are multiples of this."""
 
 MX_BLOCK = 32
 """Elements that share a scale in MX."""

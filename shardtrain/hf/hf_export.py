@@ -376,7 +376,8 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     source_config = dict(hub.text_config(source_config))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(
-            f"model.norm_type={wanted.config.norm_type!r} is not supported by {hub.architecture}; keep the checkpoint"
+            f"model.norm_type={wanted.config.norm_type!r} is not supported by {hub.architecture}, "
+            "so this model cannot be exported; use its checkpoint"
         )
     fields = hub.write(wanted.config)
     if source_config.get("model_type") == hub.model_type:

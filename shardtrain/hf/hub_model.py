@@ -137,7 +137,7 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
     has_class = architecture not in (hub.architecture, _MISSING_CLASS)
     if not has_class:
         rule = f"transformers has no class like {hub.architecture} with a classification head"
-        raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; keep the checkpoint")
+        raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; use its checkpoint")
     head = f"{module.LAYOUT.last[-1]}.weight"
     return dataclasses.replace(
         hub, architecture=architecture, names={**hub.names, head: "score.weight"}

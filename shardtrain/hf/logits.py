@@ -23,7 +23,7 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 
 TOLERANCE = 1e-4
-"""Maximum error relative to the largest logit, in float32. The two models use another order of operations."""
+"""Maximum error relative to the largest logit, in float32. The two models compute in different orders."""
 _TOKENS = 64
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1905, four papers changed physics; "

@@ -102,7 +102,7 @@ class BlockFp8Weights(HubWeights):
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor.
 
-        A quantized tensor has the dtype of the other matrices, or bfloat16 without others.
+        A quantized tensor has the dtype of the matrices that are not quantized, or bfloat16 if there are none.
         """
         if name in self._scaled:
             return self._plain

@@ -225,7 +225,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
                 "launch.nproc_per_node",
                 ranks,
                 rule=f"exceeds the {devices} devices of a node, and each rank requires a separate device",
-                fix=f"use {devices}, or more devices or nodes",
+                fix=f"use {devices}, or request more devices or nodes",
             )
         )
     elif devices and ranks and ranks < devices:

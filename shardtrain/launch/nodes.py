@@ -364,7 +364,7 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
                 Problem(
                     name,
                     text,
-                    rule=f"contains no number of nodes that can work: {reason}",
+                    rule=f"does not include a usable number of nodes: {reason}",
                     fix="choose other numbers of nodes",
                     where=_at(name),
                 )

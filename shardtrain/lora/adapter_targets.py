@@ -113,7 +113,7 @@ def find(
 
 
 def _attention_linears(linears: Sequence[str], layout: Layout) -> list[str]:
-    """Return the linear modules of attention and recurrences: those next to the layout's cores.
+    """Return the linear modules of attention and recurrent layers: the siblings of the cores in the layout.
 
     Raises:
         ConfigError: there are none.

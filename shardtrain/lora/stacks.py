@@ -179,7 +179,10 @@ def merged(
 
 
 def to_peft(name: str, factor: Tensor) -> Tensor:
-    """Convert a factor to PEFT's layout: A to (E R, I) with the expert major, B to (O, R E) with the rank major."""
+    """Convert a factor to PEFT's layout: A (E, R, I) to (E * R, I), and B (E, R, O) to (O, R * E).
+
+    In A all rows of an expert are adjacent; in B all columns of a rank are.
+    """
     if name.endswith("lora_a"):
         return factor.flatten(0, 1)
     return factor.permute(1, 2, 0).flatten(1, 2)

@@ -203,7 +203,7 @@ def _computed(network: nn.Module, name: str) -> Draw | None:
     initialize = _initializer_of(network, path)
     if initialize is None:
         return None
-    # A copy: when the values are drawn, the parameters of the network have memory, which this must not change.
+    # Draw into a copy, because the parameters of the network may already have values, which must not change.
     owner = copy.deepcopy(network.get_submodule(path))
     shape = owner.get_parameter(attribute).shape
 

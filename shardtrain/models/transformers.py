@@ -145,7 +145,7 @@ class Model(nn.Module):
         """Path -> repeated block, the unit of sharding, recomputation and compiling."""
         self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
         self.passes_positions = False
-        """True if the network gets positions also without documents, because its rows are parts of sequences."""
+        """True if positions are passed even without documents, because each row is only part of a sequence."""
         self._drops = c.dropout
         self.train()
         self._constants = _take_constants(self.hf, c)
@@ -161,7 +161,8 @@ class Model(nn.Module):
                 Problem("model.overrides.path", c.path, rule, "write a model file for it")
             )
         for path in _sharing_blocks(self.hf, self.blocks):
-            # The root shards these. FSDP would make separate parameters of them, as each unit shards its own
+            # Shard these with the root. If two FSDP units shared a parameter, each would shard its own
+            # copy of it.
             del self.blocks[path]
 
     def forward(
@@ -232,8 +233,8 @@ class Model(nn.Module):
         """Module path -> tensor-parallel style, from the ``_tp_plan`` of the architecture; empty if
         it has none.
         """
-        # In some versions of transformers the instance has only the plan of its blocks, and the
-        # class that of the head
+        # In some versions of transformers the instance only has the plan for its blocks, and the class
+        # has the plan for the head.
         class_plan = getattr(type(self.hf), "_tp_plan", None) or {}
         instance_plan = getattr(self.hf, "_tp_plan", None) or {}
         plan = {**class_plan, **instance_plan}

@@ -174,7 +174,7 @@ def trace(model: Any, seq_len: int) -> dict[str, AttentionCall]:
         # The shapes in experts depend on values. Experts do not mix tokens.
         if type(module).__name__.endswith("Experts"):
             module.forward = lambda x, *_, **__: x
-        # A warning about padding reads the tokens
+        # This check for padding reads the values of tokens, which do not exist on the meta device.
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
     find_documents = masking_utils.find_packed_sequence_indices

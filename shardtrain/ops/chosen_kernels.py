@@ -61,9 +61,9 @@ class Kernels:
         phrases = {
             "onednn_linear": "linear layers in float32 by oneDNN",
             "onednn_weight_gradient": "gradients of their weights too",
-            "blocked_attention": "attention in bfloat16 by blocks",
-            "blocked_attention_float32": "attention in float32 with narrow heads by blocks",
-            "blocked_attention_float32_wide": "attention in float32 with wide heads by blocks",
+            "blocked_attention": "blocked bfloat16 attention",
+            "blocked_attention_float32": "blocked float32 attention with narrow heads",
+            "blocked_attention_float32_wide": "blocked float32 attention with wide heads",
             "rms_norm": "RMSNorm by rows",
         }
         taken = [

@@ -157,7 +157,7 @@ class MXLinear(QuantizedLinear):
     recipe: str
 
     def multiply(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the product in MX by the recipe."""
+        """Return the matrix product, with both operands quantized to MX as the recipe specifies."""
         return linear(x, weight_OI, *RECIPES[self.recipe])
 
     def extra_repr(self) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 SMALLEST = 2.0**-14
-"""Minimum scale: float16's smallest normal number. Backward starts from the scale itself, which would lose
-bits below. Gradients that overflow even here have another cause than the scale."""
+"""Minimum scale: float16's smallest normal number. Backward starts from the scale, and a smaller,
+subnormal value would lose bits. If gradients overflow even at this scale, the scale is not the cause."""
 LARGEST = 2.0**24
 """Maximum scale. All-zero gradients are finite at any scale, so the scale would grow without a bound."""
 _BACKOFF = 0.5

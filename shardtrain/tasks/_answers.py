@@ -49,8 +49,7 @@ class Side(NamedTuple):
     tokens: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int64]
     last: int
-    """The token after the input tokens, which is only a target: the end of an answer that is not truncated.
-    """
+    """The token after the input tokens. It is a target but no input, such as the EOS token of an answer."""
 
     @property
     def whole(self) -> npt.NDArray[np.int32]:

@@ -5,14 +5,14 @@ A row has a prompt, a completion and a label: true for a good completion. The re
 difference of the completion's log-probabilities under the model and under the reference, which is the
 frozen initial model. The loss is desirable_weight * (1 - sigmoid(beta * (reward - KL))) for a good
 completion, and undesirable_weight * (1 - sigmoid(beta * (KL - reward))) for a bad one. It is summed over
-rows and divided once by the rows of the step.
+rows and divided once by the number of rows of the step.
 
-KL is an estimate without gradient: the mean reward over a group of ``task.group_size`` rows when each
-prompt has the completion of the previous row, at least 0. Other implementations use the rows of a
-micro-batch as the group. Here the groups are formed when the data are read, in an order drawn from
-debug.seed for training. An entry of a batch is a group, so results do not depend on the number of ranks or
-on accumulation. With ``training.local_batch_size`` 1 and groups as large as the other implementation's
-batch, the losses are equal.
+KL is estimated without gradient. In a group of ``task.group_size`` rows, each prompt is paired with the
+completion of the previous row. KL is the mean reward of these pairs, or 0 if the mean is negative. Other
+implementations use the rows of a micro-batch as the group. Here the groups are formed when the data are
+read, in an order drawn from debug.seed for training. An entry of a batch is a group, so results do not
+depend on the number of ranks or on accumulation. With ``training.local_batch_size`` 1 and groups as large
+as the other implementation's batch, the losses are equal.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _PADDING = -1
 class Answer(NamedTuple):
     """A row: a prompt with its full completion, its label, and the length to truncate sequences to.
 
-    Truncation comes after completions are exchanged: after a shorter prompt more of a completion fits, as
-    in TRL.
+    Sequences are truncated after completions are swapped between rows, as in TRL, because more of a
+    completion fits after a shorter prompt.
     """
 
     side: Side

@@ -138,8 +138,8 @@ class MaskedLanguageModel(ExampleTask):
                 Problem(
                     "task.options.mask_token_id",
                     self.mask_id,
-                    rule=f"is not an id of the model, which has {shape.vocab_size}",
-                    fix="give the mask's own id",
+                    rule=f"is not a token id of the model, whose vocabulary has {shape.vocab_size} ids",
+                    fix="set it to the id of the mask token",
                 )
             )
 

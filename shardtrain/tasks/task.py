@@ -272,6 +272,6 @@ def check_kind(config: Config, model: nn.Module, wanted: str) -> None:
                 "model.overrides.path",
                 config.model.overrides.get("path"),
                 rule=f'contains a {kind} network, and task.name="{config.task.name}" requires {wanted or "another"}',
-                fix="set model.overrides.architecture to the class of transformers for it, or use another task",
+                fix="set model.overrides.architecture to the transformers class for this task, or use another task",
             )
         )

@@ -86,7 +86,7 @@ class ExampleTask(TextTask):
         return [len(row.tokens)]
 
     def shown(self, row: Example) -> list[ShownText]:
-        """Return the text, named by its label, without a mask of learned tokens: only the label is
+        """Return the text under the name of its label. It has no loss mask, because only the label is
         learned.
         """
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"

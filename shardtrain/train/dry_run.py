@@ -370,7 +370,11 @@ def _ranks_that_split(parameter: Tensor) -> int:
 def _gradient_bytes(
     parts: Sequence[nn.Module], layout: Any, mesh: distributed.Mesh, config: Config
 ) -> int:
-    """Peak bytes of gradients: all of them, or those that exist before an update in backward frees them."""
+    """Return the peak bytes of gradients.
+
+    If the optimizer updates during backward, each gradient is freed after its update, and only those
+    that exist at the same time count.
+    """
     trained = [
         parameter for part in parts for parameter in part.parameters() if parameter.requires_grad
     ]

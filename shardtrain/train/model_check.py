@@ -1,7 +1,7 @@
-"""Check a user's model file before training it in parallel: compare a small copy on a mesh with one
-process.
+"""Check a user's model file before parallel training: run a small copy on a mesh and in one process, and
+compare the results.
 
-The layout in a model file is a promise of its author. A wrong layout trains without an error, for example
+The layout in a model file is only a claim of its author. A wrong layout trains without an error, for example
 if it splits a matrix across heads or applies different dropout to replicated activations. Rank 0 runs
 ``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all ranks receive the result.
 """

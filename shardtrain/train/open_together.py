@@ -108,10 +108,10 @@ class Together:
     def _result_of_node(
         self, place: str, look: Look, result: Any, listing: Listing | None, first_place: str
     ) -> Any:
-        """Return the result of this node's first rank if the node has its own copy, else rank 0's (a
-        collective).
+        """Share one rank's result of opening the data (a collective): that of this node's first rank
+        if the node has its own copy, else rank 0's.
 
-        A rank that opens another place than the rank it would follow reads the storage itself.
+        A rank whose path differs from that rank's reads the storage itself.
 
         Raises:
             ConfigError: the node's copy has other files than rank 0 has.

@@ -30,7 +30,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     step = run.state.step + 1
     first_row = run.state.samples_consumed
     end_row = run.dataloader.samples_consumed
-    # ranks wait for each other's reading
+    # Reading a checkpoint takes long, and ranks wait for each other here.
     process_group.set_timeout(run.config.comm.init_timeout_seconds)
     run.runner.zero_grad()
     # Load the checkpoint, or without one keep the weights. In both cases the rows of the spike are skipped.

@@ -277,7 +277,7 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
         )
         raise CheckpointError(text)
 
-    # Each parameter must have its moments, of its shape, and a step.
+    # Each parameter needs a step count, and moments of the parameter's shape.
     states: dict[str, dict[str, Any]] = {}
     for number, name in zip(numbers, names, strict=True):
         parameter_state = state.get(number)

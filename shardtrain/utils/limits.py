@@ -1,4 +1,4 @@
-"""Limits on memory, threads and open files: the minimum that ranks need, and which limit an error has reached."""
+"""Limits on memory, threads and open files: the minimum that ranks need, and the limit that caused an error."""
 
 from __future__ import annotations
 

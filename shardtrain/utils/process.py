@@ -137,9 +137,8 @@ def allow_open_files() -> float:
         return math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # macOS reports a hard limit that it does not allow
+        # macOS reports a hard limit that it does not allow
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return math.inf if soft == resource.RLIM_INFINITY else soft

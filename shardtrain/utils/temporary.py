@@ -38,9 +38,8 @@ def make(purpose: str = "") -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-" if purpose else PREFIX))
     descriptor = os.open(folder, _FOLDER)
     # Lock the folder before marking it: a marked folder without a lock belongs to a process that has ended.
-    with contextlib.suppress(
-        OSError
-    ):  # without locks the folder stays unmarked, and is never removed by others
+    # without locks the folder stays unmarked, and is never removed by others
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / MARK).write_text(boot_id(), encoding="ascii")
     _held[folder] = descriptor, os.getpid()

@@ -470,4 +470,4 @@ def test_missing_tensor_is_rejected_with_its_name(tmp_path: Path) -> None:
 def test_model_with_fewer_tensors_is_rejected(tmp_path: Path) -> None:
     save(tmp_path, 3)
     message = refusal(tmp_path, into={"model.a": torch.zeros(6, 4)})
-    assert "holds 1 tensors that this run has not, such as model.b" in message
+    assert "contains 1 tensors that this run does not have, such as model.b" in message

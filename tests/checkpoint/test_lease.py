@@ -135,9 +135,8 @@ def test_lease_of_another_host_is_taken_over_after_observed_silence(
     write(tmp_path)
     path = tmp_path / "lease.json"
 
-    def age_seconds(
-        path: Path, own: Path
-    ) -> float:  # age by the clock of the filesystem, which agrees with ours
+    # age by the clock of the filesystem, which agrees with ours
+    def age_seconds(path: Path, own: Path) -> float:
         return seconds_old + watch.now - 1000
 
     watch = Watch(monkeypatch)

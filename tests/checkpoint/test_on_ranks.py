@@ -153,7 +153,7 @@ REFUSED = {
     "other data": "was trained on other data",
     "other seed": "was trained on other data",
     "other width": "of shape [128, 64], and this run has [64, 64]",
-    "fewer layers": "tensors that this run has not, such as model.layers.1.",
+    "fewer layers": "tensors that this run does not have, such as model.layers.1.",
     "more layers": "has no model.layers.2.",
     "no such step": "checkpoint.load_step=1: ",
     "export continued": "contains only weights",

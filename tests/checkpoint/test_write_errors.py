@@ -107,9 +107,8 @@ def test_failed_call_is_never_a_success_and_keeps_earlier_checkpoints(
                         and str(tmp_path) in message
                         and "\n" not in message
                     ), message
-    if (
-        not keep
-    ):  # otherwise, calls that delete a checkpoint follow the commit, and their errors stop nothing
+    # otherwise, calls that delete a checkpoint follow the commit, and their errors stop nothing
+    if not keep:
         assert failed_saves == len(ERRORS) * (sum(calls.values()) - 3), (
             "every error except those of opening and syncing the parent folder"
         )

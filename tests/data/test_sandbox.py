@@ -162,9 +162,8 @@ def _arrow_bomb(name: str, folder: Path) -> str:
     if name == "dictionary":
         eight = pa.DictionaryArray.from_arrays(pa.array([0] * 8, pa.int8()), text)
         return _arrow(folder / "a.arrow", eight, compression="zstd")
-    if (
-        name == "length"
-    ):  # the uncompressed length, stored before the compressed bytes, determines the allocation
+    # the uncompressed length, stored before the compressed bytes, determines the allocation
+    if name == "length":
         file = Path(_arrow(folder / "a.arrow", text, compression="zstd"))
         number = (40_000_000).to_bytes(8, "little")
         assert file.read_bytes().count(number) == 1 or name

@@ -336,6 +336,6 @@ def test_an_elastic_run_without_a_possible_number_of_nodes_is_rejected():
     loaded = load(None, ["--training.global_batch_size=4", "--training.local_batch_size=1"])
     with pytest.raises(
         ConfigError,
-        match='PET_NNODES="5:7".* contains no number of nodes that can work: with 7, .*global_batch_size=4',
+        match='PET_NNODES="5:7".* does not include a usable number of nodes: with 7, .*global_batch_size=4',
     ):
         nodes.count_nodes(place, loaded, 1)

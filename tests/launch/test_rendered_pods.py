@@ -158,7 +158,7 @@ def test_an_elastic_job_continues_without_a_pod_and_after_its_return(tmp_path, h
         return started(folder)[-1:] == [2]
 
     try:
-        # The pod that hosts the rendezvous must start first: both have the same address.
+        # Both pods have the same address here, so the first that starts hosts the rendezvous.
         wait_for(lambda: pods.listens(endpoint), TIMEOUT)
         running.append(start(1))
         wait_for(has_joined, TIMEOUT)  # the first pod may have started to train alone
@@ -204,7 +204,6 @@ def check(folder: Path, reference: Path) -> None:
     assert [actual[step][1] for step in sorted(actual)] == [
         expected[step][1] for step in sorted(actual)
     ]
-    for step in range(
-        1, min(last, 60) + 1
-    ):  # later, rounding differences between float32 sums have grown
+    # later, rounding differences between float32 sums have grown
+    for step in range(1, min(last, 60) + 1):
         assert actual[step][0] == pytest.approx(expected[step][0], rel=1e-3), step

@@ -181,15 +181,24 @@ def test_resuming_far_back_in_a_large_file_reads_little_of_it(tmp_path, monkeypa
     path.write_text(
         "".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 20_001))
     )
-    size, parsed, parse = path.stat().st_size, [], metrics_jsonl._parse
+    size = path.stat().st_size
+    parsed_bytes = []
+    parse = metrics_jsonl._parse
+
+    def counting_parse(content):
+        parsed_bytes.append(len(content))
+        return parse(content)
+
     monkeypatch.setattr(metrics_jsonl, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(metrics_jsonl, "_TAIL_BYTES", 2000)
     monkeypatch.setattr(metrics_jsonl, "_THINNED", 100)
-    monkeypatch.setattr(
-        metrics_jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1]
-    )
+    monkeypatch.setattr(metrics_jsonl, "_parse", counting_parse)
+
     assert JsonlFile(path, start).history[-1]["step"] == start
-    parsed_bytes = sum(parsed)
     assert steps(path) == list(range(1, start + 1))
-    # two tails of 2,000 bytes (the second one doubles up to the distance of samples) and twice 100 samples
-    assert parsed_bytes < 2000 + 4 * size / 100 + 2 * 100 * 60 < size / 10
+    # The first tail has 2,000 bytes. The second is doubled until it covers the distance between two of the
+    # 100 samples. Samples are read twice, and a line has at most 60 bytes.
+    tails = 2000 + 4 * size / 100
+    samples = 2 * 100 * 60
+    assert tails + samples < size / 10
+    assert sum(parsed_bytes) < tails + samples

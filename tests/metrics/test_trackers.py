@@ -28,10 +28,11 @@ def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("MLFLOW_", "TRACKIO_")):
             monkeypatch.delenv(name)
+    # the sinks set these, and monkeypatch restores them
     for name in (
         "TRACKIO_DIR",
         "MLFLOW_ALLOW_FILE_STORE",
-    ):  # the sinks set these, and monkeypatch restores them
+    ):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
 
@@ -62,9 +63,8 @@ def test_mlflow_receives_metrics_and_options_and_a_resumed_run_continues(
 
 
 def test_trackio_stores_metrics_in_files_of_the_run(tmp_path, kit) -> None:
-    if (
-        importlib.util.find_spec("trackio") is None
-    ):  # importing it here would fix the location of its files
+    # importing it here would fix the location of its files
+    if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")
     run = tmp_path / "my_run"
     run.mkdir()

@@ -186,9 +186,8 @@ def test_window_longer_than_the_rows_is_accepted() -> None:
 
 
 def test_heads_that_differ_by_more_than_their_slopes_cannot_be_split() -> None:
-    class FromCount(
-        User
-    ):  # slopes that depend on the number of heads, so they change for a part of the heads
+    # slopes that depend on the number of heads, so they change for a part of the heads
+    class FromCount(User):
         def forward(
             self, q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None = None
         ) -> Tensor:

@@ -91,7 +91,7 @@ def test_unwritable_home_is_not_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_kernel_is_used_if_clearly_faster() -> None:
     kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
     assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
-    assert kernels.describe() == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
+    assert kernels.describe() == "CPU kernels: blocked bfloat16 attention (1.8 x as fast)"
     assert "none of shardtrain's is faster" in chosen_kernels.PYTORCH.describe()
 
 
@@ -116,6 +116,6 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
     assert again == speeds
     assert again.describe().endswith(
         "; failed when measured, so PyTorch's own: "
-        "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks, "
-        "attention in float32 with wide heads by blocks"
+        "blocked bfloat16 attention, blocked float32 attention with narrow heads, "
+        "blocked float32 attention with wide heads"
     )

@@ -38,9 +38,8 @@ def model(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
     filled[:, :length] = x
     blocks = filled.view(rows, -1, 32)
     amax = blocks.abs().amax(-1)
-    if (
-        rule == "floor"
-    ):  # section 6.3: the largest power of two in the block divided by that of the format (2^8)
+    # section 6.3: the largest power of two in the block divided by that of the format (2^8)
+    if rule == "floor":
         scale = (torch.searchsorted(POWERS * 2**8, amax, right=True) - 1).clamp(min=0)
     else:
         scale = torch.searchsorted(POWERS * 448, amax)

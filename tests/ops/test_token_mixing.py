@@ -109,9 +109,8 @@ FAMILIES = [
 def test_models_that_can_be_split_are_accepted(path: Path | str) -> None:
     model, layout = built(path)
     assert token_mixing.outside_of_gathered(model, layout) is None
-    if layout.context and "t5_bias" not in str(
-        path
-    ):  # a distance bias, rejected because of an argument of its core
+    # a distance bias, rejected because of an argument of its core
+    if layout.context and "t5_bias" not in str(path):
         broken = token_mixing.outside_of_cores(model, layout)
         mixes = "outside of the attention core" in NOT_POSSIBLE.get(Path(path).stem, {}).get(
             "cp=2", ""

@@ -84,9 +84,8 @@ def test_all_ranks_are_received_and_one_rank_per_node_sends(nodes: Nodes) -> Non
 
 def test_stopped_rank_does_not_silence_others(nodes: Nodes) -> None:
     nodes.beat(*range(6))
-    for _ in range(
-        12
-    ):  # the first rank of the second node has stopped, and the second one replaces it
+    # the first rank of the second node has stopped, and the second one replaces it
+    for _ in range(12):
         time.sleep(BEAT)
         nodes.beat(0, 1, 2, 4, 5)
     received = nodes.received()

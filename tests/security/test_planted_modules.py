@@ -139,9 +139,8 @@ def test_no_verb_imports_a_module_of_the_current_directory(tmp_path: Path) -> No
 def test_clone_without_installation_ignores_modules_next_to_it(words: str, tmp_path: Path) -> None:
     plant(tmp_path)
     for name in sys.stdlib_module_names | LIBRARIES:
-        if (
-            importlib.util.find_spec(name) is None
-        ):  # the clone's folder comes last on the path, so these would be imported
+        # the clone's folder comes last on the path, so these would be imported
+        if importlib.util.find_spec(name) is None:
             (tmp_path / f"{name}.py").unlink()
     (tmp_path / "shardtrain").symlink_to(ROOT / "shardtrain")
     libraries = importlib.util.find_spec("torch").submodule_search_locations[0]

@@ -169,7 +169,11 @@ def test_masked_tokens_depend_on_row_and_epoch(tmp_path: Path) -> None:
         ("llama", {"task": "masked_language_model"}, "contains a causal network"),
         ("bert", {"task": "language_model"}, "contains a masked network"),
         ("bert", {"options": {}}, "has no mask_token"),
-        ("bert", {"options": {"mask_token_id": 512}}, "is not an id of the model, which has 512"),
+        (
+            "bert",
+            {"options": {"mask_token_id": 512}},
+            "is not a token id of the model, whose vocabulary has 512 ids",
+        ),
         (
             "bart_classifier",
             {"overrides": {"num_labels": 4}},

@@ -108,9 +108,8 @@ def test_consecutive_short_waits_count_as_one_silence(
 def test_consecutive_short_operations_count_as_one_silence() -> None:
     lines: list[str] = []
     deadline = time.monotonic() + patience.seconds(20)
-    while (
-        not lines and time.monotonic() < deadline
-    ):  # no single operation is long enough for a line
+    # no single operation is long enough for a line
+    while not lines and time.monotonic() < deadline:
         with heartbeat("importing", seconds=0.5, say=lines.append):
             time.sleep(0.05)
     assert lines and lines[0].startswith("importing: ")

@@ -189,8 +189,8 @@ def staged(folder: Path, base: Path | None, step: str, output: Path) -> Iterator
         (temporary / step_folder.name).symlink_to(step_folder.resolve(), target_is_directory=True)
         (temporary / LATEST).write_text(step_folder.name)
 
-        # FMEngine adds missing tokens with rows of the embedding. The base's config.json does not
-        # count them.
+        # FMEngine adds missing tokens to the tokenizer, and a row of the embedding for each. The
+        # config.json of the base model does not count these rows.
         fields = dict(read_json(temporary / CONFIG))
         family, _ = family_of(temporary)
         with LayerWeights(temporary) as weights:

@@ -86,7 +86,7 @@ class Migration:
 
     @property
     def unsupported(self) -> tuple[Entry, ...]:
-        """Results of keys that affect training or checkpoints and have no counterpart."""
+        """Entries of keys that affect training or checkpoints and have no counterpart here."""
         return tuple(entry for entry in self.entries if entry.verdict == "unsupported")
 
 

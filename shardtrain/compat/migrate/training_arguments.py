@@ -453,7 +453,10 @@ def _saving(migration: FileMigration) -> None:
 
 
 def _validation(migration: FileMigration) -> None:
-    """Set the interval and data of validation, and the metric of the best checkpoint."""
+    """Set the interval and data of validation, and the metric of the best checkpoint.
+
+    ``migration.record`` has no effect on a key that has a result already.
+    """
     key = "eval_strategy" if migration.has("eval_strategy") else "evaluation_strategy"
     strategy = "no"
     if migration.values.get(key) is not False:
@@ -482,9 +485,14 @@ def _validation(migration: FileMigration) -> None:
         migration.set("dataset_test_split", "validation.split", split)
     for name in ("validation_file", "dataset_test_split"):
         migration.record(name, "ignored", "validation is off")
+    _best_checkpoint(migration, is_validated=on)
+
+
+def _best_checkpoint(migration: FileMigration, is_validated: bool) -> None:
+    """Set the metric of the best checkpoint, if validation reports it."""
     best = migration.get("load_best_model_at_end", bool, False)
     metric = str(migration.get("metric_for_best_model", str, "loss"))
-    if on and best and metric.removeprefix("eval_") in ("loss", "accuracy"):
+    if is_validated and best and metric.removeprefix("eval_") in ("loss", "accuracy"):
         name = f"validation.{metric.removeprefix('eval_')}"
         migration.set(
             "load_best_model_at_end",

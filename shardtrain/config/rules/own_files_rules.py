@@ -76,7 +76,7 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
         yield problem(
             loaded,
             "lr_scheduler.name",
-            rule=f"has factor with the parameter {min(unknown)}, which is not an option of [lr_scheduler]",
+            rule=f"defines factor() with the parameter {min(unknown)}, which is not an option of [lr_scheduler]",
             fix=f"use step, total_steps and {', '.join(SCHEDULE_OPTIONS)}",
         )
 

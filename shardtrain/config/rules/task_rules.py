@@ -130,9 +130,8 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
 
 def _check_language_model(loaded: Loaded) -> Iterator[Problem]:
     """A language model reads no option of [task]."""
-    for option in (
-        options()
-    ):  # without those of job.custom_config_module, which any file of the user's may read
+    # without those of job.custom_config_module, which any file of the user's may read
+    for option in options():
         if option.startswith("task.") and is_changed(loaded, option):
             yield problem(
                 loaded,

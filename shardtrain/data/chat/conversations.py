@@ -143,7 +143,8 @@ def check_nothing_is_dropped(
     """
     others = {name: value for name, value in variables.items() if name != "tools"}
     replaced, leaves = replace_texts(chat, arguments=True)
-    # Conversations of one shape are checked once: the same roles, and the same texts that are not empty.
+    # Check each shape of conversation once. Conversations have the same shape if their roles are the same
+    # and the same turns have a non-empty text.
     has_text = {name: bool(leaf.value.strip()) for name, leaf in leaves.items()}
     roles = [message["role"] for message in chat]
     shape = (
@@ -192,10 +193,11 @@ def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
     With ``only_end``, only the part after the last markup must occur, because a template may drop the
     beginning of an earlier answer, which is reasoning.
     """
+    # templates write some results of tools as JSON
     for form in (
         value,
         json.dumps(value, ensure_ascii=False),
-    ):  # templates write some results of tools as JSON
+    ):
         place = 0
         pieces = _MARKUP.split(form.strip('"'))
         if only_end:
@@ -219,8 +221,8 @@ def _marked(
 ) -> Written:
     """Return the ranges that the template marks, without those in the prompt."""
     text, spans = template.render_marked(chat, variables)
-    # Ignore marks within the prompt. The end of the prompt is the end of its own rendering, with the
-    # generation prompt or, if the completion begins with another role, without it.
+    # Ignore marks inside the prompt. To find where the prompt ends, render it alone: with the generation
+    # prompt, or without it if the completion begins with another role.
     if first_learned:
         given = chat[:first_learned]
         starts = (template.render(given, variables, prompt=prompt) for prompt in (True, False))

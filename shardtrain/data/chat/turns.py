@@ -200,9 +200,8 @@ class Turns:
         prompt = self._tail(before, place.turn, prompt=True)
         if is_first and self._header and prompt is not None:
             shared = _common(gap, prompt)
-            if gap.startswith(
-                self._header, shared
-            ):  # some templates write a prompt only before some answers
+            # some templates write a prompt only before some answers
+            if gap.startswith(self._header, shared):
                 shared += len(self._header)
             if shared or not prompt:
                 return begin + shared

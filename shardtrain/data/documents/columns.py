@@ -48,7 +48,7 @@ class UnusedNames:
         self._meanings = dict(meanings)
 
     def warn(self, objects: Iterable[Any]) -> None:
-        """Check rows or messages. Values without effect, such as null, do not count."""
+        """Warn once about each key that is not used. Keys with an empty value, such as null, are ignored."""
         for item in objects:
             if not isinstance(item, Mapping):
                 continue

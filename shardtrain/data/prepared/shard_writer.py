@@ -282,7 +282,8 @@ class _GrowingFile:
 def storing(folder: Path) -> Iterator[None]:
     """Convert an OSError of the block to StorageError."""
     with storage_errors.writing(
-        folder, "name another --output; the same command continues where it stopped"
+        folder,
+        "name another --output, or free space and repeat the command, which continues where it stopped",
     ):
         yield
 

@@ -65,11 +65,12 @@ def _reason(
             f'has no split "{asked.get("split")}"',
             f"set {request.split_option} to one that it has",
         )
+    # of the system, requests and httpx
     if kinds & {
         "OSError",
         "RequestException",
         "TransportError",
-    }:  # of the system, requests and httpx
+    }:
         fix = "check the network, set HF_HUB_OFFLINE=1 to use what was downloaded before, or name a local copy"
         return "is not available: the hub cannot be reached", fix
     return "cannot be opened", "correct the name, or name a local copy"

@@ -392,7 +392,7 @@ class Exchange:
         return cls(group, memory, processes)
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
-        """Return slices of ``numel`` columns, of which ``rows`` rows fit into a half."""
+        """Split ``numel`` columns into slices, so that ``rows`` rows of a slice fit into half of a rank's buffer."""
         step = max(1, _HALF_BYTES // (max(1, rows) * dtype.itemsize))
         return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
@@ -433,11 +433,10 @@ class Exchange:
             dist.all_reduce(self._nothing, group=self._group)
 
     def halves(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:
-        """Return the halves of this turn, one per rank, as tensors of a shape.
+        """Return the half of each rank's buffer that this turn uses, as tensors of the given shape.
 
-        Views are cached, as shapes are few.
-
-        A rank writes its own half, calls ``meet``, and reads the others.
+        A rank writes its own half, calls ``meet``, and reads the others. Turns alternate between the two
+        halves. Views are cached, because only few shapes occur.
         """
         key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn

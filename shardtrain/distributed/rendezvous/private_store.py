@@ -237,7 +237,9 @@ class FolderStore:
         seconds = timeout.total_seconds()
         while not self.check(keys):
             if time.monotonic() > end:
-                raise dist.DistStoreError(f"{', '.join(keys)} did not come in {seconds:g} s")
+                raise dist.DistStoreError(
+                    f"keys {', '.join(keys)} were not set within {seconds:g} s"
+                )
             time.sleep(_POLL_SECONDS)
 
     def add(self, key: str, amount: int) -> int:

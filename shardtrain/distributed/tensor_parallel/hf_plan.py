@@ -452,7 +452,8 @@ def _may_be_read_by_owner(module: nn.Module, owner_path: str, model: Any) -> boo
 
     Recurrent layers do this with causal convolutions, and Mamba with the projection of time steps (in Jamba).
     """
-    # Not for blocks as owners, because context parallelism replaces the forward of their class.
+    # A linear layer directly in a block is excluded: context parallelism replaces the forward of the
+    # block's class.
     is_in_module_of_block = any(owner_path.startswith(f"{block}.") for block in model.blocks)
     return isinstance(module, nn.Conv1d) or (
         isinstance(module, nn.Linear) and is_in_module_of_block

@@ -29,7 +29,7 @@ from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PART = 11
-"""Tokens of a part in the trial. No other size of a network should be equal to it."""
+"""Tokens per rank in the trial forward pass. A network should have no other dimension of this size."""
 _ATEN = torch.ops.aten
 _TOKENWISE = {
     _ATEN.alias.default,

@@ -130,6 +130,7 @@ class Ledger:
             self._try(lambda: self._roll_back(path.parent, step), None)
 
     def _roll_back(self, folder: Path, step: int) -> None:
+        """End this attempt, and begin a new one in the same process after ``step``."""
         self._write(self._point(ended=True))
         self.step = self._saved_step = step
         # The following steps are a new attempt in the same process, so restart its clocks at zero.
@@ -271,9 +272,9 @@ def _origin(
 ) -> tuple[str, float, float]:
     """Return the job of this attempt, the start time of its command, and the start time of this attempt.
 
-    Without shardtrain's launcher, the job is torchrun's, whose agent is the parent process. In Slurm it lasts
-    until the job is requeued. Without torchrun, the job is this process, with ``at_least`` as its start if
-    the system does not report it.
+    shardtrain's launcher passes all three on. Without it, the job is identified by torchrun's agent, which is
+    the parent process. Under Slurm, a requeue starts a new job. Without torchrun, this process is the job. If
+    the system does not report when it started, ``at_least`` is used.
     """
     if JOB in environment:
         job, _, begun = environment[JOB].partition(":")

@@ -41,7 +41,7 @@ def render(job: ClusterJob, launch: Launch) -> str:
         job.image,
         "launch.image",
         "kubernetes",
-        "name an image that contains this package: scripts/containers/Dockerfile",
+        "set an image that contains this package; scripts/containers/Dockerfile builds one",
     )
     require_nothing_lost(
         job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes"

@@ -19,7 +19,7 @@ def render(job: ClusterJob, launch: Launch) -> list[str]:
     Raises:
         ConfigError: the job requires something that the command does not support.
     """
-    fix = "name an image that contains this package: scripts/containers/Dockerfile"
+    fix = "set an image that contains this package; scripts/containers/Dockerfile builds one"
     require(job.image, "launch.image", "runai", fix)
     require_nothing_lost(
         job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai"

@@ -28,9 +28,9 @@ SMALL_EXPERT_NUMEL = 1 << 17
 _MANY_ROWS = 64
 """Mean rows per expert below which PyTorch's ``grouped_mm`` is faster, for example in generation."""
 _PADDING_PARTS = 8
-"""Sizes of experts are rounded up to a multiple of about 1/8 of the mean size."""
+"""Numbers of rows are padded to a multiple of about 1/8 of the mean number of rows per expert."""
 _PADDING_PARTS_BY_SIZE = 16
-"""Fraction of the mean size for experts sorted by size."""
+"""The same if experts are sorted by their number of rows: a multiple of about 1/16 of the mean."""
 _CALL_ROWS = 64
 """Overhead of the products of a batch, in rows of a small expert that take the same time."""
 _BATCH_SIZES = (1, 2, 4, 8, 16)

@@ -109,14 +109,14 @@ def measure() -> Kernels:
 
     # Attention by blocks, in both dtypes. A result for few rows in float32 would not be representative.
     in_bfloat16 = _attention_speed(
-        "attention in bfloat16 by blocks", torch.bfloat16, NARROW_HEAD, 1, generator
+        "blocked bfloat16 attention", torch.bfloat16, NARROW_HEAD, 1, generator
     )
 
     narrow = _attention_speed(
-        "attention in float32 with narrow heads by blocks", torch.float32, NARROW_HEAD, 2, generator
+        "blocked float32 attention with narrow heads", torch.float32, NARROW_HEAD, 2, generator
     )
     wide = _attention_speed(
-        "attention in float32 with wide heads by blocks", torch.float32, WIDE_HEAD, 1, generator
+        "blocked float32 attention with wide heads", torch.float32, WIDE_HEAD, 1, generator
     )
 
     # RMSNorm, with more rows than fit into caches. In a cache, PyTorch's passes over entire tensors would

@@ -91,9 +91,9 @@ def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
 
 
 def _collective(frame: FrameType, device_type: str) -> str:
-    """Return the collective in the innermost frames, or "".
+    """Return the collective that the thread is in, or "".
 
-    Only frames inside of the first frame outside PyTorch count.
+    The search goes outwards from the innermost frame and ends at the first frame outside PyTorch.
     """
     collective = ""
     for inner in _outwards(frame):

@@ -102,7 +102,7 @@ class GatheredBytes:
         if has_experts and job.ep * job.cp * job.tp > 1:
             # Experts are their own unit, gathered next to the rest of the layer.
             pair = largest
-        # Tied ends belong to the root module, which stays gathered during the entire pass.
+        # A tied embedding and head belong to the root module, which stays gathered during the entire pass.
         root = embed if model.tied else 0
         keeps_last = job.reshard == "default"
         ranks = job.dp_shard * job.cp

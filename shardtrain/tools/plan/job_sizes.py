@@ -38,9 +38,10 @@ class PlannedJob:
         overlaps: Gradients are reduced during the backward pass.
         states: Optimizer state tensors per weight.
         state_width: Width of optimizer states.
-        early_step: Gradients are used and freed in backward.
+        early_step: The optimizer updates each weight during backward and frees its gradient.
         fsdp: Weights are sharded and gathered.
-        copies: Weights are cast without FSDP, so copies in the compute dtype exist.
+        copies: FSDP is off and the compute dtype differs from the stored one, so each weight also has
+            a copy in the compute dtype.
         fused: The model is compiled, so elementwise operations are fused.
         float8: Linear layers multiply in float8.
         float8_experts: Experts multiply in float8.
@@ -49,15 +50,16 @@ class PlannedJob:
         loss: "chunked" is ops/cross_entropy.py. "at head" is ops/linear_cross_entropy.py where it
             saves memory. For other systems, "fused" never has all logits, and "whole" has all of
             them in float32.
-        flash: Attention scores are never stored. Always true, except for other systems, as for all
-            fields below.
+        compute_dtype: Name of the compute dtype.
+        notes: Notes on options whose effect the plan does not include.
+
+    The following fields only differ from their defaults in plans of other systems:
+        flash: Attention scores are never stored.
         split_sequence: Norms work on a part of the sequence under tensor parallelism.
         repeats_kv: Attention copies keys and values for each query head.
         reduces_once: Gradients of several micro-batches are reduced together.
         gathers_float8: Tensor parallelism gathers activations after they are cast to float8.
         attention_speed: Speed of attention kernels, relative to PyTorch's.
-        compute_dtype: Name of the compute dtype.
-        notes: Notes on options whose effect the plan does not include.
     """
 
     seq_len: int

@@ -81,7 +81,8 @@ def layer_pass(layer: Layer, job: PlannedJob, device: Device, dim: int) -> Layer
     rate = memory_rate(device)
     stream_tokens = tokens // job.tp if job.split_sequence else tokens
 
-    # Products. Selective recomputation keeps every second one, and a frozen weight needs no gradient.
+    # Matrix products. Selective recomputation keeps the output of every second one, and a frozen weight needs
+    # no product for its gradient.
     linears = [linear for linear in layer.linears if linear.style != "router"]
     seconds_of_products = [
         product_seconds(linear, job, device, tokens, job.tp) for linear in linears
@@ -303,7 +304,7 @@ def _context_parallel_seconds(layer: Layer, job: PlannedJob, device: Device) -> 
     tokens = job.local_tokens
     rate = bandwidth(device, job.cp, job.tp)
     if layer.recurrence:
-        # All ranks gather the maps of the states of two chunks per rank, in float32.
+        # All ranks gather the state transitions of two chunks per rank, in float32.
         shape = layer.recurrence
         map_numel = shape.value_heads / job.tp * shape.key_dim * (shape.key_dim + shape.value_dim)
         rows = max(1, tokens * job.cp // job.seq_len)

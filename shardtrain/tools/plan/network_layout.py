@@ -42,7 +42,7 @@ def of(model: Any, layout: Layout, tensor_ranks: int) -> Layout:
 
 
 def outside_blocks(model: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the paths of the modules with parameters before the blocks, which are embeddings, and behind them."""
+    """Return the paths of the modules with parameters before the blocks (the embeddings), and of those after them."""
     first = []
     last = []
     for path, module in model.named_modules():

@@ -55,9 +55,8 @@ ASSUMED_STALL_SECONDS = 5.0
 
 
 def _count(text: str) -> int:
-    if (
-        not is_whole_number(text) or not 0 < int(text) <= 1_000_000
-    ):  # planning.MOST_DEVICES, which would import torch
+    # planning.MOST_DEVICES, which would import torch
+    if not is_whole_number(text) or not 0 < int(text) <= 1_000_000:
         raise ValueError("must be a whole number from 1 to 1000000")
     return int(text)
 
@@ -251,9 +250,8 @@ def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
     """Return the seconds between checkpoints. 0 without checkpoints."""
     if not saves.enable or saves.load_only:
         return 0.0
-    if (
-        saves.interval_type == "automatic"
-    ):  # Young's interval, as the run finds it from the wait that it measures
+    # Young's interval, which a run computes from the measured stall of a save
+    if saves.interval_type == "automatic":
         return math.sqrt(2 * ASSUMED_STALL_SECONDS * saves.mean_time_to_failure_hours * 3600)
     if saves.interval_type == "steps":
         return saves.interval * step_seconds

@@ -43,7 +43,7 @@ CUTS = {
     "attention": "a shorter training.seq_len, or a model with a window",
     "elementwise": "compile.enable fuses them",
     "kernel launches": "a larger training.local_batch_size, or compile.enable",
-    "head and loss": "compile.components with loss; a smaller vocabulary",
+    "head and loss": '"loss" in compile.components, or a smaller vocabulary',
     "tensor parallel": "a smaller parallelism.tensor_parallel_degree, within one node",
     "context parallel": "a smaller parallelism.context_parallel_degree",
     "expert exchange": "a smaller parallelism.expert_parallel_degree, within one node",

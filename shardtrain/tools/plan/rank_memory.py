@@ -226,10 +226,10 @@ def _in_pipeline(
     bytes_by_stage: Mapping[int, StageBytes],
     accumulated: int,
 ) -> tuple[int, int, list[Moment]]:
-    """Return the bytes in flight, the number of micro-batches in flight, and the moments of a rank
-    of a pipeline.
+    """Return the bytes in flight, the number of micro-batches in flight, and the memory of a pipeline
+    rank at each moment of a step.
 
-    The moments include PyTorch's buffers. Each stage has a receive buffer for each micro-batch of
+    The latter includes PyTorch's buffers. Each stage has a receive buffer for each micro-batch of
     the step. A rank with several stages also holds everything that it sent until the end of the
     step.
     """

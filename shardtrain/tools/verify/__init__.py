@@ -108,7 +108,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _probe_in_float32(task: VerifyTask, folder: Path) -> tuple[VerifyTask, list[str]]:
-    """Test the model itself. Without its casts if meshes keep its precision, because casts are then compared."""
+    """Test the model itself in float32.
+
+    If the meshes run in the model's own precision, its casts are off here. The comparison of meshes covers them.
+    """
     from shardtrain.tools.verify import casts
 
     with casts.off() if task.own is not None else nullcontext():
@@ -153,7 +156,7 @@ def comparable(loaded: Loaded) -> Loaded:
                 "task.name",
                 config.task.name,
                 rule="has its own loss, and verify only compares next-token losses",
-                fix='verify the model under task.name="language_model": the mesh is the same',
+                fix='verify the model with task.name="language_model", which is parallelized in the same way',
                 where=loaded.where("task.name"),
             )
         )
@@ -359,9 +362,10 @@ def reference(task: VerifyTask, trainer: Trainer, folder: Path) -> None:
 
 
 def shaken(task: VerifyTask, trainer: Trainer, folder: Path) -> Path:
-    """Return the folder of the record of a shaken run of one process (see ``compare``).
+    """Return the folder with the records of a run of one process with added rounding errors, which
+    ``compare`` describes.
 
-    Run it on the first call.
+    The first call runs it.
     """
     record_folder = folder / "shaken"
     if not record_folder.exists():

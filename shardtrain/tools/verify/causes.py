@@ -37,7 +37,7 @@ def missing_reduction(e: Evidence) -> str | None:
 
 
 def _has_shares(e: Evidence, axes: Sequence[str]) -> bool:
-    """True if each rank has the gradient of the share at its place on these axes."""
+    """True if each rank's gradient comes only from its share of the batch along these axes."""
     # Ranks at the same place have the same share, which is computed once.
     cache: dict[tuple[int, ...], Tensor | None] = {}
 

@@ -83,7 +83,7 @@ def first_backward_difference(e: Evidence) -> str:
         f"the backward pass first differs on rank {rank} in {_described(e, path)}: "
         "the gradient of its output agrees, that of its inputs does not"
     )
-    # Only the exchange over cp makes the core of a mesh differ from that of one process.
+    # On a mesh the attention core differs from that of one process only by the exchange over cp.
     if path and e.layout.context and matches(path, e.layout.context) and e.size("cp") > 1:
         return f"attention over the parts of cp loses or repeats gradients in its exchange; {place}"
     if e.config.activation_checkpoint.mode != "none":

@@ -95,7 +95,7 @@ class ModuleWatch:
                 "tensor; create new tensors from the output of a linear (q.new_zeros instead of "
                 "x.new_zeros), and combine gathered tensors with others only after a linear"
             )
-        fix = "correct the style, or its forward for a part of the heads or of the sequence"
+        fix = "correct the style, or change the module's forward to work on a part of the heads or of the sequence"
         return (
             f'{where}, which LAYOUT.tensor calls "{style}" ({layout.TENSOR_STYLES[style]}); {fix}'
         )

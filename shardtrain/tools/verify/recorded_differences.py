@@ -460,7 +460,7 @@ def _uneven_tokens(a: Recording, b: Recording, step_a: Step, step_b: Step) -> st
                 counts += ", ..."
             return (
                 f"mean of means: ranks of {recording.folder} have {counts} tokens, and each may divide its loss by its "
-                "own number; divide by the number of all ranks"
+                "own number of tokens; divide by the number of tokens of all ranks"
             )
     return ""
 

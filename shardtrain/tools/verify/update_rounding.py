@@ -24,7 +24,7 @@ LEAST_NUMEL = 64
 NORM_MARGIN = 1e-5
 """Allowed relative error of the gradient norm, for the recorded gradients."""
 SCALE_MARGIN = 0.05
-"""Relative error up to which a factor is the loss scale of float16."""
+"""Relative tolerance to recognize a factor as the loss scale of float16."""
 ROUNDINGS = 2.0
 """Roundings of a weight per update: PyTorch's AdamW rounds after weight decay and at the end, and stochastic rounding
 takes either neighbor.

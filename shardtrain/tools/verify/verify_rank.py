@@ -254,7 +254,7 @@ def _run_steps(
 
 @torch.no_grad()
 def make_rows_uneven(parameters: Mapping[str, Tensor]) -> None:
-    """Multiply the first eighth of the rows of each matrix by 4, so shards need other scales in 8 bits."""
+    """Multiply the first eighth of the rows of each matrix by 4, so that shards have different float8 scales."""
     for parameter in parameters.values():
         if parameter.ndim < 2:
             continue

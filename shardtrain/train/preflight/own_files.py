@@ -75,7 +75,8 @@ def _check_schedule(config: Config) -> None:
                 config.optimizer, config.lr_scheduler, config.training.steps, schedule, again
             )
         except (Exception, SystemExit) as error:
-            return error  # not raised here: it may be a TimeoutError of the file
+            # Do not raise here: the user's file may itself have raised a TimeoutError.
+            return error
         return None
 
     try:

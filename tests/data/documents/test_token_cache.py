@@ -196,9 +196,8 @@ def test_changed_code_or_library_tokenizes_again(
         opened(file)
     assert tokenized.times == 2
     monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "data/documents/token_cache.py"))
-    for times, folder in enumerate(
-        ("documents", "tokenizers"), start=3
-    ):  # code in any folder is part of the key
+    # code in any folder is part of the key
+    for times, folder in enumerate(("documents", "tokenizers"), start=3):
         (tmp_path / "data" / folder).mkdir(parents=True)
         (tmp_path / "data" / folder / "code.py").write_text("# other code\n")
         opened(file)

@@ -222,10 +222,11 @@ def test_file_changed_during_the_run_is_named(tmp_path, ending, change):
         ConfigError, match=rf'training.dataset_path=".*a.{ending}" {rule} since the run opened it'
     ):
         source.check_unchanged()
+    # also in a copy of the source in another process, which reopens the files
     if change in (
         "replace",
         "remove",
-    ):  # also in a copy of the source in another process, which reopens the files
+    ):
         with pytest.raises(ConfigError, match=rf"a.{ending}\" {rule}"):
             list(every_row(pickle.loads(pickle.dumps(source))))
 

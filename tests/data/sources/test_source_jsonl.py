@@ -137,9 +137,8 @@ def test_table_and_shards_read_the_same_rows(tmp_path, content, block):
         except (ValueError, UnicodeDecodeError):
             value = None
         expected.append((number, value if isinstance(value, dict) else "bad"))
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # small blocks, to place block boundaries everywhere
+    # small blocks, to place block boundaries everywhere
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_index, "_BLOCK_BYTES", block)
         patch.setattr(_records, "BLOCK_BYTES", block)
         rows = []

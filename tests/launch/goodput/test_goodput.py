@@ -309,11 +309,12 @@ def test_a_process_replaced_by_exec_starts_at_the_exec(monkeypatch):
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
     # excludes the time of the script before
     assert ledger.process_started(now, now) == max(started_at, int(now - 1))
+    # of an earlier process, or not a time
     for text in (
         str(int(started_at - 100)),
         "yesterday",
         "",
-    ):  # of an earlier process, or not a time
+    ):
         monkeypatch.setenv(ledger.HANDED_OVER, text)
         assert ledger.process_started(now, now) == pytest.approx(started_at, abs=0.1)
     monkeypatch.setenv(ledger.HANDED_OVER, str(int(now + 100)))

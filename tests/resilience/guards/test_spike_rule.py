@@ -57,10 +57,11 @@ def test_only_true_spikes_are_reported(seed: int) -> None:
     series = healthy(seed, steps)
     assert spikes_of(series) == []
     rng = random.Random(seed)
+    # adds ten standard deviations to the loss, or sets the norm to 26
     for size, part in (
         (1.5, 0),
         (20.0, 1),
-    ):  # adds ten standard deviations to the loss, or sets the norm to 26
+    ):
         places = sorted(rng.sample(range(500, steps, 300), 5))
         changed = list(series)
         for place in places:

@@ -197,7 +197,7 @@ def test_the_order_of_reports_changes_no_row(trouble, order):
 def test_a_slow_network_is_reported_against_its_cards():
     reports = spoiled(slow_collective, range(4))
     row = troubles(reports)["network", "all_reduce all ranks"]
-    # Two cards of 400 Gb/s have 100 GB/s. One group crosses them.
+    # Two cards of 400 Gb/s have 100 GB/s together. One group communicates through both.
     assert (
         row.verdict == "fail"
         and "100 GB/s of the network cards" in row.expected

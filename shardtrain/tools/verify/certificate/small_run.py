@@ -231,7 +231,7 @@ def _one_process(config: Config) -> dict[str, dict[str, Any]]:
         "context_parallel_rotate_method": config.parallelism.context_parallel_rotate_method,
     }
     sections["parallelism"] |= context
-    # Tasks of rows require full outputs, so they do not split the vocabulary.
+    # Tasks other than next-token losses require full logits, so they do not shard the vocabulary.
     sections["parallelism"]["disable_loss_parallel"] = config.task.name not in OF_NEXT_TOKENS
     if config.lora.enable:
         sections["lora"] = {

@@ -196,10 +196,8 @@ def loss_and_gradients(
             elif parameter.dtype != torch.float64:
                 parameter.data = parameter.data.double()
     unique: dict[int, str] = {}
-    for (
-        name,
-        tensor,
-    ) in large.items():  # a matrix with two names, as tied ends have, keeps the first
+    # a matrix with two names, such as a tied embedding and head, keeps the first
+    for name, tensor in large.items():
         unique.setdefault(tensor.data_ptr(), name)
     for _, buffer in model.named_buffers():
         if buffer.is_floating_point():
