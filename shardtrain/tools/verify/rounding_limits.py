@@ -36,23 +36,38 @@ class Deviation:
         return self.error <= self.allowed
 
 
-def deviation(actual: Tensor, exact: Tensor, roundings: int, is_by_row: bool) -> Deviation:
+def deviation(
+    actual: Tensor,
+    exact: Tensor,
+    roundings: int,
+    is_by_row: bool,
+    promised: torch.dtype | None = None,
+) -> Deviation:
     """Compare a result with float64, and with ``roundings`` random roundings of the float64 result.
+
+    Roundings are those of the ``promised`` dtype, or of the result's own dtype if that is longer. So a result in a
+    shorter dtype than promised has no larger tolerance.
 
     With ``is_by_row``, also compare the error that all elements of a row have in common, and return the worse of both.
     A sum or scale in a short dtype changes a row as a whole, and rounding its result does not.
     """
     exact = exact.double()
+    dtype = actual.dtype
+    if promised is not None and unit_roundoff(promised) < unit_roundoff(dtype):
+        dtype = promised
     generator = torch.Generator().manual_seed(0)
-    simulated = []
+    # Rounding to nearest is not always random. For example, a bfloat16 row that a norm multiplies by 1.001 does not
+    # change at all, so all its elements have the same relative error.
+    nearest = torch.empty_like(exact, dtype=dtype).copy_(exact).double()
+    simulated = [nearest]
     for _ in range(DRAWS):
         values = exact
         for _ in range(roundings):
-            values = rounded(values, actual.dtype, generator)
+            values = rounded(values, dtype, generator)
         simulated.append(values)
 
     least = 0.0
-    if unit_roundoff(actual.dtype) < LEAST:
+    if unit_roundoff(dtype) < LEAST:
         least = LEAST
     statistics: list[Callable[[Tensor, Tensor], float]] = [distance]
     if is_by_row:
@@ -60,7 +75,7 @@ def deviation(actual: Tensor, exact: Tensor, roundings: int, is_by_row: bool) ->
     deviations = []
     for statistic in statistics:
         explained = MARGIN * max(statistic(values, exact) for values in simulated)
-        allowed = max(explained, least) + _subnormal_error(actual, exact)
+        allowed = max(explained, least) + _subnormal_error(dtype, exact)
         error = statistic(actual.double(), exact)
         deviations.append(Deviation(error, allowed))
     return max(deviations, key=lambda one: one.ratio)
@@ -84,8 +99,8 @@ def _common_error(actual: Tensor, exact: Tensor) -> float:
     return float(shares.square().mean().sqrt())
 
 
-def _subnormal_error(actual: Tensor, exact: Tensor) -> float:
+def _subnormal_error(dtype: torch.dtype, exact: Tensor) -> float:
     """Return the relative error of rounding subnormal numbers, which is absolute for each element."""
-    smallest = float(torch.finfo(actual.dtype).tiny)
+    smallest = float(torch.finfo(dtype).tiny)
     size = max(float(exact.norm()), 1e-300)
     return smallest * math.sqrt(exact.numel()) / size

@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardtrain.tools.verify.verify_request import VerifyOptions
 
-Verdict = Literal["same", "differs", "failed", "not possible", "not proven"]
+Verdict = Literal["same", "differs", "failed", "not possible", "not proven", "not checked"]
 USUAL = {"loss": 1e-5, "gradient": 1e-5, "norm": 1e-5, "weights": 1e-6}
 """Tolerances of float32 for a model that does not amplify rounding. Relative for gradients and the norm,
 absolute for others.

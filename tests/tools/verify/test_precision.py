@@ -26,6 +26,7 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.optim import low_bits
 from shardtrain.tools import verify
 from shardtrain.tools.verify import precision, verify_request
+from shardtrain.tools.verify.rounding_limits import deviation
 from shardtrain.tools.verify.verify_report import MeshResult
 from shardtrain.train import trainer
 
@@ -481,6 +482,17 @@ def test_a_sound_configuration_is_not_flagged(name, tmp_path):
     options, meshes = SOUND[name]
     for row in rows_of(tmp_path, options, *meshes).values():
         assert row.verdict == ("not proven" if name in NOT_PROVEN else "same"), row
+
+
+def test_a_norm_whose_scale_is_close_to_one_is_not_flagged():
+    """Multiplying a bfloat16 by 1.001 does not change it, so all elements of a row have the same error."""
+    x_BD = torch.randn(1024, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ones_D = torch.ones(192)
+    actual_BD = F.rms_norm(x_BD.float(), (192,), ones_D, 1e-5).bfloat16()
+    exact_BD = F.rms_norm(x_BD.double(), (192,), ones_D.double(), 1e-5)
+    assert deviation(actual_BD, exact_BD, roundings=2, is_by_row=True).is_rounding
+    scale_B1 = x_BD.square().mean(-1, keepdim=True).rsqrt()
+    assert not deviation(x_BD * scale_B1, exact_BD, roundings=2, is_by_row=True).is_rounding
 
 
 # the command

@@ -154,7 +154,7 @@ def _run_variants(
     reference = run.loaded
     if VALIDATION in variants:
         reference, _ = run.validating(REFERENCE, ROWS)
-    trials = [Trial(REFERENCE, reference, 1, ALL_STEPS)]
+    trials = [Trial(REFERENCE, reference, 1, ALL_STEPS, is_reference=True)]
     for of_dimension in variants.values():
         for variant in of_dimension:
             trials += variant.trials
@@ -186,6 +186,20 @@ def _judge(
             return VariantResult(variant.label, verdict, first=answer.failure)
     last = variant.trials[-1]
     errors = answers[last.name].errors
+    facts = answers[last.name].facts
+    if facts.layout_difference:
+        return VariantResult(
+            variant.label,
+            "differs",
+            first=facts.layout_difference,
+            cause="the packing lays documents out in another way than its rule: check data/packing",
+        )
+    if facts.num_shared_rows == 0:
+        return VariantResult(
+            variant.label,
+            "not checked",
+            first="no sequence has two documents with targets, so no border was compared; raise training.seq_len",
+        )
     found = {(error.kind, error.step) for error in errors}
     missing = [
         f"{kind} of step {step}"

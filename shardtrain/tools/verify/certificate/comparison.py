@@ -156,7 +156,7 @@ def _largest_of(row: MeshResult) -> WorstDifference:
 def verdict_of(comparisons: Sequence[VariantResult], accepts_impossible: bool) -> str:
     """Return "holds", "differs", "failed", "not proven" or "not checked" for a dimension."""
     verdicts = {comparison.verdict for comparison in comparisons}
-    for name in ("differs", "failed", "not proven"):
+    for name in ("differs", "failed", "not proven", "not checked"):
         if name in verdicts:
             return name
     if "not possible" in verdicts and not accepts_impossible:

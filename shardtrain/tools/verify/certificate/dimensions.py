@@ -174,6 +174,8 @@ def packing_reason(run: SmallRun) -> str:
         config.data.format
     }
     is_masked = derived.packing_kind(config.data, formats) != "concat" or formats != {"text"}
+    if derived.packing_kind(config.data, formats) == "padded":
+        return "each sequence has one document (data.packing)"
     if config.data.document_mask == "off" or (
         config.data.document_mask == "auto" and not is_masked
     ):
@@ -182,11 +184,31 @@ def packing_reason(run: SmallRun) -> str:
 
 
 def packing_variants(request: VariantRequest) -> Iterator[Variant]:
-    """Every document in a sequence of its own, with positions from 0."""
-    loaded = request.run.varied("separate", {})
-    yield Variant(
-        "separate documents", [Trial("separate", loaded, 1, ALL_STEPS, separates_documents=True)]
+    """Every document in its own sequence, with positions from 0.
+
+    Documents are shortened in this dimension, because a short sequence of long documents has no border. So it has its
+    own reference.
+    """
+    # Cached tokens would be those of complete documents.
+    no_cache = {"data": {"cache_tokens": False}}
+    packed = Trial(
+        "packed",
+        request.run.varied("packed", no_cache),
+        num_ranks=1,
+        steps=(),
+        is_reference=True,
+        shortens_documents=True,
     )
+    separate = Trial(
+        "separate",
+        request.run.varied("separate", no_cache),
+        num_ranks=1,
+        steps=ALL_STEPS,
+        compared_with=packed.name,
+        shortens_documents=True,
+        separates_documents=True,
+    )
+    yield Variant("separate documents", [packed, separate])
 
 
 def recompute_variants(request: VariantRequest) -> Iterator[Variant]:

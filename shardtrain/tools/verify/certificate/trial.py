@@ -28,7 +28,11 @@ class Trial:
         stop_after: Step after which the run is stopped as if killed, so a later trial can resume it. None to run to
             the end.
         resumes: Name of the trial that this one resumes, or "".
-        separates_documents: True to train every document of a packed sequence in a sequence of its own.
+        compared_with: Name of the trial that this one is compared with.
+        is_reference: True if other trials are compared with this one.
+        shortens_documents: True to shorten documents, so a short sequence has several of them.
+        separates_documents: True to train every document of a packed sequence in its own sequence. Documents are
+            those of the reader, and not those that the packing marks.
         is_shaken: True to move each initial weight to the next representable number above or below.
     """
 
@@ -38,6 +42,9 @@ class Trial:
     steps: Sequence[int]
     stop_after: int | None = None
     resumes: str = ""
+    compared_with: str = REFERENCE
+    is_reference: bool = False
+    shortens_documents: bool = False
     separates_documents: bool = False
     is_shaken: bool = False
 
@@ -60,15 +67,33 @@ class NumberError:
 
 
 @dataclass(frozen=True)
+class TrialFacts:
+    """What a trial found, apart from its numbers.
+
+    Attributes:
+        layout_difference: First difference of packed rows from the documents of the reader, or "".
+        num_shared_rows: Number of rows in which several documents have targets. None if they were not counted.
+    """
+
+    layout_difference: str = ""
+    num_shared_rows: int | None = None
+
+
+@dataclass(frozen=True)
 class TrialErrors:
     """All errors of a trial, over its ranks, or the reason why it did not finish.
 
-    ``is_refused`` is True if the configuration was refused, and False if a rank failed.
+    Attributes:
+        errors: Error of each number.
+        failure: Reason why the trial did not finish, or "".
+        is_refused: True if the configuration was refused, and False if a rank failed.
+        facts: What the trial found, apart from its numbers.
     """
 
     errors: Sequence[NumberError] = ()
     failure: str = ""
     is_refused: bool = False
+    facts: TrialFacts = TrialFacts()
 
 
 def errors_file(folder: Path, name: str, rank: int) -> Path:

@@ -2,15 +2,94 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
+from shardtrain.data import build_dataset
 from shardtrain.data.batch import Batch
+from shardtrain.data.documents.encoded import Document
 from shardtrain.data.loader import DataLoader
 from shardtrain.ops.targets import IGNORE
+from shardtrain.tools.verify.certificate.expected_rows import (
+    ExpectedRows,
+    ShortDocuments,
+    first_difference,
+    num_shared_rows,
+)
+from shardtrain.tools.verify.certificate.trial import Trial, TrialFacts, replaced
+
+
+class TrialBatches:
+    """Changes of the micro-batches of one trial, and what was found in them."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._trial = trial
+        self._has_equal_rows = trial.loaded.config.task.name in OF_NEXT_TOKENS
+        self._read_documents: list[list[Document]] = []
+        self._expected: ExpectedRows | None = None
+        self._difference = ""
+        self._num_shared_rows = 0
+
+    def facts(self) -> TrialFacts:
+        """Return what was found in all micro-batches so far."""
+        if not self._trial.separates_documents:
+            return TrialFacts()
+        return TrialFacts(self._difference, self._num_shared_rows)
+
+    def reader(self) -> Callable[[DataLoader], Any]:
+        """Return the loader's ``__next__`` with the changes of the trial."""
+        read = DataLoader.__next__
+
+        def next_batch(loader: DataLoader) -> Any:
+            batch = read(loader)
+            if self._trial.separates_documents:
+                return self._separate(batch, loader)
+            return keep_some_targets(batch) if self._has_equal_rows else batch
+
+        return next_batch
+
+    @contextlib.contextmanager
+    def of_documents(self) -> Iterator[None]:
+        """Shorten documents and record them while the block opens data, if the trial requires it."""
+        if not self._trial.shortens_documents:
+            yield
+            return
+        open_encoder = build_dataset.open_encoder
+        read_documents = build_dataset.read_documents
+        seq_len = self._trial.loaded.config.training.seq_len
+
+        def open_short(*arguments: Any) -> ShortDocuments:
+            return ShortDocuments(open_encoder(*arguments), seq_len)
+
+        def read_and_record(*arguments: Any) -> Iterator[Document]:
+            documents: list[Document] = []
+            self._read_documents.append(documents)
+            for document in read_documents(*arguments):
+                documents.append(document)
+                yield document
+
+        with (
+            replaced(build_dataset, "open_encoder", open_short),
+            replaced(build_dataset, "read_documents", read_and_record),
+        ):
+            yield
+
+    def _separate(self, packed: Batch, loader: DataLoader) -> Batch:
+        """Return the documents of a packed batch, each in its own sequence, laid out independently."""
+        if self._expected is None:
+            self._expected = ExpectedRows(loader, self._read_documents)
+        expected = self._expected.batch(packed)
+        self._difference = self._difference or first_difference(packed, expected)
+        expected = keep_some_targets(expected)
+        self._num_shared_rows += num_shared_rows(expected)
+        return separate_documents(expected, loader.pad_id)
+
 
 _KEPT = (0.95, 0.2, 0.6, 0.35, 0.8, 0.1, 0.5, 0.7)
 """Fraction of targets to keep, by sample."""

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardtrain.config.schema.task_options import OF_NEXT_TOKENS
 from shardtrain.data import DataLoader
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.distributed.process_group import World
@@ -24,17 +23,13 @@ from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.certificate.trial import (
-    REFERENCE,
     SHAKEN,
     Trial,
+    TrialFacts,
     errors_file,
     replaced,
 )
-from shardtrain.tools.verify.certificate.trial_batches import (
-    end_after,
-    keep_some_targets,
-    separate_documents,
-)
+from shardtrain.tools.verify.certificate.trial_batches import TrialBatches, end_after
 from shardtrain.tools.verify.compare import SMALL, same_bits
 from shardtrain.tools.verify.verify_rank import shake
 from shardtrain.train import trainer, validation
@@ -63,13 +58,14 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
     """Run trials as one rank, and write their errors to ``folder``. Collective."""
     # Dropout differs between meshes by design, and a model file may import its function by name.
     dropout.switch_off()
-    reference: TrialNumbers | None = None
+    references: dict[str, TrialNumbers] = {}
     for trial in trials:
-        numbers = _run(rank, num_ranks, trial)
-        if trial.name == REFERENCE:
-            _write(numbers, Path(folder))
-        if reference is None:
-            reference = _read(Path(folder))
+        numbers, facts = _run(rank, num_ranks, trial)
+        if trial.is_reference:
+            _write(numbers, Path(folder), trial.name)
+        if trial.compared_with not in references:
+            references[trial.compared_with] = _read(Path(folder), trial.compared_with)
+        reference = references[trial.compared_with]
         wanted = [
             key for key in (*reference.scalars, *reference.tensors) if _is_compared(key, trial)
         ]
@@ -79,7 +75,7 @@ def run_trials(rank: int, num_ranks: int, trials: Sequence[Trial], folder: str) 
             for key, error in errors_of(numbers, reference)
             if _is_compared(key, trial)
         ]
-        text = json.dumps({"wanted": wanted, "errors": errors})
+        text = json.dumps({"wanted": wanted, "errors": errors, "facts": asdict(facts)})
         errors_file(Path(folder), trial.name, rank).write_text(text, encoding="utf-8")
 
 
@@ -93,8 +89,8 @@ def _is_compared(key: Key, trial: Trial) -> bool:
     return step in trial.steps
 
 
-def _run(rank: int, num_ranks: int, trial: Trial) -> TrialNumbers:
-    """Train as one rank with the trainer, and return its numbers."""
+def _run(rank: int, num_ranks: int, trial: Trial) -> tuple[TrialNumbers, TrialFacts]:
+    """Train as one rank with the trainer, and return what it recorded."""
     # Compiled code and sequence lengths of an earlier trial must not affect this one.
     torch.compiler.reset()
     numbers = TrialNumbers()
@@ -130,7 +126,9 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> TrialNumbers:
     with ExitStack() as patches:
         patches.enter_context(replaced(trainer, "step", step))
         patches.enter_context(replaced(Validator, "run", validate))
-        patches.enter_context(replaced(DataLoader, "__next__", _batches_of(trial)))
+        batches = TrialBatches(trial)
+        patches.enter_context(replaced(DataLoader, "__next__", batches.reader()))
+        patches.enter_context(batches.of_documents())
         patches.enter_context(
             replaced(validation, "open_dataloader", _open_short(validation.open_dataloader))
         )
@@ -140,7 +138,7 @@ def _run(rank: int, num_ranks: int, trial: Trial) -> TrialNumbers:
             pass
         finally:
             log.reset()
-    return numbers
+    return numbers, batches.facts()
 
 
 def _open_short(open_dataloader: Any) -> Any:
@@ -152,22 +150,6 @@ def _open_short(open_dataloader: Any) -> Any:
         return loader
 
     return open_short
-
-
-def _batches_of(trial: Trial) -> Any:
-    """Return the loader's ``__next__`` with the trial's changes of each micro-batch."""
-    read = DataLoader.__next__
-    has_equal_rows = trial.loaded.config.task.name in OF_NEXT_TOKENS
-
-    def next_batch(loader: DataLoader) -> Any:
-        batch = read(loader)
-        if has_equal_rows:
-            batch = keep_some_targets(batch)
-        if trial.separates_documents:
-            batch = separate_documents(batch, loader.pad_id)
-        return batch
-
-    return next_batch
 
 
 def _begin(run: trainer.Run, numbers: TrialNumbers, trial: Trial) -> None:
@@ -259,18 +241,16 @@ def _finite(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _write(numbers: TrialNumbers, folder: Path) -> None:
-    """Write the numbers of the reference for the processes of other trials."""
+def _write(numbers: TrialNumbers, folder: Path, name: str) -> None:
+    """Write the numbers of a reference for the processes of other trials."""
     scalars = [(*key, value) for key, value in numbers.scalars.items()]
     tensors = {json.dumps(key): tensor.contiguous() for key, tensor in numbers.tensors.items()}
-    save_file(
-        tensors, folder / f"{REFERENCE}.safetensors", metadata={"scalars": json.dumps(scalars)}
-    )
+    save_file(tensors, folder / f"{name}.safetensors", metadata={"scalars": json.dumps(scalars)})
 
 
-def _read(folder: Path) -> TrialNumbers:
+def _read(folder: Path, name: str) -> TrialNumbers:
     numbers = TrialNumbers()
-    with safe_open(folder / f"{REFERENCE}.safetensors", framework="pt") as file:
+    with safe_open(folder / f"{name}.safetensors", framework="pt") as file:
         for kind, step, name, value in json.loads(file.metadata()["scalars"]):
             numbers.scalars[kind, step, name] = value
         for text in file.keys():  # noqa: SIM118

@@ -17,6 +17,7 @@ from shardtrain.tools.verify.certificate.trial import (
     NumberError,
     Trial,
     TrialErrors,
+    TrialFacts,
     errors_file,
 )
 from shardtrain.utils.errors import ConfigError
@@ -89,7 +90,8 @@ def _run_until_failure(
             assert failed is not None, f"{trial.name} wrote no errors"
             answers[trial.name] = TrialErrors(failure=str(failed), is_refused=failed.refused)
             break
-        answers[trial.name] = TrialErrors(tuple(_errors_of(ranks)))
+        facts = json.loads(ranks[0].read_text(encoding="utf-8"))["facts"]
+        answers[trial.name] = TrialErrors(tuple(_errors_of(ranks)), facts=TrialFacts(**facts))
     return answers
 
 

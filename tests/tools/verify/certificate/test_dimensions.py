@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from shardtrain.data.batch import Batch
 from shardtrain.data.loader import DataLoader, MicroBatches
+from shardtrain.data.packing import fitted, packed_rows
+from shardtrain.data.packing.packed_rows import PackedSequences
+from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
+from shardtrain.data.streaming import stream_pack
 from shardtrain.distributed import activation_checkpoint, fsdp, runner
 from shardtrain.distributed import compile as compiling
 from shardtrain.train import validation
@@ -136,6 +141,101 @@ def test_attention_between_documents(check, monkeypatch):
     )
     result = check("packing", *PACKED)
     assert result.verdict == "differs" and "gradient of" in result.comparisons[0].first, result
+
+
+CONCATENATED = ("--data.packing", "concat", "--data.document_mask", "on")
+STREAMED = ("--data.mode", "stream")
+
+
+def later_borders(monkeypatch):
+    """Let each document after the first start one column late in its row."""
+    number = PackedSequences.number_documents
+
+    def late(self, slot, columns):
+        number(self, slot, columns + 1)
+
+    monkeypatch.setattr(PackedSequences, "number_documents", late)
+
+
+def targets_across_borders(monkeypatch):
+    """Let the last token of a document have the first token of the next document as its target."""
+    write = packed_rows.write_window
+
+    def keep_targets(out, slot, tokens, learned, begins):
+        write(out, slot, tokens, learned, begins)
+        out.write(slot, 0, tokens, learned)
+
+    monkeypatch.setattr(packed_rows, "write_window", keep_targets)
+    monkeypatch.setattr(stream_pack, "write_window", keep_targets)
+
+
+def starts_of_the_buffer_off_by_one(monkeypatch):
+    """Let the buffer of documents return borders that are one token late."""
+    starts = MemoryTokenBuffer.starts
+
+    def late(self, start, stop):
+        return np.minimum(starts(self, start, stop) + 1, stop - 1)
+
+    monkeypatch.setattr(MemoryTokenBuffer, "starts", late)
+
+
+BORDER_FAULTS = {
+    "late borders of fitted rows": (later_borders, PACKED, "documents start at columns"),
+    "late borders of concatenated rows": (
+        later_borders,
+        CONCATENATED,
+        "documents start at columns",
+    ),
+    "late borders of streamed rows": (
+        later_borders,
+        (*PACKED, *STREAMED),
+        "documents start at columns",
+    ),
+    "targets in the next document": (targets_across_borders, CONCATENATED, "the target at column"),
+    "targets in the next document of a stream": (
+        targets_across_borders,
+        (*CONCATENATED, *STREAMED),
+        "the target at column",
+    ),
+    "late borders of the buffer": (
+        starts_of_the_buffer_off_by_one,
+        CONCATENATED,
+        "documents start at columns",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BORDER_FAULTS)
+def test_a_wrong_border_between_documents(check, monkeypatch, name):
+    plant, options, text = BORDER_FAULTS[name]
+    plant(monkeypatch)
+    result = check("packing", *options)
+    (comparison,) = result.comparisons
+    assert result.verdict == "differs", result
+    assert text in comparison.first and "data/packing" in comparison.cause, comparison
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        CONCATENATED,
+        (*CONCATENATED, *STREAMED),
+        (*PACKED, *STREAMED),
+        ("--data.packing", "best_fit", "--data.long_documents", "cut"),
+        ("--data.packing", "best_fit", "--data.long_documents", "split"),
+        ("--data.packing", "first_fit", "--data.format", "prompt_completion"),
+    ],
+)
+def test_sound_packing_holds(check, options):
+    result = check("packing", *options)
+    assert result.verdict == "holds", result
+
+
+def test_rows_of_one_document_prove_nothing(check, monkeypatch):
+    monkeypatch.setattr(fitted, "first_fit", lambda lengths, _: np.arange(len(lengths)))
+    result = check("packing", *PACKED)
+    assert result.verdict == "not checked" and not result.holds, result
+    assert "no border was compared" in result.comparisons[0].first
 
 
 def test_a_named_dimension_that_does_not_apply_is_not_checked(check):
