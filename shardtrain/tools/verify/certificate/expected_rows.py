@@ -106,23 +106,23 @@ class DocumentLine:
 
 
 @dataclass(frozen=True)
-class DocumentPart:
+class RowPiece:
     """The part of one document in a row: inputs, and their targets within the same document."""
 
     inputs: Integers
     targets: Integers
 
 
-def _piece(line: Line, start: int, stop: int, has_target_after: bool) -> DocumentPart:
+def _piece(line: Line, start: int, stop: int, has_target_after: bool) -> RowPiece:
     """Return the piece of the tokens start..stop-1. With ``has_target_after``, the last one is only a target."""
     tokens = line.tokens(start, stop)
     targets = np.where(line.learned(start, stop)[1:], tokens[1:], IGNORE)
     if has_target_after:
-        return DocumentPart(tokens[:-1], targets)
-    return DocumentPart(tokens, np.append(targets, IGNORE))
+        return RowPiece(tokens[:-1], targets)
+    return RowPiece(tokens, np.append(targets, IGNORE))
 
 
-def concat_row(line: Line, row: int, seq_len: int) -> list[DocumentPart]:
+def concat_row(line: Line, row: int, seq_len: int) -> list[RowPiece]:
     """Return the pieces of a row of "concat": the tokens from ``row * seq_len``, and one more as a target."""
     starts = line.document_starts()
     start = row * seq_len
@@ -140,7 +140,7 @@ def concat_row(line: Line, row: int, seq_len: int) -> list[DocumentPart]:
     return pieces
 
 
-def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[list[DocumentPart]]:
+def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[list[RowPiece]]:
     """Return the rows of a block of documents that are kept complete, ``first`` to ``last - 1``."""
     starts = line.document_starts()
     T = packing.seq_len
@@ -164,7 +164,7 @@ def fitted_rows(line: Line, first: int, last: int, packing: Packing) -> list[lis
     fit = fitted.first_fit if packing.kind == "first_fit" else fitted.best_fit
     lengths = np.array([len(piece.inputs) for piece in pieces], np.int64)
     numbers = fit(lengths, T).tolist()
-    rows: list[list[DocumentPart]] = [[] for _ in range(max(numbers, default=-1) + 1)]
+    rows: list[list[RowPiece]] = [[] for _ in range(max(numbers, default=-1) + 1)]
     for piece, number in zip(pieces, numbers, strict=True):
         rows[number].append(piece)
     return rows
@@ -176,10 +176,10 @@ class _IndexedRows:
     def __init__(self, line: Line, packing: Packing) -> None:
         self._line = line
         self._packing = packing
-        self._rows: list[list[DocumentPart]] = []
+        self._rows: list[list[RowPiece]] = []
         self._num_fitted = 0
 
-    def row(self, number: int) -> list[DocumentPart]:
+    def row(self, number: int) -> list[RowPiece]:
         if self._packing.kind == "concat":
             return concat_row(self._line, number, self._packing.seq_len)
         num_documents = len(self._line.document_starts())
@@ -197,7 +197,7 @@ class _StreamedRows:
         self._feed = feed
         self._readers: dict[int, _ReaderRows] = {}
 
-    def row(self, number: int) -> list[DocumentPart]:
+    def row(self, number: int) -> list[RowPiece]:
         reader = number % self._feed.num_readers
         if reader not in self._readers:
             self._readers[reader] = _ReaderRows(self._feed, reader)
@@ -212,10 +212,10 @@ class _ReaderRows:
         self._per_epoch = feed.walk(reader).parts_per_epoch
         self._documents = _documents_of(feed, reader)
         self._read: list[Document] = []
-        self._rows: list[list[DocumentPart]] = []
+        self._rows: list[list[RowPiece]] = []
         self._next: tuple[int, Document] | None = next(self._documents, None)
 
-    def row(self, number: int) -> list[DocumentPart]:
+    def row(self, number: int) -> list[RowPiece]:
         T = self._packing.seq_len
         if self._packing.kind == "concat":
             needed = (number + 1) * T + 1
@@ -245,6 +245,8 @@ class _ReaderRows:
 def _documents_of(feed: StreamFeed, reader: int) -> Iterator[tuple[int, Document]]:
     """Yield the documents of a virtual reader, each encoded separately, with its epoch or shard."""
     for (part, _), row in feed.walk(reader).rows((0, 0)):
+        if isinstance(row, BadRow):
+            continue
         (document,) = feed.encoder.encode([row])
         if isinstance(document, Document):
             yield part, document
