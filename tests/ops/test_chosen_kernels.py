@@ -109,8 +109,12 @@ def test_failing_kernel_is_logged_when_measured_and_at_each_start(
         "blocked_attention"
     )
     assert [record.message for record in caplog.records] == [
-        f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); using PyTorch's kernel"
-        for name in ("bfloat16", "float32 with narrow heads", "float32 with wide heads")
+        f"CPU kernels: blocked {name} failed (RuntimeError: no such kernel); using PyTorch's kernel"
+        for name in (
+            "bfloat16 attention",
+            "float32 attention with narrow heads",
+            "float32 attention with wide heads",
+        )
     ]
     again = kernel_speed.remembered_or_measured()
     assert again == speeds

@@ -283,7 +283,7 @@ def storing(folder: Path) -> Iterator[None]:
     """Convert an OSError of the block to StorageError."""
     with storage_errors.writing(
         folder,
-        "name another --output, or free space and repeat the command, which continues where it stopped",
+        "name another --output; the command continues where it stopped when it is repeated",
     ):
         yield
 

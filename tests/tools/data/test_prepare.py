@@ -347,6 +347,7 @@ def test_a_file_that_changes_during_the_run_stops_it(
 def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(3))
     with pytest.raises(
-        StorageError, match="cannot write .*; repeat the command, which continues where it stopped"
+        StorageError,
+        match="cannot write .*; the command continues where it stopped when it is repeated",
     ):
         prepare.main(["--output", str(path / "below" / "a" / "file"), *arguments_for(path)])

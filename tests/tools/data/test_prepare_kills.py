@@ -198,7 +198,7 @@ def test_a_full_disk_is_a_storage_error_from_which_it_continues(
         more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     )
     assert full == 8
-    assert "repeat the command, which continues where it stopped" in capfd.readouterr().err
+    assert "the command continues where it stopped when it is repeated" in capfd.readouterr().err
     assert in_child(more) == 0
     assert contents(folder) == contents(expected)
 
