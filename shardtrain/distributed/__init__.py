@@ -15,7 +15,9 @@ from shardtrain.distributed import (
     expert_parallel,
     float8_modules,
     fsdp,
+    hf_balance,
     hf_experts,
+    hf_stages,
     outside_reads,
     pipeline_parallel,
 )
@@ -87,6 +89,8 @@ def parallelize(
             expert_parallel.apply(module, layout, mesh, config)
         if splits_hf_experts:
             expert_parallel.apply_to_hf(module, mesh, config)
+        if hf_stages.is_hf(module):
+            hf_balance.apply(module, mesh, config)
         # before compile, to compile a layer together with its recomputation
         if config.activation_checkpoint.mode != "none":
             activation_checkpoint.apply(module, layout, mesh, config)

@@ -32,6 +32,7 @@ from shardtrain.distributed import chain, expert_parallel, fsdp, hf_stages
 from shardtrain.distributed.chain import ChainNames
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
+from shardtrain.distributed.hf_balance import GlobalBalance
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import ModelParts, Runner
 from shardtrain.distributed.tied_stages import TiedStages
@@ -180,6 +181,8 @@ class PipelineRunner(Runner):
         self.ranks_of_stages = [ranks[index] for index in range(num_stages)]
         self._ties = TiedStages(tied_names(whole), modules, self.ranks_of_stages, mesh)
         self._weight = torch.ones((), device=mesh.device)
+        self._computes_loss = True
+        """False during a pass that only counts the choices of experts."""
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)
         self._features = hidden
@@ -247,10 +250,26 @@ class PipelineRunner(Runner):
         self._ties.copy_weights(self.parts)
         if self._before_pass:
             self._before_pass()
-        loss = self._run(self._schedule.step, batches)
+        if self._balance is not None:
+            loss = self._run_with_balance_loss(self._balance, batches, weight)
+        else:
+            loss = self._run(self._schedule.step, batches)
         # after all micro-batches, add the gradients of parameters that stages share
         self._ties.sum_gradients(self.parts)
         return loss
+
+    def _run_with_balance_loss(
+        self, balance: GlobalBalance, batches: Sequence[TokenBatch], weight: Tensor
+    ) -> Tensor:
+        """Count the choices of experts in all stages, before the first backward pass of any stage."""
+        with balance.step():
+            self._computes_loss = False
+            try:
+                balance.count(lambda: self._run(self._schedule.eval, batches))
+            finally:
+                self._computes_loss = True
+            balance.sum_over_ranks(batches, weight)
+            return self._run(self._schedule.step, batches)
 
     def evaluate(self, batch: TokenBatch) -> Tensor:
         """Return the loss sum of a batch, which must have the number of rows of a training step."""
@@ -285,6 +304,8 @@ class PipelineRunner(Runner):
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
 
     def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
+        if not self._computes_loss:
+            return logits_BtV.new_zeros(())
         if self.token_metrics:
             self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
         return cross_entropy_sum(

@@ -21,6 +21,7 @@ from shardtrain.distributed import (
     float8_modules,
     fsdp,
     grad_clip,
+    hf_balance,
     loss_at_head,
     partial_gradients,
 )
@@ -82,6 +83,7 @@ class Runner(ABC):
         self._split_states: SplitStates | None = None
         self._before_pass: float8_modules.BeforePass | None = None
         self._in_backward: UpdateInBackward | None = None
+        self._balance = hf_balance.of(parts.modules, parts.mesh)
         metrics = parts.config.metrics.token_metrics
         self.token_metrics = TokenMetrics(metrics, parts.mesh) if metrics else None
 
@@ -112,6 +114,8 @@ class Runner(ABC):
         """True if batches must mark padding tokens (``data.mark_filler``), which expert load statistics
         ignore.
         """
+        if self._balance is not None:
+            return True
         return self._has_experts and expert_parallel.has_experts(self.parts)
 
     def local_targets(self, batches: Sequence[TokenBatch]) -> int:
@@ -188,6 +192,8 @@ class Runner(ABC):
         metrics: dict[str, float] = {}
         if self._has_experts:
             metrics |= expert_parallel.measure(self.parts, self._mesh)
+        if self._balance is not None:
+            metrics |= self._balance.measures()
         if self.token_metrics:
             metrics |= self.token_metrics.means()
         return metrics
@@ -265,14 +271,28 @@ class PlainRunner(Runner):
             self._before_pass()
         if self.token_metrics:
             self.token_metrics.start()
+        if self._balance is not None:
+            with self._balance.step():
+                return self._forward_backward(batches, weight)
+        return self._forward_backward(batches, weight)
+
+    def _forward_backward(self, batches: Sequence[TokenBatch], weight: Tensor) -> Tensor:
+        balance = self._balance
+        counts_first = balance is not None and len(batches) > 1
         # float64, because hundreds of micro-batches, and then ranks, are added one after the other
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         try:
+            # The balance loss of a micro-batch depends on the experts that all others choose
+            if balance is not None and counts_first:
+                balance.count(lambda: self._run_without_loss(batches))
+                balance.sum_over_ranks(batches, weight)
             for index, batch in enumerate(batches):
                 is_last = index == len(batches) - 1
                 if len(batches) > 1:
                     fsdp.set_gradient_sync(self.parts[0], is_last)
                 loss = self._loss(batch, weight)
+                if balance is not None and not counts_first:
+                    balance.sum_over_ranks(batches, weight)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         finally:
@@ -292,6 +312,12 @@ class PlainRunner(Runner):
             self._before_pass()
         with torch.no_grad():
             return self._loss(batch, torch.ones((), device=self._mesh.device))
+
+    def _run_without_loss(self, batches: Sequence[TokenBatch]) -> None:
+        for batch in batches:
+            tokens_Bt, _, positions_Bt = self._cut(batch)
+            documents = context_parallel.document_argument([batch])
+            self.parts[0](tokens_Bt, positions_Bt, **documents)
 
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         model = self.parts[0]

@@ -49,12 +49,18 @@ the kind.
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model on the meta device, and the initial distribution of each parameter by its name in
-    ``transformers``.
+    """A model on the meta device.
+
+    Attributes:
+        module: the network.
+        draws: initial distribution of each parameter, by its name in ``transformers``.
+        asks_for_balance: True if config.json has ``output_router_logits``, with which
+            ``transformers`` adds the balance loss of experts to the main loss.
     """
 
     module: Any
     draws: Mapping[str, Draw]
+    asks_for_balance: bool = False
 
 
 @functools.lru_cache(maxsize=16)
@@ -160,6 +166,11 @@ def build(
     with _collected_warnings():
         config = type(read(folder)).from_dict(read(folder).to_dict())
     config.use_cache = False
+    # The network would compute the balance loss of its own tokens, which this package ignores
+    text_config = config.get_text_config()
+    asks_for_balance = bool(getattr(text_config, "output_router_logits", False))
+    if asks_for_balance:
+        text_config.output_router_logits = False
     if num_labels:
         config.num_labels = num_labels
     if vocab_size:
@@ -190,7 +201,7 @@ def build(
         if math.isnan(draw.std) and parameter.numel() <= _MAX_CONSTANT_NUMEL:
             draw = _computed(module, name) or draw
         draws[name] = draw
-    return MetaModel(module, draws)
+    return MetaModel(module, draws, asks_for_balance)
 
 
 def _computed(network: nn.Module, name: str) -> Draw | None:

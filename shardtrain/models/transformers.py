@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardtrain.layout import Draw, Layout
 from shardtrain.models import architecture as architectures
-from shardtrain.models import experts_interface
+from shardtrain.models import balance_loss, experts_interface
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -45,6 +45,8 @@ class Config:
         dropout: train with the dropout rates of config.json. By default there is no dropout.
         num_labels: labels of a classifier; 0 uses the number in config.json.
         vocab_size: rows of the embedding; None uses the number in config.json.
+        balance_loss_coeff: weight of the balance loss of experts; 0 means none. None uses the
+            network's own coefficient if config.json has ``output_router_logits``.
     """
 
     path: str = ""
@@ -53,6 +55,7 @@ class Config:
     dropout: bool = False
     num_labels: int = 0
     vocab_size: int | None = None
+    balance_loss_coeff: float | None = None
 
     def __post_init__(self) -> None:
         if self.path and self.vocab_size is None:
@@ -144,6 +147,10 @@ class Model(nn.Module):
         self.blocks = dict(_blocks(self.hf))
         """Path -> repeated block, the unit of sharding, recomputation and compiling."""
         self.draws = {PREFIX + name: draw for name, draw in built.draws.items()}
+        self.balance = balance_loss.find(
+            self.hf, c.path, built.asks_for_balance, c.balance_loss_coeff
+        )
+        """The balance loss of the experts, which ``distributed.hf_balance`` attaches; or None."""
         self.passes_positions = False
         """True if positions are passed even without documents, because each row is only part of a sequence."""
         self._drops = c.dropout
@@ -186,6 +193,8 @@ class Model(nn.Module):
             documents_BT: document number of each token. Tokens attend within their document.
         """
         self._move_constants(tokens_BT.device)
+        if self.balance is not None:
+            self.balance.mark_filler(documents_BT)
         config = self.hf.config
         # later pipeline stages receive activations
         inputs = {"inputs_embeds" if tokens_BT.is_floating_point() else "input_ids": tokens_BT}

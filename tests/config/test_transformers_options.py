@@ -87,15 +87,20 @@ def test_unsupported_options_of_transformers_models_are_rejected(
     assert option in text_of_problems and message in text_of_problems
 
 
-def test_balance_loss_of_config_json_is_rejected(folder: Path) -> None:
-    assert problems(folder) == ""
+def test_balance_loss_is_rejected_with_other_tasks_and_compile(folder: Path) -> None:
+    compile_arguments = ["--compile.enable"]
+    override = "--model.overrides.balance_loss_coeff=0.1"
+    assert problems(folder, override) == ""
+    assert "balance loss of experts" in problems(folder, override, *compile_arguments)
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "output_router_logits": True}))
-    text_of_problems = problems(folder)
-    assert (
-        "output_router_logits=true" in text_of_problems
-        and "has no balance loss of experts" in text_of_problems
-    )
+    assert problems(folder) == ""
+    assert "balance loss of experts" in problems(folder, *compile_arguments)
+    without = "--model.overrides.balance_loss_coeff=0"
+    assert problems(folder, without, *compile_arguments) == ""
+    text_of_problems = problems(folder, "--task.name=masked_language_model")
+    assert "is not supported with task.name=masked_language_model" in text_of_problems
+    assert "is not supported" not in problems(folder, without, "--task.name=masked_language_model")
 
 
 def test_experts_of_a_folder_are_left_to_the_check_of_its_network(folder: Path) -> None:

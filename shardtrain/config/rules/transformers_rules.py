@@ -84,14 +84,7 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
             fix="write a model file, or install a version that has it",
             where=where,
         )
-    if found.get("output_router_logits"):
-        yield Problem(
-            option,
-            folder,
-            rule=f"has output_router_logits=true in config.json, and model.name={NAME} has no balance loss of experts",
-            fix="set it to false there, or use a model family of this package",
-            where=where,
-        )
+    yield from _check_balance_loss(loaded, found)
     yield from _check_split(loaded, found)
 
 
@@ -160,6 +153,34 @@ def _check_options(loaded: Loaded) -> Iterator[Problem]:
             "optimizer.muon_adamw_patterns",
             rule=f"names no parameter of model.name={NAME}, whose names are those of transformers",
             fix='name its ends, e.g. ["*embed*", "*lm_head*", "*norm*", "*.bias"]',
+        )
+
+
+def _check_balance_loss(loaded: Loaded, found: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield problems of the balance loss of experts, if config.json or the override switches it on."""
+    c = loaded.config
+    coefficient = c.model.overrides.get("balance_loss_coeff")
+    is_on = bool(found.get("output_router_logits"))
+    option, value, fix = "model.overrides.balance_loss_coeff", coefficient, "remove it"
+    if coefficient is None:
+        fix = "set model.overrides.balance_loss_coeff = 0"
+    else:
+        is_on = coefficient != 0
+    if not is_on:
+        return
+    where = loaded.origins.get(option, "")
+    if c.task.name != "language_model":
+        rule = f"is not supported with task.name={c.task.name}"
+        if coefficient is None:
+            rule = f"follows output_router_logits=true in config.json, and {rule}"
+        yield Problem(option, value, rule=rule, fix=fix, where=where)
+    if c.compile.enable and "model" in c.compile.components:
+        rule = f"is not supported with the balance loss of experts of model.name={NAME}"
+        yield problem(
+            loaded,
+            "compile.enable",
+            rule,
+            "set it to false, or model.overrides.balance_loss_coeff to 0",
         )
 
 
