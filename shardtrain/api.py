@@ -274,6 +274,7 @@ def load_model(
     tokenizer: str | None = None,
     config: str | Path | None = None,
     step: str | int | None = None,
+    use_ema: bool = False,
 ) -> OpenedModel:
     """Load a trained model with its tokenizer (``.model``, ``.tokenizer``, ``.config``) on the CPU.
 
@@ -286,6 +287,7 @@ def load_model(
             is executed only if you name the configuration yourself.
         step: checkpoint of a run: "latest", "best" or a number. None is the best if the run keeps one
             (``checkpoint.keep_best``), else the latest. The name of the model has the step: ``print(model)``.
+        use_ema: load the averaged weights of ``training.ema_decay``.
 
     Raises:
         ConfigError, CheckpointError: there is no model, or it is damaged.
@@ -311,7 +313,13 @@ def load_model(
     config_file = None if config is None else Path(config)
     wanted = None if step is None else step_name(step)
     return open_model(
-        Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted, needs_text=False
+        Path(path),
+        config_file,
+        dtype,
+        tokenizer_path=tokenizer,
+        step=wanted,
+        use_ema=use_ema,
+        needs_text=False,
     )
 
 

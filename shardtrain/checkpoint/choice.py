@@ -18,6 +18,7 @@ from shardtrain.utils.variables import is_whole_number
 LATEST = "latest"
 BEST = "best"
 HELP = "checkpoint of a run: latest, best or a number (best if the run keeps one, else latest)"
+EMA_HELP = "use the averaged weights of training.ema_decay"
 COMMANDS = (
     "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine)"
 )
@@ -55,6 +56,19 @@ def step_name(step: str | int) -> str:
             fix="write it like --step=best",
         )
     )
+
+
+def reject_use_ema(use_ema: bool, path: Place) -> None:
+    """Raise ConfigError if averages were requested of a ``path`` that is not a checkpoint."""
+    if use_ema:
+        raise ConfigError(
+            Problem(
+                "--use_ema",
+                True,
+                rule=f"requires a checkpoint, and {path} is not one",
+                fix="remove it, or pass a run that was trained with training.ema_decay",
+            )
+        )
 
 
 def reject_step(step: str | None, path: Place) -> None:

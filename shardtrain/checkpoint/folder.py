@@ -140,15 +140,24 @@ class Checkpoints(Saver):
         return chosen
 
     def load(
-        self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]
+        self,
+        path: Place,
+        weights: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor],
+        use_ema: bool = False,
     ) -> dict[str, Any]:
         """Load weights and the other tensors in place, and return the facts.
+
+        Args:
+            use_ema: load the averages of the trained weights into the weights.
 
         Raises:
             CheckpointError: on all ranks, before a tensor is changed, if the checkpoint is damaged
                 or does not fit.
         """
         stored = self._verified_manifest(path)
+        if use_ema:
+            stored = stored.with_averages(path)
         if stored.facts.get("weights_only") and rest:
             raise CheckpointError(
                 f"checkpoint {path} contains only weights, so the run cannot resume from it; "
@@ -173,6 +182,10 @@ class Checkpoints(Saver):
     def facts(self, path: Place) -> dict[str, Any]:
         """Verify a checkpoint and return its facts. Raises CheckpointError on all ranks if it is damaged."""
         return dict(self._verified_manifest(path).facts)
+
+    def has_averages(self, path: Place) -> bool:
+        """True if a checkpoint has averages of the trained weights. Raises as ``facts`` does."""
+        return self._verified_manifest(path).has_averages
 
     def _verified_manifest(self, path: Place) -> Manifest:
         self._check_writers(path)

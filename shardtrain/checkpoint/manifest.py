@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +38,8 @@ MAX_BYTES = 2**30
 
 WEIGHTS_PREFIX = "model."
 """Prefix of the names of weights, and of no other tensors."""
+AVERAGES_PREFIX = "ema."
+"""Prefix of the names of averages of trained weights (``training.ema_decay``)."""
 
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -96,6 +98,31 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
+
+    @property
+    def has_averages(self) -> bool:
+        """True if the checkpoint has averages of the trained weights."""
+        return any(name.startswith(AVERAGES_PREFIX) for name in self.tensors)
+
+    def with_averages(self, folder: Path | ObjectPath) -> Manifest:
+        """Return the manifest with the averages in place of the trained weights, under their names.
+
+        Frozen weights and buffers have no averages and stay.
+
+        Raises:
+            CheckpointError: there are no averages. ``folder`` is named in the message.
+        """
+        if not self.has_averages:
+            raise CheckpointError(
+                f"checkpoint {folder} has no averages of the weights; remove use_ema, "
+                "or train with training.ema_decay"
+            )
+        tensors = dict(self.tensors)
+        for name in self.tensors:
+            if name.startswith(AVERAGES_PREFIX):
+                trained = WEIGHTS_PREFIX + name.removeprefix(AVERAGES_PREFIX)
+                tensors[trained] = tensors.pop(name)
+        return replace(self, tensors=tensors)
 
     @property
     def total_bytes(self) -> int:

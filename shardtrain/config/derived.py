@@ -129,6 +129,13 @@ def state_item_bytes(config: Config) -> int:
     return ITEM_BYTES[config.training.dtype if dtype == "default" else dtype]
 
 
+def average_bytes(config: Config) -> int:
+    """Return the number of bytes per trained element of averages of the weights, which are float32."""
+    if config.training.ema_decay is None:
+        return 0
+    return ITEM_BYTES["float32"]
+
+
 def state_block(config: Config) -> int:
     """Number of columns whose optimizer state must be on the same rank. 1 if any split is possible."""
     return STATE_BLOCK if state_item_bytes(config) == 1 else 1

@@ -61,6 +61,7 @@ class Export:
         tokens: Special tokens of the run, see ``generation_config.trained_tokens``.
             Empty keeps those of ``source``.
         labels: Labels of a classification head that replaces the language model head.
+        use_ema: Export the averages of the trained weights.
     """
 
     checkpoint: Path
@@ -74,6 +75,7 @@ class Export:
     max_tokens: int = 0
     tokens: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     labels: Sequence[str] = ()
+    use_ema: bool = False
 
     def sources(self) -> list[FolderSource]:
         """Return the sources of files other than weights, in descending priority."""
@@ -102,6 +104,8 @@ class Writer:
         """
         self.wanted = wanted
         self.stored = manifest.read(wanted.checkpoint)
+        if wanted.use_ema:
+            self.stored = self.stored.with_averages(wanted.checkpoint)
         self.translation = translation_of(
             wanted.module,
             wanted.config,

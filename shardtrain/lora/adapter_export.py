@@ -25,11 +25,13 @@ def export(
     shape: Any,
     base: str,
     dtype: str = "float32",
+    use_ema: bool = False,
 ) -> list[str]:
     """Write the folder, read it back, and return the names of its files.
 
     Args:
         base: Name or path of the base model, for ``base_model_name_or_path``.
+        use_ema: Export the averages of the adapters.
 
     Raises:
         ConfigError: ``output`` exists, or PEFT's format cannot represent an adapter.
@@ -39,7 +41,7 @@ def export(
     from safetensors.torch import save
 
     require_new(output)
-    adapters = Adapters(checkpoint)
+    adapters = Adapters(checkpoint, use_ema)
     labels = adapters.num_labels(module)
     names = peft.names_of(adapters.spec, module, shape, labels)
 

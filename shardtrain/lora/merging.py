@@ -32,14 +32,18 @@ class Adapters:
         spec: Description of the adapters.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, use_ema: bool = False) -> None:
         """Verify the hash of every file and the shapes of the factors.
 
+        With ``use_ema``, read the averages of the adapters.
+
         Raises:
-            CheckpointError: the checkpoint is damaged or has no adapters.
+            CheckpointError: the checkpoint is damaged, or has no adapters or no averages.
         """
         self._folder = checkpoint
         self.stored = manifest.read(checkpoint)
+        if use_ema:
+            self.stored = self.stored.with_averages(checkpoint)
         for file in self.stored.files:
             if damage := files.find_damage(checkpoint, file):
                 raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")

@@ -15,6 +15,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.seeding import set_determinism
+from shardtrain.optim.moving_average import MovingAverage
 from shardtrain.train import reference_models
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.run import Run
@@ -118,6 +119,8 @@ def build(config: Config, world: World) -> Run:
     run.names = tuple(built.names)
     run.files = changes.file_hashes(config)
     run.adapters = built.adapters
+    if training.ema_decay is not None:
+        run.moving_average = MovingAverage(runner.parameters(), training.ema_decay)
     return run
 
 

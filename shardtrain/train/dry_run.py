@@ -63,6 +63,8 @@ class DryRun:
     frozen: tuple[FrozenModel, ...] = ()
     low_bits_bytes: int = 0
     """Bytes of the frozen weights that ``lora.base_dtype`` quantizes."""
+    average_bytes: int = 0
+    """Bytes of the averages of weights that ``training.ema_decay`` keeps."""
     accumulates: bool = False
     """True if ``gradient_bytes`` counts unsharded gradients that accumulate over micro-batches before the
     reduction."""
@@ -73,6 +75,7 @@ class DryRun:
         states = (
             self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
         )
+        states += self.average_bytes
         states += sum(model.weight_bytes for model in self.frozen)
         passes = self.traced.activations_bytes + self.traced.gathered_bytes
         for model in self.frozen:
@@ -136,6 +139,9 @@ def build(config: Config, world: process_group.World) -> DryRun:
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
         optimizer_bytes = _local_bytes(states.values())
+        trained_numel = sum(
+            local_tensor(parameter).numel() for parameter in parameters if parameter.requires_grad
+        )
         accumulated_bytes = _accumulated_bytes(runner.parts, mesh, config)
         gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
         del optimizer, states
@@ -162,6 +168,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
         traced=traced,
         frozen=tuple(frozen),
         low_bits_bytes=low_bits_bytes,
+        average_bytes=trained_numel * derived.average_bytes(config),
         accumulates=bool(accumulated_bytes),
     )
 
@@ -236,6 +243,8 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     rows.append(
         ("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; this rank's shards")
     )
+    if run.average_bytes:
+        rows.append(("averages", run.average_bytes, "float32; training.ema_decay"))
 
     # the trained model's forward and backward
     traced = run.traced

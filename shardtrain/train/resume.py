@@ -40,7 +40,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     Raises:
         NumericalError: a weight or the optimizer's state is not finite. Nothing is written.
     """
-    model = weights(run)
+    model = {**weights(run), **run.averages_state_dict()}
     optimizer_state = run.optimizer_state_dict()
 
     # A resume starts from the newest checkpoint, so it must not contain a weight that is not finite.
@@ -89,11 +89,24 @@ def _gather_cursors(run: Run) -> list[list[int]] | None:
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
+    """Load the state with which this start of the run begins; see ``_load_start``, which names the errors.
+
+    Averages of weights that are not loaded start with the loaded weights.
+    """
+    has_averages = _load_start(run, checkpoints)
+    if run.moving_average is not None and not has_averages:
+        run.moving_average.restart()
+
+
+def _load_start(run: Run, checkpoints: Checkpoints) -> bool:
     """Resume from the run's own checkpoint. Without one, start from ``checkpoint.initial_load_path`` if it
     is set.
 
     A LoRA run loads the frozen weights from that path in either case, and starts from
     ``lora.initial_load_path``.
+
+    Returns:
+        True if averages of weights were loaded.
 
     Raises:
         ConfigError: data or options differ from the checkpoint's. The message names each difference.
@@ -114,12 +127,12 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if is_start:
         path = place(str(start))
     if path is None:
-        return
+        return False
 
     # initial weights in other formats, which do not contain a run that could be resumed
     if is_start and lora.enable and peft.is_folder(path):
         peft.load(run.config, run.lora, run.runner.parameters(), Path(str(path)))
-        return
+        return False
     if (
         is_start
         and not lora.enable
@@ -130,24 +143,25 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         all_ranks(
             lambda: saved_file.load(run, Path(str(path)), tensors, options.initial_load_model_only)
         )
-        return
+        return False
     if is_start and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
-        return
+        return False
 
     # a shardtrain checkpoint: load all parts that the options do not exclude
     excluded = set(options.exclude_from_loading)
     if is_start and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
-    load(run, checkpoints, path, excluded, own=not is_start)
+    has_averages = load(run, checkpoints, path, excluded, own=not is_start)
     logger.info(f"continuing from {path} at step {run.state.step}")
+    return has_averages
 
 
 def load(
     run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], own: bool = True
-) -> None:
+) -> bool:
     """Load a checkpoint in place, and seek the data to the next sample (a collective). Raises what
-    ``resume`` raises.
+    ``resume`` raises. Return True if averages of weights were loaded.
 
     Args:
         excluded: parts not to load, as in ``checkpoint.exclude_from_loading``.
@@ -170,6 +184,12 @@ def load(
     tensors = weights(run)
     skips_optimizer = "optimizer" in excluded
     optimizer_state = {} if skips_optimizer else run.optimizer_state_dict()
+    # averages are state of the training, like that of the optimizer
+    has_averages = False
+    if run.moving_average is not None and not skips_optimizer:
+        has_averages = checkpoints.has_averages(path)
+    if has_averages:
+        tensors |= run.averages_state_dict()
     checkpoints.load(path, tensors, optimizer_state)
     if is_other_model:
         compatibility.refuse(run, path, changes, other_data)
@@ -197,6 +217,7 @@ def load(
     run.dataloader.seek(run.state.samples_consumed, cursors)
     if not is_new_run:
         compatibility.keep_history(run, facts, changes)
+    return has_averages
 
 
 def _load_guard(run: Run, facts: Mapping[str, Any], path: Place) -> None:

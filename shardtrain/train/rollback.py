@@ -42,7 +42,9 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
         )
         run.state.samples_consumed = end_row
     else:
-        resume.load(run, checkpoints, path, frozenset())
+        has_averages = resume.load(run, checkpoints, path, frozenset())
+        if run.moving_average is not None and not has_averages:
+            run.moving_average.restart()
         checkpoints.forget(range(run.state.step + 1, step), started_at)
         rows_before_spike = (training.spike_skip_steps - 1) * run.dataloader.global_batch
         first_row = max(run.state.samples_consumed, first_row - rows_before_spike)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import data, optim
-from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.manifest import AVERAGES_PREFIX, WEIGHTS_PREFIX
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -22,6 +22,7 @@ from shardtrain.lora.spec import Spec
 from shardtrain.metrics import Reduce, RunFacts
 from shardtrain.ops import accelerator
 from shardtrain.optim import lr_scheduler
+from shardtrain.optim.moving_average import MovingAverage
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.utils.best_effort import BestEffort
 
@@ -44,6 +45,8 @@ class Run:
     names: tuple[str, ...] = ()
     """Names of all parameters of the unsharded model, in its order."""
     adapters: Spec | None = None
+    moving_average: MovingAverage | None = None
+    """Averages of the trained weights, with ``training.ema_decay``."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Facts about adapters for checkpoints; see ``base_weights.py``."""
     contents: Contents = field(default_factory=Contents)
@@ -72,6 +75,13 @@ class Run:
         """Return the optimizer's tensors by their names in checkpoints."""
         states = optim.state_tensors(self.optimizer, self.runner.optimizer_parameters().items())
         return {f"optimizer.{name}": tensor for name, tensor in states.items()}
+
+    def averages_state_dict(self) -> dict[str, Tensor]:
+        """Return the averages of the weights by their names in checkpoints. Empty without averages."""
+        if self.moving_average is None:
+            return {}
+        averages = self.moving_average.averages
+        return {f"{AVERAGES_PREFIX}{name}": tensor for name, tensor in averages.items()}
 
     @cached_property
     def decides_on_device(self) -> bool:

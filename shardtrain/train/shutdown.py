@@ -50,7 +50,8 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     """
     _check_data(run, may_end_early)
     # an estimate for a request to stop that comes before the first save has been measured
-    tensors = {**weights(run), **run.optimizer_state_dict()}.values()
+    state = {**weights(run), **run.averages_state_dict(), **run.optimizer_state_dict()}
+    tensors = state.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     run.resilience.stop.assumed_save_seconds = (
         _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND

@@ -166,7 +166,10 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
         logger.info(line)
     validator = None
     if config.validation.enable:
-        validator = Validator(config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch)
+        average = run.moving_average if config.validation.use_ema else None
+        validator = Validator(
+            config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch, average
+        )
     folder_of_samples = folder if world.rank == 0 else None
     samples = Samples(config, run.runner, run.mesh, folder_of_samples, run.state.step)
     started_at = run.state.step
@@ -411,6 +414,8 @@ def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None
         run.runner.update(run.optimizer)
     else:
         run.runner.update(run.optimizer, applies)
+    if run.moving_average is not None:
+        run.moving_average.update(applies)
 
 
 def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:

@@ -9,6 +9,7 @@ computed over the complete set.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.launch.stop_request import Interrupted, StopRequest
+from shardtrain.optim.moving_average import MovingAverage
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.utils import activity
 from shardtrain.utils.errors import ConfigError, DataError, Problem
@@ -215,7 +217,10 @@ class Validator:
         mesh: Mesh,
         stop: StopRequest | None = None,
         num_samples: int | None = None,
+        average: MovingAverage | None = None,
     ) -> None:
+        """``average``: evaluate these averages instead of the weights."""
+        self._average = average
         self._options = config.validation
         self._runner = runner
         self._mesh = mesh
@@ -260,7 +265,9 @@ class Validator:
         None if a request to stop cancelled the evaluation.
         """
         self._last_step = step
-        return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
+        weights = self._average.in_model() if self._average else contextlib.nullcontext()
+        with weights:
+            return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
 
 
 def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:

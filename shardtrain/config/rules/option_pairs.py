@@ -363,6 +363,27 @@ def data_workers(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, f"{section}.prefetch_factor", "requires workers", fix)
 
 
+def averages_without_use(loaded: Loaded) -> Iterator[Problem]:
+    """Averages of weights are kept for checkpoints and validation, which need them to exist."""
+    c = loaded.config
+    has_averages = c.training.ema_decay is not None
+    if c.validation.use_ema and not has_averages:
+        yield problem(
+            loaded,
+            "validation.use_ema",
+            rule="requires training.ema_decay",
+            fix="set training.ema_decay = 0.999, or remove it",
+        )
+    is_validated = c.validation.enable and c.validation.use_ema
+    if has_averages and not is_validated and not c.checkpoint.enable:
+        yield problem(
+            loaded,
+            "training.ema_decay",
+            rule="has no effect without a checkpoint or a validation that uses the averages",
+            fix="set checkpoint.enable = true or validation.use_ema = true, or remove it",
+        )
+
+
 PAIR_RULES: tuple[Rule, ...] = (
     early_step,
     adam_only_options,
@@ -384,6 +405,7 @@ PAIR_RULES: tuple[Rule, ...] = (
     compile_nothing,
     profile_interval,
     data_workers,
+    averages_without_use,
 )
 
 

@@ -218,6 +218,13 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
             yield from _check_number(
                 loaded, option, 0 <= value <= 1, rule, "write a fraction: 10 % is 0.1"
             )
+    decay = loaded.config.training.ema_decay
+    if decay is not None:
+        is_valid = 0 < decay < 1
+        rule = "must be above 0 and below 1"
+        yield from _check_number(
+            loaded, "training.ema_decay", is_valid, rule, "use for example 0.999"
+        )
     yield from _check_large_numbers(loaded)
 
 

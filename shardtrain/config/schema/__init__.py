@@ -201,6 +201,10 @@ class Training(Numbers):
     """Weight of the squared log-sum-exp of the logits in the training loss of language_model, which keeps logits
     small (PaLM uses 1e-4) (shardtrain).
     """
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the trained weights in float32, and multiply it by this number, above
+    0 and below 1, in each update; unset: no average. See validation.use_ema (shardtrain).
+    """
     steps: int = 10000
     """Optimizer steps of the run."""
     epochs: int | None = None
@@ -454,6 +458,8 @@ class Validation:
     """Save and end the run after this many consecutive validations without improvement of
     checkpoint.keep_best (or of the loss); 0: never (shardtrain).
     """
+    use_ema: bool = False
+    """Evaluate the averages of training.ema_decay instead of the weights, also in "shardtrain test" (shardtrain)."""
     dataloader: DataLoaderOptions = field(default_factory=DataLoaderOptions)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardtrain.checkpoint.choice import HELP, reject_step, step_name
+from shardtrain.checkpoint.choice import EMA_HELP, HELP, reject_step, reject_use_ema, step_name
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.tools.convert.checkpoint_path import KEEP_HELP
 from shardtrain.utils.arguments import StrictArgumentParser, output_path
@@ -30,6 +30,7 @@ def main(words: Sequence[str]) -> int:
         help="a run, a step-N folder, or a PEFT folder",
     )
     parser.add_argument("--step", type=step_name, help=HELP)
+    parser.add_argument("--use_ema", action="store_true", help=EMA_HELP)
     parser.add_argument(
         "--to", type=output_path, required=True, metavar="CHECKPOINT", help="a new folder"
     )
@@ -53,6 +54,7 @@ def main(words: Sequence[str]) -> int:
 
     if peft.is_folder(options.adapters):
         reject_step(options.step, options.adapters)
+        reject_use_ema(options.use_ema, options.adapters)
         _merge_peft(options)
     elif is_hub_folder(options.adapters):
         raise ConfigError(
@@ -113,7 +115,7 @@ def _merge_checkpoint(options: Any) -> None:
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
     path = options.adapters
-    adapters = merging.Adapters(path)
+    adapters = merging.Adapters(path, options.use_ema)
     config = load_config(path, options.config).config
     module, shape = models.configured(config.model)
     facts = _model_facts(config)
@@ -163,7 +165,9 @@ def export_adapter(options: Any, checkpoint: Path, module: Any, shape: Any, base
 
     base_model = options.base_model or base
     dtype = options.dtype or "float32"
-    names = adapter_export.export(checkpoint, options.to, module, shape, base_model, dtype)
+    names = adapter_export.export(
+        checkpoint, options.to, module, shape, base_model, dtype, options.use_ema
+    )
     print(f"{options.to}: {', '.join(names)}; read back and equal to the checkpoint")
     source = origin.of_path(Path(base), module, shape) if base else None
     changed = changed_fields(getattr(module, "HUB", None), shape, source)

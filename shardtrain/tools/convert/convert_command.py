@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint import manifest
-from shardtrain.checkpoint.choice import HELP, reject_step, step_name
+from shardtrain.checkpoint.choice import EMA_HELP, HELP, reject_step, reject_use_ema, step_name
 from shardtrain.config.toml_writer import RESOLVED_CONFIG
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hub_formats.config_json import CONFIG, read_json
@@ -132,6 +132,7 @@ def export_main(words: Sequence[str]) -> int:
     where = "a run's folder, a step-N folder, or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--step", type=step_name, help=HELP)
+    rarer.add_argument("--use_ema", action="store_true", help=EMA_HELP)
     parser.add_argument("--to", type=output_path, metavar="HF_DIR", help="a new folder")
     dtype_help = "dtype of all weights (default: the dtype of each weight in the initial model)"
     parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=dtype_help)
@@ -201,6 +202,8 @@ def _to_folder(options: Any, push: Any) -> int:
 
     is_full_model = is_hub_folder(options.checkpoint)
     is_folder = is_full_model or (options.checkpoint / "adapter_config.json").is_file()
+    if is_folder:
+        reject_use_ema(options.use_ema, options.checkpoint)
     if options.to is None:
         if push is None or not is_folder:
             raise ConfigError(
@@ -253,9 +256,11 @@ def _identity(options: Any, checkpoint: Path) -> str:
     from shardtrain.tools.convert import card
 
     tokenizer = str(options.tokenizer or "")
-    return card.identity(
-        checkpoint, options.dtype, options.shard_gigabytes, options.adapter, tokenizer
-    )
+    choices = [options.dtype, options.shard_gigabytes, options.adapter, tokenizer]
+    # Without averages, the hash is that of earlier versions, so their uploads can continue.
+    if options.use_ema:
+        choices.append("use_ema")
+    return card.identity(checkpoint, *choices)
 
 
 def _write_card(options: Any, checkpoint: Path, source: Any) -> None:
@@ -322,6 +327,7 @@ def _export(options: Any, path: Path) -> int:
         max_tokens=model.get("seq_len", 0),
         tokens=tokens,
         labels=model.get("labels", ()),
+        use_ema=options.use_ema,
     )
     files, notice = export(request)
     print(f"{options.to}: {', '.join(files)}; all weights were read back and are equal")

@@ -40,6 +40,7 @@ def run(options: EvaluateOptions) -> None:
                 world,
                 tokenizer_path=options.tokenizer,
                 step=options.step,
+                use_ema=options.use_ema,
             )
             opened = opened.with_data(**options.data_options)
         if is_first:

@@ -56,6 +56,7 @@ def run(options: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
                 base=options.base,
                 adapter=options.adapter,
                 step=options.step,
+                use_ema=options.use_ema,
             ).with_data(add_bos=options.add_bos)
             num_rows = 1 if rows is None else len(rows)
             num_batches = math.ceil(num_rows / options.batch_size)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.checkpoint.choice import HELP, step_name
+from shardtrain.checkpoint.choice import EMA_HELP, HELP, step_name
 from shardtrain.facts.devices import DEVICE_TYPES
 from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.utils.arguments import StrictArgumentParser, option, output_path
@@ -27,6 +27,7 @@ class ModelOptions:
 
     source: Path = option(..., "run folder, checkpoint, or HF_DIR", flag="--from", metavar="RUN")
     step: str | None = option(None, HELP, type=step_name)
+    use_ema: bool = option(False, EMA_HELP, rare=True)
     config: Path | None = option(
         None, "the run's configuration (found near the checkpoint)", rare=True
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardtrain import config as configs
 from shardtrain import data, distributed, models
 from shardtrain.checkpoint import tensor_reader, tensors
-from shardtrain.checkpoint.choice import reject_step
+from shardtrain.checkpoint.choice import reject_step, reject_use_ema
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import Config, Loaded, derived
@@ -112,6 +112,7 @@ def open_model(
     base: Path | None = None,
     adapter: Path | None = None,
     step: str | None = None,
+    use_ema: bool = False,
     needs_text: bool = True,
 ) -> OpenedModel:
     """Open a Hugging Face folder, a checkpoint, or the checkpoint ``step`` of a run. Collective.
@@ -123,6 +124,7 @@ def open_model(
         base: Current path of the frozen weights that a run's adapters were trained on.
         adapter: PEFT folder with adapters to add to the model.
         step: Step to open, or a rule to choose it: see ``checkpoint.choice``.
+        use_ema: Open the averages of the trained weights (``training.ema_decay``).
         needs_text: Open the tokenizer now. Otherwise the model's own tokenizer is opened on first use.
 
     Raises:
@@ -140,7 +142,7 @@ def open_model(
             )
         )
     module, shape = models.configured(config.model)
-    weights = _StoredWeights(path, step, config, module, shape, base, adapter)
+    weights = _StoredWeights(path, step, config, module, shape, base, adapter, use_ema)
     model = models.build(module, shape)
     if getattr(model, "kind", "causal") != "causal":
         raise ConfigError(
@@ -266,6 +268,7 @@ class _StoredWeights:
         shape: Any,
         base: Path | None,
         adapter: Path | None,
+        use_ema: bool,
     ) -> None:
         """Find and verify the weights. Collective. Raises the errors of ``open_model``."""
         self.where: Place = path
@@ -274,6 +277,7 @@ class _StoredWeights:
         self._stored = None
         if is_hub_folder(path):
             reject_step(step, path)
+            reject_use_ema(use_ema, path)
         else:
             chosen = find_checkpoint(path, config, step)
             # An address of an object store, or a folder, which may have other files next to the checkpoint.
@@ -281,6 +285,9 @@ class _StoredWeights:
             path = Path(str(chosen.path))
             self.name = str(chosen)
             self._stored = chosen.stored
+            if use_ema:
+                self._stored = chosen.stored.with_averages(chosen.path)
+                self.name += ", averaged weights"
             self.num_ranks = chosen.stored.world_size
         self._path = path
         self._config = config

@@ -76,7 +76,9 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
             checkpoints.choose(wanted) if wanted is None or is_step_name(wanted) else place(wanted)
         )
         path = chosen.path if isinstance(chosen, ChosenCheckpoint) else chosen
-        logger.info(f"testing the weights of {chosen}")
+        use_ema = config.validation.use_ema
+        kind = "averaged weights" if use_ema else "weights"
+        logger.info(f"testing the {kind} of {chosen}")
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
             base_weights.load(config, built.runner, built.adapters, device, checkpoints)
@@ -84,7 +86,7 @@ def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
         if saved_file.is_saved_file(path) and built.adapters is None:
             all_ranks(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
         else:
-            checkpoints.load(path, tensors, {})
+            checkpoints.load(path, tensors, {}, use_ema)
     finally:
         checkpoints.close()
     return path

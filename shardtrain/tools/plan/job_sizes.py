@@ -38,6 +38,7 @@ class PlannedJob:
         overlaps: Gradients are reduced during the backward pass.
         states: Optimizer state tensors per weight.
         state_width: Width of optimizer states.
+        average_width: Width of averages of the weights, or 0 without averages.
         early_step: The optimizer updates each weight during backward and frees its gradient.
         fsdp: Weights are sharded and gathered.
         copies: FSDP is off and the compute dtype differs from the stored one, so each weight also has
@@ -85,6 +86,7 @@ class PlannedJob:
     overlaps: bool = True
     states: float = 2
     state_width: int = 4
+    average_width: int = 0
     early_step: bool = False
     fsdp: bool = True
     copies: bool = False
@@ -209,6 +211,7 @@ def of_config(
         reduce_width=ITEM_BYTES[training.mixed_precision_reduce],
         states=optimizer.state_tensors,
         state_width=derived.state_item_bytes(config),
+        average_width=derived.average_bytes(config),
         early_step=config.optimizer.early_step_in_backward,
         fsdp=has_work_for_fsdp and not derived.does_without_fsdp(config, world_size, has_experts),
         copies=derived.computes_with_copies(config, world_size, has_experts),

@@ -37,7 +37,7 @@ class RankMemory:
         layers: Number of layers.
         parameters: Shards of weights.
         gradients: Maximum of gradients.
-        optimizer: Shards of optimizer states.
+        optimizer: Shards of optimizer states, and of averages of the weights.
         activations: Maximum of activations.
         gathered: Maximum of FSDP's buffers.
         kept: Activations that wait for their backward pass.
@@ -182,14 +182,16 @@ def of_rank(
 
 
 def _optimizer_bytes(trained_parameters: Sequence[ParameterShape], job: PlannedJob) -> int:
-    """Return the bytes of this rank's optimizer states."""
+    """Return the bytes of this rank's optimizer states, and of its averages of the weights."""
     states = sum(
         _state_bytes(parameter, sharded(parameter, job), job) for parameter in trained_parameters
     )
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
+    num_elements = sum(sharded(parameter, job) for parameter in trained_parameters)
+    averages = num_elements * job.average_width
     # PyTorch counts the steps of each parameter in a separate tensor of 4 bytes.
-    return int(states) + 4 * len(trained_parameters)
+    return int(states) + averages + 4 * len(trained_parameters)
 
 
 def _gradient_bytes(

@@ -263,6 +263,9 @@ def _once_a_step(
     updated = held / replicas
     moved_bytes = held * (3 * job.stored_width) + updated * job.states * job.state_width * 2
     moved_bytes += updated * job.stored_width * 2
+    # Averages read the weights and themselves, and write themselves.
+    if job.average_width:
+        moved_bytes += held * (job.stored_width + 2 * job.average_width)
     seconds["optimizer"] = moved_bytes / rate + 2e-4
     if job.shard_states:
         # Replicas gather the weights that the others have updated.

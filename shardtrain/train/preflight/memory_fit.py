@@ -129,6 +129,7 @@ def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemor
         element_bytes = float(weight_bytes)
         if parameter.trained:
             element_bytes += gradient_bytes + optimizer_bytes / max(1, replicas)
+            element_bytes += derived.average_bytes(config)
         total += parameter.num_elements * element_bytes / shards
     # pipeline stages differ in size, and the largest is at least the mean
     return int(total / max(1, p.pipeline_parallel_degree))
@@ -142,7 +143,8 @@ def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
     optimizer_bytes = _optimizer_bytes(config)
     total = 0.0
     for parameter in parameters:
-        total += parameter.num_elements * (weight_bytes + optimizer_bytes * parameter.trained)
+        trained_bytes = optimizer_bytes + derived.average_bytes(config)
+        total += parameter.num_elements * (weight_bytes + trained_bytes * parameter.trained)
     return int(total)
 
 

@@ -159,7 +159,7 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     damage = first_word(tensor_files.find_damaged_file(stored, path))
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
-    tensors = {**weights(run), **run.optimizer_state_dict()}
+    tensors = {**weights(run), **run.averages_state_dict(), **run.optimizer_state_dict()}
     different: list[str] = []
     for name, tensor in tensors.items():
         # A weights-only save has no optimizer state, and may have another dtype.
