@@ -8,13 +8,18 @@ import threading
 
 
 def main() -> int:
-    """Run the command and return its exit status. Ctrl-C during the imports ends the process without a traceback."""
+    """Run the command and return its exit status. A signal during the imports ends it without a traceback."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    is_training = sys.argv[1:2] == ["train"]
+    if is_training:
+        from shardtrain.launch import early_stop
+
+        early_stop.end_at_request()
     from shardtrain import cli
 
-    if handler is signal.default_int_handler:
+    if handler is signal.default_int_handler and not is_training:
         signal.signal(signal.SIGINT, handler)
     try:
         code = cli.main()

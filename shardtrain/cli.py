@@ -32,6 +32,7 @@ from shardtrain.utils import (
     limits,
     process,
     python_child,
+    stop_signals,
     storage_errors,
     variables,
 )
@@ -245,13 +246,15 @@ def _train(words: list[str]) -> int:
     if arguments.help:
         print(help_pages.train(), end="")
         return 0
-    from shardtrain.launch import agent, environment, failure, local, nodes, signals
+    from shardtrain.launch import early_stop
 
-    local.end_at_request(None)
+    early_stop.end_at_request()
+    from shardtrain.launch import agent, environment, failure, local, nodes
+
     loaded, arguments = _open(arguments, "train", keep_problems=True)
     stop_status = failure.stop_status(loaded.config)
     if loaded.config.comm.mode == "fake_backend":
-        signals.handle_requests(signal.SIG_DFL)  # there is no run to stop
+        stop_signals.handle_requests(signal.SIG_DFL)  # there is no run to stop
         return int(import_part("shardtrain.train.simulated").run(loaded, arguments.nproc))
     local.end_at_request(loaded)
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -414,7 +417,6 @@ def _show_sample(loaded: Loaded) -> None:
         return
     if not _has_tools():
         return
-    from shardtrain.launch import signals
     from shardtrain.tools.generate import generate_command
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
@@ -428,7 +430,7 @@ def _show_sample(loaded: Loaded) -> None:
         "160",
     ]
     # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
-    signals.handle_requests(signal.default_int_handler)
+    stop_signals.handle_requests(signal.default_int_handler)
     try:
         generate_command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()
@@ -439,7 +441,7 @@ def _show_sample(loaded: Loaded) -> None:
             _discard_output()
         print(f"note: no sample: {error}", file=sys.stderr)
     finally:
-        signals.handle_requests(signal.SIG_IGN)
+        stop_signals.handle_requests(signal.SIG_IGN)
 
 
 def _own_code(config: Config) -> list[str]:

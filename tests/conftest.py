@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from shardtrain.launch.stop_request import GRACEFUL
 from shardtrain.utils import log
+from shardtrain.utils.stop_signals import GRACEFUL
 
 pytest_plugins = ("tiers", "readability")
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardtrain.utils import python_child
+from shardtrain.utils import python_child, stop_signals
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """Environment variables that the child needs to find Python and its packages. No token and no proxy."""
@@ -103,13 +103,15 @@ def _ask(request: Mapping[str, Any]) -> str:
     }
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     before = _of_children()
-    child = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
+    # A signal to all processes of a job must not look like an artefact that kills its reader.
+    with stop_signals.children_ignore_requests():
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
     # RLIMIT_CPU does not count a child that sleeps, so its time on the clock is bounded too.
     late = threading.Timer(_START_SECONDS + _WALL_FACTOR * _limits.seconds, child.kill)
     late.daemon = True

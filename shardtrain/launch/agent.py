@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
-from shardtrain.launch import addresses, environment, exit_report, greeting, signals
+from shardtrain.launch import addresses, environment, greeting
 from shardtrain.launch.child_watch import POLL_SECONDS
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.seal import Seal
-from shardtrain.utils import python_child
+from shardtrain.utils import python_child, stop_signals
 from shardtrain.utils.errors import ShardtrainError, print_error
-from shardtrain.utils.process import SECRET
+from shardtrain.utils.process import AGENT, SECRET
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def train(
         # exit.json is written. Telling the others may take minutes, so print the error first, and keep its
         # exit status if this process is asked to stop meanwhile.
         code = error.exit_code
-        signals.handle_requests(lambda *_: os._exit(code))
+        stop_signals.handle_requests(lambda *_: os._exit(code))
         print_error(error)
         _tell_others(nodes, error)
         sys.exit(code)
@@ -132,9 +132,11 @@ def run(
     # Until ranks run, exit immediately on a request to stop, because there is nothing to save. Training has
     # set its own handlers already.
     if training is None:
-        signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
+        stop_signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
     heard = [
-        number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN
+        number.name
+        for number in stop_signals.GRACEFUL
+        if signal.getsignal(number) is not signal.SIG_IGN
     ]
     # Check the port before importing PyTorch, which takes seconds, so an occupied port is reported early.
     listener = None
@@ -155,7 +157,7 @@ def run(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     os.environ[SUPERVISED] = "1"
     if training:
-        os.environ[exit_report.AGENT] = str(os.getpid())
+        os.environ[AGENT] = str(os.getpid())
     # Let the ranks use the store of the rendezvous.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
     agent: Any = None
@@ -175,7 +177,7 @@ def run(
         except (RendezvousError, DistError, TimeoutError) as error:
             raise meeting.failed(error, nodes, rendezvous) from None
         finally:
-            signals.handle_requests(signal.SIG_IGN)
+            stop_signals.handle_requests(signal.SIG_IGN)
     return agent.cause.exit_code if training and agent.cause else status_of(codes)
 
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shardtrain.launch import signals
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
+from shardtrain.utils import stop_signals
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0
@@ -72,7 +72,7 @@ class ChildWatch:
                     self.send(signal.SIGKILL)
                 self._interrupted_at = self._interrupted_at or now
 
-        before = signals.handle_requests(handle)
+        before = stop_signals.handle_requests(handle)
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from shardtrain.config import Loaded
-from shardtrain.launch import exit_report, failure, greeting, local, run_ends, signals
+from shardtrain.launch import exit_report, failure, greeting, local, run_ends
 from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.meeting import Meeting
@@ -24,6 +24,7 @@ from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
+from shardtrain.utils import stop_signals
 from shardtrain.utils.errors import ConfigError
 
 LOOK_SECONDS = 0.1
@@ -78,7 +79,7 @@ class TrainingAgent(NodeAgent):
 
     def explain_stop(self, signal_name: str) -> None:
         """Report how the ranks ended, after PyTorch ended them because this process received a signal."""
-        signals.handle_requests(signal.SIG_IGN)
+        stop_signals.handle_requests(signal.SIG_IGN)
         if self._are_running:
             self._watch.look()
             self._watch.stopped_by_us.update(self._watch.pids)
@@ -106,7 +107,7 @@ class TrainingAgent(NodeAgent):
             ):
                 self._watch.send(signal.SIGKILL)
 
-        signals.handle_requests(handle)
+        stop_signals.handle_requests(handle)
         super()._shutdown(death_sig, timeout)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -160,7 +161,7 @@ class TrainingAgent(NodeAgent):
         self._limit_restarts(self.cause.exit_code, worker_group.spec.max_restarts)
         if not self._remaining_restarts:
             # The run has ended, and exit.json is written.
-            signals.handle_requests(signal.SIG_IGN)
+            stop_signals.handle_requests(signal.SIG_IGN)
         return result
 
     def _limit_restarts(self, code: int, most: int) -> None:

@@ -10,12 +10,7 @@ from typing import NoReturn
 
 from shardtrain.launch import failure, greeting, signals
 from shardtrain.launch.failure import Failure
-
-PARENT = "SHARDTRAIN_PARENT"
-"""Environment variable of ranks that a launcher on this machine started: process ID of the launcher."""
-AGENT = "SHARDTRAIN_AGENT"
-"""Environment variable of ranks of a multi-node run: process ID of the elastic agent of their node."""
-
+from shardtrain.utils import process
 
 ELECTION_SECONDS = 5.0
 """Maximum wait for the store that chooses the rank to report. It is lost with the host of rank 0."""
@@ -42,11 +37,6 @@ def _is_first() -> bool:
         return True
 
 
-def is_left_to_parent() -> bool:
-    """True if a shardtrain process watches this rank, reads its record, and reports the end of the run."""
-    return PARENT in os.environ or AGENT in os.environ
-
-
 def record(
     report: Failure, log_path: Path, run_folder: Path, world_size: int, is_cause: bool
 ) -> None:
@@ -56,7 +46,7 @@ def record(
     """
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-    if is_cause and not is_left_to_parent() and _is_first():
+    if is_cause and not process.is_left_to_parent() and _is_first():
         tell(report, log_path, run_folder, world_size)
 
 

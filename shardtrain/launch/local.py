@@ -33,7 +33,9 @@ from shardtrain.utils import (
     atomic_io,
     log,
     private_network,
+    process,
     python_child,
+    stop_signals,
     storage_errors,
     temporary,
     variables,
@@ -166,27 +168,25 @@ def _reports_before_ranks() -> bool:
     return os.environ.get("RANK", "0") == "0" or not environment.is_rank(os.environ)
 
 
-def end_at_request(loaded: Loaded | None) -> None:
+def end_at_request(loaded: Loaded) -> None:
     """End this process at the first request to stop, until ranks run and handle requests themselves.
 
-    Args:
-        loaded: The configuration, or None while it has not been read.
+    ``early_stop`` handles requests before the configuration is read.
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
-        signals.handle_requests(signal.SIG_IGN)
-        run_end = run_ends.BEFORE_FIRST_STEP
-        if loaded is None:
-            run_end = run_ends.UNREAD
-        report = failure.stopped(None, signal.Signals(number).name, run_end=run_end)
-        if _reports_before_ranks():
-            print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
-        if loaded is not None:
+        stop_signals.handle_requests(signal.SIG_IGN)
+        reason = signal.Signals(number).name
+        report = failure.stopped(None, reason, run_end=run_ends.BEFORE_FIRST_STEP)
+        # The agent of a node reports for a rank that it has started.
+        if not process.is_left_to_parent():
+            if _reports_before_ranks():
+                print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
             write_exit_before_ranks(loaded, report)
         temporary.remove_all()
-        exit_report.end(report.exit_code if loaded is None else failure.stop_status(loaded.config))
+        exit_report.end(failure.stop_status(loaded.config))
 
-    signals.handle_requests(end)
+    stop_signals.handle_requests(end)
 
 
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
@@ -208,10 +208,10 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause=True)
         exit_report.end(report.exit_code)
 
-    parent = variables.number(os.environ, exit_report.PARENT, "0")
-    if "TORCHELASTIC_RUN_ID" in os.environ and not exit_report.is_left_to_parent():
+    parent = variables.number(os.environ, process.PARENT, "0")
+    if "TORCHELASTIC_RUN_ID" in os.environ and not process.is_left_to_parent():
         # SIGUSR1, which Slurm sends, ends torchrun and not its processes
-        signals.die_with_parent(signal.SIGTERM)
+        stop_signals.die_with_parent(signal.SIGTERM)
     grace_seconds = loaded.config.checkpoint.grace_seconds
     stop = signals.listen(
         grace_seconds, _saves(loaded), end_now, parent, signals.end_time_of(os.environ)
@@ -221,7 +221,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     except BaseException as error:
         # Signals must not interrupt the report.
         stop.end()
-        signals.handle_requests(signal.SIG_IGN)
+        stop_signals.handle_requests(signal.SIG_IGN)
         report = failure.describe(of_storage(error, run_folder), rank)
         # A rank that lost a peer is not the cause. The peer reports itself.
         is_cause = world_size == 1 or not report.is_peer
@@ -231,8 +231,8 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
             failure.append_trace(report, log_path(loaded, rank))
         return report.exit_code
     stop.end()
-    signals.handle_requests(signal.SIG_IGN)
-    if exit_report.is_left_to_parent():
+    stop_signals.handle_requests(signal.SIG_IGN)
+    if process.is_left_to_parent():
         # Leave proof that the rank finished, because a library may have called os._exit(0). On a full disk
         # the file is created, but is empty.
         with contextlib.suppress(OSError):
@@ -413,7 +413,7 @@ def _start(
         record = str(_record_path(records, rank))
         envs[rank] |= {
             "TORCHELASTIC_ERROR_FILE": record,
-            exit_report.PARENT: str(os.getpid()),
+            process.PARENT: str(os.getpid()),
             **network,
         }
     # Forks run a function of this process, and new processes run the command.
@@ -434,10 +434,10 @@ def _start(
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals and does not restore them.
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
-    before |= {number: signal.getsignal(number) for number in signals.GRACEFUL}
+    before |= {number: signal.getsignal(number) for number in stop_signals.GRACEFUL}
     # Ranks inherit the blocked signals and unblock them when they listen. So an early signal is
     # neither lost nor fatal.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
     # Exclude existing objects from the ranks' garbage collections, which would write to them and so
     # copy shared pages.
     gc.freeze()
@@ -531,7 +531,7 @@ def leave_refused(error: ShardtrainError, loaded: Loaded) -> None:
 
     The agent does not touch the folder if another run is alive in it.
     """
-    if exit_report.AGENT in os.environ:
+    if process.AGENT in os.environ:
         report = failure.describe(error, variables.number(os.environ, "RANK", ""))
         if has_live_run(loaded):
             report = dataclasses.replace(report, leaves_folder_alone=True)
@@ -558,14 +558,14 @@ def become_rank() -> bool:
     """Prepare this process as one of several ranks. True if shardtrain started it,
     False for torchrun and srun.
     """
-    parent = os.environ.get(exit_report.PARENT)
-    agent = os.environ.get(exit_report.AGENT)
+    parent = os.environ.get(process.PARENT)
+    agent = os.environ.get(process.AGENT)
     if parent:
-        detach(variables.number(os.environ, exit_report.PARENT, ""))
+        detach(variables.number(os.environ, process.PARENT, ""))
     elif agent:
         # An agent handles every request to stop. If the agent no longer exists, it was killed,
         # and its node is lost.
-        _die_with(variables.number(os.environ, exit_report.AGENT, ""))
+        _die_with(variables.number(os.environ, process.AGENT, ""))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
     local_ranks = variables.number(os.environ, "LOCAL_WORLD_SIZE", "1", least=1)
@@ -581,7 +581,7 @@ def detach(parent: int) -> None:
     Resets the parent's signal handlers. On Linux a child dies with its parent (``prctl``). Elsewhere a rank
     outlives a parent that was killed by SIGKILL until the rank's next collective fails.
     """
-    for number in signals.GRACEFUL:
+    for number in stop_signals.GRACEFUL:
         signal.signal(number, signal.SIG_DFL)
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -590,7 +590,7 @@ def detach(parent: int) -> None:
 
 def _die_with(parent: int) -> None:
     """Make the kernel kill this process when its parent ends. Exit if the parent has already ended."""
-    signals.die_with_parent(signal.SIGKILL)
+    stop_signals.die_with_parent(signal.SIGKILL)
     if sys.platform == "linux" and os.getppid() != parent:
         os._exit(failure.PEER)
 

@@ -9,7 +9,6 @@ launcher therefore sends a keep-alive every few seconds, and the agent stops the
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import glob
 import importlib.util
 import json
@@ -22,6 +21,7 @@ import time
 from pathlib import Path
 
 from shardtrain import __version__
+from shardtrain.utils import stop_signals
 
 READY = "shardtrain host ready"
 """Start of the first line of output, which means that the agent waits for the command.
@@ -36,8 +36,6 @@ BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
 """Time without a keep-alive after which a host stops its run."""
 POLL_SECONDS = 0.05
-# PR_SET_PDEATHSIG of Linux.
-_DEATH_SIGNAL = 1
 
 
 class Launcher:
@@ -88,7 +86,7 @@ def main() -> int:
             env={**os.environ, **job["environment"]},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=_end_with_parent,
         )
     except OSError as error:
         print(
@@ -102,7 +100,7 @@ def main() -> int:
 
 def _end_with_parent() -> None:
     """Make the kernel send SIGTERM to the command if this agent is killed."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+    stop_signals.die_with_parent(signal.SIGTERM)
 
 
 def _watch(

@@ -5,21 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardtrain.utils.errors import NotSaved, Preempted
+from shardtrain.utils.stop_signals import REQUESTS
 
-REQUESTS = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGHUP",
-    "SIGUSR1",
-    "SIGUSR2",
-    "SIGQUIT",
-    "SIGALRM",
-    "SIGXCPU",
-    "SIGPWR",
-)
-"""Signals that request a save and the end of the run. A second SIGINT ends it immediately.
-
-Batch systems send SIGXCPU before a limit of CPU time, and containers SIGPWR when they are stopped."""
 IGNORED = ("SIGPIPE", "SIGXFSZ")
 """Signals that Python ignores: the call that caused one raises an OSError."""
 

@@ -8,27 +8,21 @@ Therefore the interpreter also writes the number of each signal to a socket
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import Any
 
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
-from shardtrain.launch.stop_request import GRACEFUL, ONE_REQUEST_SECONDS, StopRequest
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS, StopRequest
+from shardtrain.utils.stop_signals import GRACEFUL, die_with_parent, handle_requests
 from shardtrain.utils.variables import is_whole_number
-
-_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
-
 
 _current = StopRequest()
 
@@ -78,20 +72,6 @@ def listen(
     # signal ends a rank without a save.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
     return stop
-
-
-def handle_requests(
-    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
-) -> dict[int, Any]:
-    """Set the handler of all requests to stop, and return the replaced handlers.
-    Call this in the main thread.
-
-    An ignored SIGHUP stays ignored, because ``nohup`` relies on it. Pass ``signal.SIG_IGN`` when the end of
-    this process is decided. Otherwise a late signal may change the exit status, so ``exit.json`` would be
-    wrong: while the interpreter exits, Python restores default handlers, except for ignored signals.
-    """
-    numbers = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in numbers}
 
 
 def _watch(
@@ -158,12 +138,6 @@ def _keep_from_children(sender: socket.socket, owner: int) -> None:
             die_with_parent(signal.SIGKILL)
 
     os.register_at_fork(after_in_child=forget)
-
-
-def die_with_parent(number: int) -> None:
-    """Make the kernel send this process a signal when its parent ends. No-op except on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, number, 0, 0, 0)
 
 
 def end_children() -> None:

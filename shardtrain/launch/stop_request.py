@@ -16,12 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from shardtrain.launch.run_ends import REQUESTS
-
 T = TypeVar("T")
 
-GRACEFUL = tuple(getattr(signal, name) for name in REQUESTS if hasattr(signal, name))
-"""Signals of ``REQUESTS`` that this system supports."""
 ONE_REQUEST_SECONDS = 0.5
 """SIGINTs within this time are one request: a terminal sends Ctrl-C to all processes,
 and the launcher forwards it.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
-from shardtrain.utils import python_child
+from shardtrain.utils import python_child, stop_signals
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -100,15 +100,17 @@ def _compare(config: Config) -> dict[str, list[str]]:
     with temporary_folder("model-check") as folder:
         path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        process = subprocess.Popen(
-            python_child.command("shardtrain.tools.verify.before_training", str(path)),
-            env=_child_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        # A signal to all processes of a job must not skip the comparison.
+        with stop_signals.children_ignore_requests():
+            process = subprocess.Popen(
+                python_child.command("shardtrain.tools.verify.before_training", str(path)),
+                env=_child_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         try:
             output, errors = process.communicate(timeout=limit_seconds)
         except subprocess.TimeoutExpired:

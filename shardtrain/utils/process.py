@@ -33,6 +33,17 @@ They sign their rendezvous messages with it.
 """
 SIGNATURE_PREFIX = b"shardtrain-sha256 "
 """Start of a signed message. The signature and the message follow."""
+PARENT = "SHARDTRAIN_PARENT"
+"""Environment variable of ranks that a launcher on this machine started: process ID of the launcher."""
+AGENT = "SHARDTRAIN_AGENT"
+"""Environment variable of ranks of a multi-node run: process ID of the elastic agent of their node."""
+
+
+def is_left_to_parent() -> bool:
+    """True if a shardtrain process watches this rank, reads its record, and reports the end of the run."""
+    own = str(os.getpid())
+    # The agent of a node has its own process ID in AGENT, for its ranks.
+    return any(os.environ.get(name, own) != own for name in (PARENT, AGENT))
 
 
 def meeting_folder(environment: Mapping[str, str]) -> str:

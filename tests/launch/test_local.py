@@ -300,8 +300,9 @@ def test_a_run_is_alive_if_its_lease_is_held(tmp_path, monkeypatch, is_alive):
 def test_a_refused_rank_does_not_change_the_folder_of_a_live_run(tmp_path, monkeypatch, is_alive):
     """The agent of its node writes exit.json unless the rank's report forbids it."""
     from shardtrain.config import load
-    from shardtrain.launch import exit_report, failure, local
+    from shardtrain.launch import failure, local
     from shardtrain.utils.errors import OutOfMemoryError
+    from shardtrain.utils.process import AGENT
 
     class Left(Exception):
         pass
@@ -311,7 +312,7 @@ def test_a_refused_rank_does_not_change_the_folder_of_a_live_run(tmp_path, monke
 
     record = tmp_path / "record.json"
     for name, value in {
-        exit_report.AGENT: "1",
+        AGENT: "1",
         "RANK": "3",
         "TORCHELASTIC_ERROR_FILE": str(record),
     }.items():

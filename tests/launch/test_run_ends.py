@@ -6,27 +6,44 @@ A command is a fork of this process, which avoids importing torch again. A hook 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
-from launched import HELD, before, end, fork, hold, newest, no_orphans, patch, record, wait_for
+from launched import (
+    HELD,
+    alive,
+    before,
+    end,
+    fork,
+    hold,
+    newest,
+    no_orphans,
+    patch,
+    record,
+    wait_for,
+)
 from ports import free_port
 from tiers import cases
 from tiny import text_file
+from tiny_tokenizers import bpe_folder
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from shardtrain import cli, config
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.launch import failure, greeting, local, meeting, run_ends
-from shardtrain.launch.run_ends import REQUESTS, TABLE
+from shardtrain.launch.run_ends import TABLE
 from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.tools.generate import generate_command
 from shardtrain.train import preflight, trainer
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -35,6 +52,7 @@ from shardtrain.utils.errors import (
     ShardtrainError,
     StorageError,
 )
+from shardtrain.utils.stop_signals import FROM_OUTSIDE, REQUESTS
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="forks of a process that has imported torch"
@@ -72,6 +90,8 @@ local_batch_size = 1
 """
 PHASES = list(TABLE["SIGTERM"])
 ARGUMENTS, PREFLIGHT, STARTING, *_, AFTER = PHASES
+READER = "reader of a tokenizer"
+"""Part of ``STARTING`` in which rank 0 waits for the child process that opens the tokenizer first."""
 TWICE, PAUSE = "SIGINT twice", "SIGSTOP, then SIGCONT"
 KILLED = ("SIGKILL", "SIGSYS")
 HELD_IN = {
@@ -81,6 +101,15 @@ HELD_IN = {
     "saving": "save",
 }
 """Phases of the table that ``patch`` holds under another name."""
+
+
+WAITING = """
+import os, pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Program that waits for a file and then becomes another program. A shell would not keep blocked signals."""
 
 
 def held_in(folder: Path, phase: str) -> None:
@@ -102,6 +131,17 @@ def held_in(folder: Path, phase: str) -> None:
         )
     elif phase == "sample":
         before(generate_command, "main", lambda calls: True, lambda: hold(folder))
+    elif phase == READER:
+        original = python_child.command
+
+        def slow_command(module: str, *words: str) -> list[str]:
+            command = original(module, *words)
+            if module != "shardtrain.data.sandbox_child" or "RANK" not in os.environ:
+                return command
+            (folder / "ready").touch()
+            return [sys.executable, "-I", "-c", WAITING, str(folder / "go"), *command]
+
+        python_child.command = slow_command
     else:
         main = trainer.main
 
@@ -189,6 +229,118 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
     if name in KILLED and phase not in (ARGUMENTS, PREFLIGHT):
         local.prepare(run_folder, note_killed=True)
         assert "was killed" in capfd.readouterr().err
+
+
+def processes_of(pid: int) -> list[int]:
+    """Return a process and all its descendants."""
+    pids = [pid]
+    for one in pids:
+        for children in Path(f"/proc/{one}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                pids += map(int, children.read_text().split())
+    return pids
+
+
+OF_ALL = [
+    (name, phase, ranks) for name in REQUESTS for phase in (*PHASES, READER) for ranks in (1, 2)
+]
+OF_ALL_FIRST = [
+    ("SIGTERM", READER, 2), ("SIGINT", READER, 2), ("SIGHUP", PREFLIGHT, 2), ("SIGUSR2", "training", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("last_first", cases([True], nightly=[False]))
+@pytest.mark.parametrize(
+    ("name", "phase", "ranks"),
+    cases(OF_ALL_FIRST, nightly=[cell for cell in OF_ALL if cell not in OF_ALL_FIRST]),
+)
+def test_a_signal_to_all_processes_is_one_request(tmp_path, name, phase, ranks, last_first):
+    """Slurm signals every process of a job at its time limit, a terminal all of its foreground processes."""
+    arguments = ["--nproc", str(ranks)]
+    if phase == READER:
+        bpe_folder(tmp_path / "tokenizer")
+        arguments.append("--model.tokenizer_path=tokenizer")
+        arguments.append("--model.overrides.vocab_size=384")
+        if ranks == 1:
+            pytest.skip("one process opens the tokenizer in the preflight only")
+    process = start(tmp_path, phase, *arguments)
+    pids = processes_of(process.pid)
+    for pid in reversed(pids) if last_first else pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals[name])
+    time.sleep(0.2)
+    (tmp_path / "go").touch()
+    status = end(process)
+    expected = TABLE[name][STARTING if phase == READER else phase]
+    err = (tmp_path / "err").read_text()
+    assert status == expected.code, err
+    wait_for(lambda: not any(map(alive, pids)))
+    run_folder = tmp_path / "run"
+    assert (run_folder / "exit.json").exists() == expected.writes_exit_json
+    if expected.writes_exit_json:
+        assert record(run_folder)["code"] == expected.code
+    assert err.count("stopped[") == bool(expected.line) and "error[" not in err, err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", cases([signal.SIGTERM], nightly=FROM_OUTSIDE[1:]))
+def test_a_request_to_the_preflight_process_stops_the_run(tmp_path, number):
+    process = start(tmp_path, PREFLIGHT, "--nproc", "2")
+    os.kill(int((tmp_path / "pid-preflight").read_text()), number)
+    expected = TABLE[number.name][PREFLIGHT]
+    assert end(process) == record(tmp_path / "run")["code"] == expected.code
+    line = expected.line.format(reason=number.name)
+    assert f"stopped[{expected.code}]: {line}\n" in (tmp_path / "err").read_text()
+
+
+AT_IMPORT = """
+import pathlib, sys, time
+
+class Holder:
+    def find_spec(self, name, path=None, target=None):
+        folder = pathlib.Path({folder!r})
+        if name == {name!r} and not (folder / "ready").exists():
+            (folder / "ready").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+
+sys.meta_path.insert(0, Holder())
+"""
+IMPORTS = {
+    "shardtrain.cli": ARGUMENTS,
+    "shardtrain.launch.agent": ARGUMENTS,
+    "shardtrain.train.preflight": PREFLIGHT,
+    "shardtrain.train.trainer": STARTING,
+}
+"""Module that a new process imports -> phase of the table."""
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    cases(
+        [("SIGALRM", "shardtrain.cli"), ("SIGINT", "shardtrain.cli"), ("SIGQUIT", "shardtrain.train.preflight")],
+        nightly=[(name, module) for name in REQUESTS for module in IMPORTS],
+    ),
+)  # fmt: skip
+def test_a_signal_during_imports_ends_according_to_the_table(tmp_path, name, module):
+    """A new interpreter. The other tests of this file fork a process that has imported everything."""
+    (tmp_path / "run.toml").write_text(RUN)
+    customize = tmp_path / "customize"
+    customize.mkdir()
+    (customize / "sitecustomize.py").write_text(AT_IMPORT.format(folder=str(tmp_path), name=module))
+    environment = {**os.environ, "PYTHONPATH": str(customize), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", "shardtrain", "train", "run.toml", "--nproc=1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    wait_for((tmp_path / "ready").exists)
+    process.send_signal(signal.Signals[name])
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=patience.seconds(60))
+    expected = TABLE[name][IMPORTS[module]]
+    assert process.returncode == expected.code
+    assert err == f"stopped[{expected.code}]: {expected.line.format(reason=name)}\n"
+    assert (tmp_path / "run/exit.json").exists() == expected.writes_exit_json
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from typing import IO
 
 from shardtrain import __version__
 from shardtrain.config.schema.launch_options import LaunchSSH
-from shardtrain.launch import addresses, failure, remote_agent, signals
+from shardtrain.launch import addresses, failure, remote_agent
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, LOST, HostCommand
-from shardtrain.utils import python_child
+from shardtrain.utils import python_child, stop_signals
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
@@ -119,7 +119,7 @@ class SshConnections:
                 Nothing has been started on any host.
             PeerError: the connection to a host was lost.
         """
-        before = signals.handle_requests(self._request)
+        before = stop_signals.handle_requests(self._request)
         try:
             self._connect()
             if self._requests:

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 from shardtrain import __version__, config
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import VerbOption, split, take
-from shardtrain.launch import signals
 from shardtrain.tools.doctor.doctor_report import document, exit_code, text_of, to_json
-from shardtrain.utils import temporary, variables
+from shardtrain.utils import stop_signals, temporary, variables
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -219,7 +218,7 @@ def _as_rank(request: DoctorOptions) -> NoReturn:
 
     # Below torchrun or srun, rank 0 prints the report.
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        signals.die_with_parent(signal.SIGTERM)
+        stop_signals.die_with_parent(signal.SIGTERM)
     result = _run(request)
     if result["findings"] and os.environ["RANK"] == "0":
         _print(request, result)

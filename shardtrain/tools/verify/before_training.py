@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardtrain.tools import verify
 from shardtrain.tools.verify import forked_workers, meshes, shrink
 from shardtrain.tools.verify.meshes import MeshPlan
 from shardtrain.tools.verify.verify_report import BLIND, MeshResult
+from shardtrain.utils import stop_signals
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -186,7 +188,11 @@ def _model_and_mesh_only(config: Config) -> Loaded:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the verdict for the configuration file ``arguments[0]`` as JSON. Return 0."""
+    """Print the verdict for the configuration file ``arguments[0]`` as JSON. Return 0.
+
+    The rank that started this process may exit without waiting for it. The kernel then kills this process.
+    """
+    stop_signals.die_with_parent(signal.SIGKILL)
     verdict = judge(configs.load(arguments[0], []).config)
     print(json.dumps(dataclasses.asdict(verdict)))
     return 0

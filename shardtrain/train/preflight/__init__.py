@@ -26,9 +26,8 @@ from shardtrain.config.machine_rules import mesh_notes, watching_problem
 from shardtrain.launch import failure, local, run_ends
 from shardtrain.launch.child_watch import ChildWatch
 from shardtrain.launch.failure import Failure
-from shardtrain.launch.stop_request import GRACEFUL
 from shardtrain.train.preflight.machine import Machine, named, this_machine
-from shardtrain.utils import errors, limits
+from shardtrain.utils import errors, limits, stop_signals
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import WaitingHeartbeat
 from shardtrain.utils.log import kept_warnings
@@ -157,7 +156,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
         sys.stderr.flush()
         parent = os.getpid()
         # block signals until the child has dropped the handlers of this process
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GRACEFUL)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -180,8 +179,12 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Fai
         os.waitpid(pid, 0)
         answer.seek(0)
         text = answer.read()
-    if status < 0 and watch.reason:
-        return failure.stopped(None, watch.reason, run_end=run_ends.BEFORE_FIRST_STEP)
+    reason = watch.reason
+    if -status in stop_signals.FROM_OUTSIDE:
+        # The signal was a request to stop, sent to this child only, or to it before its parent.
+        reason = reason or signal.Signals(-status).name
+    if status < 0 and reason:
+        return failure.stopped(None, reason, run_end=run_ends.BEFORE_FIRST_STEP)
     if status < 0:
         return failure.killed(None, -status, watch.ended_at[0])
     if status:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from shardtrain.config.schema import Checkpoint, Config, Job, Metrics
 from shardtrain.launch import environment, local, signals
+from shardtrain.utils import stop_signals
 from shardtrain.utils.errors import ConfigError, DataError, Preempted, Problem
 
 
@@ -62,7 +63,7 @@ def trainer(mode):
             raise Preempted("saved at step 3")
         signals.current().is_starting = False  # like the trainer in its first step
         if mode == "stubborn":
-            signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
+            signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals.GRACEFUL)
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
             time.sleep(60)
         if rank == 1:
