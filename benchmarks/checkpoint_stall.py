@@ -165,7 +165,8 @@ def main() -> None:
                     "  ".join(f"{key} {value:.4f}" for key, value in numbers.items()),
                 )
             print(
-                f"{megabytes:5} MiB  the background keeps training waiting for {100 * ratio:.1f} % of a save at once"
+                f"{megabytes:5} MiB  an asynchronous save blocks training for {100 * ratio:.1f} % of the time of a "
+                "synchronous one"
             )
     if arguments.output:
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")

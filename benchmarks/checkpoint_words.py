@@ -31,7 +31,10 @@ def rank_main(rank: int, size: int, folder: str, mebibytes: int) -> None:
     assert len(text) == mebibytes * 2**20
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     if rank in (0, size - 1):
-        print(f"{size} ranks, rank {rank}: a text of {mebibytes} MiB, +{grown:.0f} MiB", flush=True)
+        print(
+            f"{size} ranks, rank {rank}: a text of {mebibytes} MiB adds {grown:.0f} MiB of memory",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 

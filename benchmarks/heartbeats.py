@@ -122,7 +122,7 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
     parent_end.send(None)
     return (
         f"{ranks} ranks, {nodes} nodes, a beat of {assumed:.1f} s: {asked / beats / assumed:.0f} requests/s, store "
-        f"{100 * spoken / beats / assumed:.1f} % of a core; a judging rank {judged / beats:.2f} CPU s a beat "
+        f"{100 * spoken / beats / assumed:.1f} % of a core; the judging rank uses {judged / beats:.2f} CPU s per beat "
         f"({100 * judged / beats / assumed:.0f} % of a core)"
     )
 

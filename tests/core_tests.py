@@ -33,7 +33,7 @@ VERBS = {
     if isinstance(verb.target, str) and verb.target.startswith("tools.")
 }
 VERBS |= {"checkpoint", "launch", "test"}
-"""Verbs that need them. The targets of the last three are functions that import them."""
+"""Verbs that need rooms outside the core. The last three name functions that import these rooms."""
 
 
 def files() -> dict[Path, str]:

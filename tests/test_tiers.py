@@ -237,7 +237,8 @@ def test_invalid_share_is_rejected(folder, share):
 
 
 def test_share_of_a_case_never_changes():
-    # else consecutive landings that add tests, one for each share, would not run every case
+    # CI runs one share at a time. If new tests moved others to another share, five runs in a row would not
+    # run every case.
     names = (
         "tests/test_grid.py::test_each_family[2-tp]",
         "tests/test_cli.py::test_help",

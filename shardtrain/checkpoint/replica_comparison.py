@@ -139,7 +139,7 @@ def _mixed(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The number of 64 bits with a sign that has the bits of another, modulo 2^64."""
+    """Return the signed 64-bit integer that is equal to ``value`` modulo 2^64."""
     value &= _MASK
     return value - 2**64 if value >= 2**63 else value
 

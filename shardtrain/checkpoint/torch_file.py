@@ -65,9 +65,9 @@ _MOST_OLD_PICKLES = 64 * 2**20
 _MAX_DEPTH = 60
 _MAX_NAMES = 1_000_000
 FREE_STEPS = 1_000_000
-"""Smallest limit on steps of an unpickler."""
+"""An unpickler may make this many steps for a file of any size."""
 BYTES_PER_STEP = 16
-"""Bytes of a file that allow one more step of an unpickler."""
+"""An unpickler may make one step for each of this many bytes of its file."""
 _VIEWS_OF_A_STORAGE = 1024
 """Largest ratio of a storage to a tensor in it. Parts of a split tensor share a large storage."""
 

@@ -284,7 +284,7 @@ def _difference(student: str, teacher: str) -> str:
     if student == "bytes" and any(
         _file(teacher, name) for name in (_TOKENIZER, *_OTHER_TOKENIZERS)
     ):
-        return "ids are bytes here, and there is a tokenizer there"
+        return "ids are bytes in this run, and the other model has a tokenizer"
     return ""
 
 

@@ -50,7 +50,8 @@ def _open_tokenizer(request: Mapping[str, Any]) -> None:
     if hashlib.sha256(content).hexdigest() != request["sha256"]:
         raise ValueError("it was changed while it was opened")
     tokenizer = open_content(path, content, request["option"], request["spec"])
-    # Some files open, and fail or hang on the first text: words, a long run, all kinds of characters.
+    # Some files open, but fail or hang when they tokenize a text. So try words, a long run of one character,
+    # and all kinds of characters.
     for text in (
         "hello world",
         "a" * 1000,

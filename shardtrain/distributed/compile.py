@@ -232,11 +232,11 @@ def left_out(config: Config) -> str | None:
     reasons = [reason for reason in reasons if not any(name in reason for name in on_purpose)]
     if not reasons:
         return None
-    extent = "all or the rest of"
+    extent = "some layers are not compiled, or only in part"
     if config.activation_checkpoint.mode in ("none", "memory_budget"):
-        extent = "the rest of"
+        extent = "some layers are compiled only in part"
     reason = " ".join(reasons[0].split())[:200]
-    return f"compile.enable: {extent} some layers is not compiled: {reason} (set TORCH_LOGS=graph_breaks to see where)"
+    return f"compile.enable: {extent}: {reason} (set TORCH_LOGS=graph_breaks to see where)"
 
 
 def is_compiled_within(

@@ -125,7 +125,7 @@ def _check_mx_of_device(config: Config) -> None:
             f"needs MXFP8 matmuls (CUDA capability 10.0 or higher), which {name} does not support"
         )
         fix = (
-            'set its recipe_name = "mxfp8_emulated" for the numbers of mxfp8_cublas at a low speed, '
+            'set its recipe_name = "mxfp8_emulated", which has the same results as mxfp8_cublas but is slow, '
             'or use "quantize.linear.float8"'
         )
         raise ConfigError(Problem(OPTION, list(config.model.converters), rule, fix))

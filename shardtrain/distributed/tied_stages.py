@@ -54,7 +54,10 @@ class TiedStages:
                 self._holders[names[0]] = sorted({ranks[index] for index in holding_stages})
 
     def parameters(self, parts: Sequence[nn.Module]) -> dict[str, list[nn.Parameter]]:
-        """Return this rank's parameters by their first names in the full model, each with all its copies."""
+        """Return the copies of each of this rank's parameters.
+
+        A parameter with several names in the full model has the first of them as its key.
+        """
         copies: dict[str, list[nn.Parameter]] = {}
         for part in parts:
             for name, parameter in part.named_parameters():

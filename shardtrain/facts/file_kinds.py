@@ -10,7 +10,7 @@ ENDINGS = {
     "tsv": (".tsv", ".csv"),
     "parquet": (".parquet", ".pq"),
 }
-"""Dataset -> endings that it reads in a folder. A file that is named by itself may have any ending."""
+"""Dataset -> endings of the files that it reads in a folder. A file given by its path may have any ending."""
 
 COMPRESSIONS: dict[str, tuple[bytes, ...]] = {
     ".gz": (b"\x1f\x8b",),

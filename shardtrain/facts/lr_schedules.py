@@ -1,8 +1,9 @@
 """Learning-rate schedules. To add one, write its function and list it in ``SCHEDULES``.
 
-A schedule returns the learning rate of an optimizer step as a share of the peak rate. ``step`` counts from 0 and
-``total_steps`` is the length of the schedule. Each further parameter is the option of ``[lr_scheduler]`` of that name:
-the signature is the only place that says which options a schedule reads. A file of the user's has the same signature.
+A schedule returns the learning rate of an optimizer step as a share of the peak rate. ``step`` counts from 0
+and ``total_steps`` is the length of the schedule. Each further parameter is the option of ``[lr_scheduler]``
+of that name: the signature is the only place that says which options a schedule reads. The function in a
+user's own file has the same signature.
 """
 
 from __future__ import annotations
@@ -60,9 +61,11 @@ def transformers(
     decay_type: DecayType,
     min_lr_factor: float,
 ) -> float:
-    """Linear from 0 over the warmup, then the decay (get_linear_ and get_cosine_schedule_with_warmup of transformers).
+    """Warm up linearly from 0, then decay.
 
-    W=2, N=10, linear: 0, 1/2, 1, 7/8, ..., 1/8. A share of the steps is rounded up, as TrainingArguments does.
+    As get_linear_schedule_with_warmup and get_cosine_schedule_with_warmup of transformers. With 2 warmup
+    steps of 10 and linear decay the shares are 0, 1/2, 1, 7/8, ..., 1/8. A warmup that is given as a share
+    of the steps is rounded up, as in TrainingArguments.
     """
     warmup = warmup_steps or math.ceil(warmup_proportion * total_steps)
     if step < warmup:
@@ -91,9 +94,9 @@ def linear_by_proportion(step: int, total_steps: int, warmup_proportion: float) 
 def deepspeed_warmup(
     step: int, total_steps: int, warmup_steps: int, warmup_type: WarmupType, min_lr_factor: float
 ) -> float:
-    """From min_lr_factor to the peak, by the logarithm of the step or linearly, then the peak (DeepSpeed's WarmupLR).
+    """Warm up from min_lr_factor to the peak, linearly or by the logarithm of the step, and stay there.
 
-    As in DeepSpeed, a warmup takes at least 2 steps.
+    This is DeepSpeed's WarmupLR.    As in DeepSpeed, a warmup takes at least 2 steps.
     """
     warmup = max(2, warmup_steps)
     if step >= warmup:

@@ -463,7 +463,7 @@ def _copied_files(wanted: Export) -> dict[str, FolderSource]:
 
 
 def _named_as_before(translation: Translation, wanted: Export) -> Translation:
-    """Return the translation with the tensor names of the source, because transformers accepts several names."""
+    """Return the translation with the tensor names of the source folder. A tensor may have one of several names."""
     assert wanted.source is not None
     where = wanted.source.where
     if source.has_weights(where):

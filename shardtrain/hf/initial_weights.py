@@ -42,7 +42,8 @@ def identity(config: Config) -> str:
     folder = Path(str(start))
     if not is_hub_folder(folder):
         raise CheckpointError(
-            f"{folder} has no config.json; the initial weights of the run are required as its reference"
+            f"{folder} has no config.json; restore this folder, because the "
+            f"run's initial weights are its reference model"
         )
     return of_folder(folder)
 

@@ -131,11 +131,11 @@ def architecture_of(folder: str, wanted: str = "") -> str:
     if wanted:
         option, value = ("model.overrides.architecture", wanted)
     names = ", ".join(candidates) or "no architecture"
-    choices = ", ".join(sorted(known)) or f"none: transformers has none for {config.model_type}"
     rule = f"names {names}, which cannot be trained here"
-    raise ConfigError(
-        Problem(option, value, rule, f"set model.overrides.architecture to one of {choices}")
-    )
+    fix = f"set model.overrides.architecture to one of {', '.join(sorted(known))}"
+    if not known:
+        fix = f"use another model: transformers has no class for {config.model_type} that can be trained"
+    raise ConfigError(Problem(option, value, rule, fix))
 
 
 def kind_of(folder: str, architecture: str) -> str:

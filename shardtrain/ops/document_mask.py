@@ -167,7 +167,7 @@ _host_copies = WeakTensorKeyDictionary()
 
 
 def remember(documents_BT: Tensor, on_host_BT: Tensor) -> None:
-    """Store the host copy of a tensor on a device, so ``on_host`` does not wait for the device."""
+    """Remember the host copy of a device tensor, so ``on_host`` does not wait for the device."""
     if documents_BT.device.type != "cpu" and on_host_BT.device.type == "cpu":
         _host_copies[documents_BT] = on_host_BT
 

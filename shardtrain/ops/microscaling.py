@@ -49,7 +49,7 @@ def scales(amax: Tensor, rule: str) -> Tensor:
     bits = amax.float().view(torch.int32)
     exponent = (bits >> 23) - 8
     if rule == RCEIL:
-        # Round up if amax exceeds 1.75 times a power of two, the fraction of the largest value.
+        # Round up if the significand of amax exceeds 1.75, which is that of the largest e4m3 value, 448.
         exponent = exponent + ((bits & 0x7FFFFF) > int(0.75 * 2**23)).int()
     return torch.where(bits >= 0x7F800000, _NAN, exponent.clamp(min=0))
 

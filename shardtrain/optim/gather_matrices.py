@@ -152,7 +152,7 @@ class Bucket:
     def _assign(self, load: list[int]) -> list[_Matrix]:
         """Assign each matrix to the rank with the least work, largest matrix first.
 
-        Equal on all ranks that share it.
+        The result is the same on all ranks that share these matrices.
         """
         unassigned: list[tuple[int, int | None, tuple[int, int]]] = []
         for t, tensor in enumerate(self.tensors):

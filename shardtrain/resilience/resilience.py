@@ -137,7 +137,7 @@ class Resilience:
 
     @property
     def _save_has_flags(self) -> bool:
-        """True if the flags of a save are exchanged. The same on all ranks."""
+        """True if ranks exchange flags about a save in this step. Equal on all ranks."""
         return self.saving.by_clock or self.saving.writing is not None
 
     def leaves_out(self, first_row: int, end_row: int) -> bool:

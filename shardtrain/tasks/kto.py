@@ -233,9 +233,9 @@ class KTO(AnswerTask):
         return torch.stack(sums)
 
     def step_metrics(self, sums: list[float]) -> dict[str, float]:
-        """Return the metrics of ``metrics``, and the mean reward of the good and of the bad answers.
+        """Return the result of ``metrics``, with the mean reward of the good and of the bad answers.
 
-        Omits means without an answer.
+        A mean over no answers is omitted.
         """
         good, num_good, bad, num_bad, num_correct = sums
         metrics = {"reward_accuracy": num_correct / (num_good + num_bad)}

@@ -84,8 +84,8 @@ class SequenceToSequence(ExampleTask):
         return cross_entropy_sum(outputs, batch["targets_BS"], weight)
 
     def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
-        """Return per row the number of tokens predicted correctly after the true previous tokens, and of
-        all tokens."""
+        """Return two numbers per row: the target tokens that are predicted correctly with teacher forcing,
+        and all target tokens."""
         targets_BS = batch["targets_BS"]
         is_target_BS = targets_BS != IGNORE
         right_BS = (outputs.argmax(-1) == targets_BS) & is_target_BS

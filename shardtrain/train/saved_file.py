@@ -144,8 +144,8 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
     """Load the file into the run, in place. Without ``model_only``, the run continues at the step of the
     file.
 
-    ``tensors`` are the model's, with the prefix of checkpoints. The data continue as if every step had this
-    run's batch size.
+    ``tensors`` are the model's tensors, with the prefix of their names in checkpoints. The position in the
+    data is computed as if all earlier steps had used this run's batch size.
 
     Raises:
         CheckpointError: as in ``fill``; or the optimizer's state is not that of the model, or a counter is

@@ -242,8 +242,10 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
 
 
 def explain(error: Exception, run: Run) -> Exception:
-    """Add step and data to an error of a step, or return a clearer error for a dead worker or a missing
-    rank."""
+    """Add the step and its range of sequences to an error that was raised in a step.
+
+    For a dead worker or a missing rank, return a clearer error instead.
+    """
     first = run.state.samples_consumed
     step = run.state.step + 1
     if run.dataloader.global_batch:

@@ -423,8 +423,8 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
     collective).
 
     None, on all ranks, if the data have ended or a rank has a request to stop. A streamed dataset does not
-    know its length, and its readers reach their ends one after another. So a step without rows is skipped,
-    and the data have ended when every reader has returned an empty row.
+    know its length, and its readers finish at different times. So a step in which no rank has a row is
+    skipped, and the data have ended when every reader has returned an empty row, its mark of the end.
     """
     loader = run.dataloader
     resilience = run.resilience

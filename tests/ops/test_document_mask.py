@@ -170,7 +170,7 @@ def test_compiled_function_matches_eager() -> None:
         out = function(*leaves)
         out.sum().backward()
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for compiled_value, eager_value in zip(*results, strict=True):
+    for eager_value, compiled_value in zip(*results, strict=True):
         assert torch.equal(compiled_value, eager_value)
 
 

@@ -289,7 +289,7 @@ def test_different_vocabularies_are_rejected(tmp_path: Path) -> None:
     (line,) = lines("more", "own")
     assert "'<extra>' here and nothing there" in line
     (line,) = lines("bytes", "own")
-    assert "ids are bytes here" in line
+    assert "ids are bytes in this run" in line
 
 
 def test_teacher_with_too_few_rows_or_damaged_weights_is_rejected(tmp_path: Path) -> None:

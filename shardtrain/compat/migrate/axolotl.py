@@ -547,7 +547,10 @@ def _data(migration: FileMigration) -> None:
 
 
 def _validation(migration: FileMigration) -> None:
-    """Set validation data from a separate file, and the interval of validation."""
+    """Set validation data from a separate file, and the interval of validation.
+
+    ``migration.record`` has no effect on a key that has a result already.
+    """
     if migration.get("val_set_size", float, 0.0):
         text = "training rows cannot be held out: write them to a file, and set validation.dataset_path"
         migration.record("val_set_size", "unsupported", text)

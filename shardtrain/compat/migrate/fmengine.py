@@ -118,6 +118,8 @@ class FlagLine:
 
     def refuse_stray(self, words: Sequence[str]) -> None:
         """Raise ConfigError for an argument without a flag, or for a flag with two different values."""
+        # ``self.flags`` has the value of the last occurrence of each flag. Only the form --flag=value is
+        # compared with earlier occurrences.
         values: dict[str, str] = {}
         expects_value = False
         for word in words:

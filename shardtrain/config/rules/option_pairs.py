@@ -413,7 +413,7 @@ PAIR_RULES: tuple[Rule, ...] = (
 
 
 def sample_frequency(loaded: Loaded) -> Iterator[Problem]:
-    """Samples continue a prompt."""
+    """Samples require a prompt, because a sample continues one."""
     metrics = loaded.config.metrics
     if metrics.sample_freq and not metrics.sample_prompt:
         yield problem(

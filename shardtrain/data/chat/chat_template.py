@@ -205,7 +205,7 @@ class ChatTemplate:
 
 
 def _with_parts(message: Message) -> Message:
-    """Return the message with a text content as a list of one part."""
+    """Return the message. If its content is a text, wrap it in a list with one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message

@@ -39,7 +39,7 @@ MAX_BYTES = 2 * 2**30
 _MIN_SECONDS = 0.5
 """A dataset that is tokenized faster is not cached."""
 _MAX_FILES = 100_000
-"""Maximum number of files of a dataset. Comparing more would take more memory than the cache saves time."""
+"""Maximum number of files of a cached dataset. The list of more files would take too much memory."""
 _AFTER_TOKENS = (
     "cache_tokens", "document_mask", "long_documents", "packing", "readers", "sources", "stages", "streaming",
 )  # fmt: skip

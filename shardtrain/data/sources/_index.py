@@ -100,8 +100,8 @@ class RecordIndex:
         return result if self._lines is None else {**result, "lines": self._lines}
 
     def _find(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
-        """Return the starts of rows and, for each run of blank records, the rows before it, its start, and
-        all blanks so far."""
+        """Return the starts of rows and, for each run of blank records, the number of rows before it, its
+        start, and the number of all blank records up to its end."""
         none = np.array([], np.int64)
         starts = [none]
         lines = [none]
@@ -117,17 +117,8 @@ class RecordIndex:
                 first, at, counts = np.unique(before, return_index=True, return_counts=True)
                 gaps.append(np.stack([first, block_starts[blank][at], counts]))
             rows += len(starts[-1])
-        # a run of blank records that crosses blocks occurs once in each block; only the first, after a row,
-        # counts
-        gap_rows, gap_starts, counts = np.concatenate(gaps, axis=1)
-        is_new = np.diff(gap_rows, prepend=-1) > 0
-        blanks = none
-        if len(counts):
-            next_gaps = np.flatnonzero(is_new)[1:]
-            last_of_gap = np.append(next_gaps, len(counts)) - 1
-            blanks = np.cumsum(counts)[last_of_gap]
         result = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
-        result |= dict(zip(_GAPS, (gap_rows[is_new], gap_starts[is_new], blanks), strict=True))
+        result |= dict(zip(_GAPS, _merge_gaps(*np.concatenate(gaps, axis=1)), strict=True))
         if quoted:
             result["lines"] = np.concatenate(lines)
         return result
@@ -222,6 +213,28 @@ class RecordIndex:
             start += count
             size = _BLOCK_BYTES
         return True
+
+
+def _merge_gaps(
+    rows_before: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Merge the parts of each run of blank records, and add up the blank records from the start of the file.
+
+    A run that crosses blocks has a part in each block, with the same number of rows before it.
+
+    >>> rows, starts, blanks = _merge_gaps(np.array([3, 3, 8]), np.array([40, 64, 99]), np.array([2, 5, 1]))
+    >>> rows.tolist(), starts.tolist(), blanks.tolist()
+    ([3, 8], [40, 99], [7, 8])
+    """
+    if not len(counts):
+        return rows_before, starts, counts
+    is_first_part = np.diff(rows_before, prepend=-1) > 0
+    next_runs = np.flatnonzero(is_first_part)[1:]
+    last_parts = np.append(next_runs, len(counts)) - 1
+    blanks = np.cumsum(counts)[last_parts]
+    return rows_before[is_first_part], starts[is_first_part], blanks
 
 
 def too_long(num_bytes: int) -> BadRow:

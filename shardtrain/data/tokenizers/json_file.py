@@ -203,7 +203,7 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
         spec = json.loads(content)
     except (ValueError, RecursionError):
         return  # the library reports the error
-    # The product of what each rule may add.
+    # Each rule may multiply the length of a text. The limit applies to the product.
     growth = 1.0
     rules = [spec.get("normalizer")] if isinstance(spec, dict) else []
     while rules:

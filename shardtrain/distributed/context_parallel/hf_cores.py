@@ -194,7 +194,7 @@ def _cores(block: nn.Module) -> Iterator[Any]:
 
 @functools.cache
 def _class_with_documents(block_class: Any) -> Any:
-    """Return a subclass with the same name whose forward takes the documents of its cores."""
+    """Return a subclass with the same name whose forward also takes document numbers, for its attention cores."""
 
     def forward(
         self: Any, *inputs: Any, split_documents_BT: Tensor | None = None, **keywords: Any

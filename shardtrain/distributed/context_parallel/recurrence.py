@@ -186,13 +186,15 @@ class _Before(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # In forward, the tokens before a chunk are the last ``known`` tokens of the previous chunk, and
+        # before them the last ``count - known`` of the tokens that the previous chunk received itself.
         known = ctx.known
         count = gradients[0].size(2)
-        # the reverse of forward: tokens that a chunk reads belong to the chunk before it, or were passed on by it
-        passed_on = torch.zeros_like(gradients[0][0])
-        of_ends = []
+        gradient_of_received = torch.zeros_like(gradients[0][0])
+        gradients_of_ends = []
         for gradient in reversed(ctx.core.gather(gradients[0])):
-            of_ends.append(functional.pad(passed_on[:, count - known :], (0, 0, count - known, 0)))
-            earlier = functional.pad(passed_on[:, : count - known], (0, 0, known, 0))
-            passed_on = gradient + earlier
-        return ctx.core.own(of_ends[::-1]), None, None
+            of_own_tokens = gradient_of_received[:, count - known :]
+            of_earlier_tokens = gradient_of_received[:, : count - known]
+            gradients_of_ends.append(functional.pad(of_own_tokens, (0, 0, count - known, 0)))
+            gradient_of_received = gradient + functional.pad(of_earlier_tokens, (0, 0, known, 0))
+        return ctx.core.own(gradients_of_ends[::-1]), None, None

@@ -35,7 +35,7 @@ def find(path: str) -> Any:
 
 
 class OwnSink:
-    """Sink of a user's file. Its first failure logs one warning and disables it."""
+    """Sink that a user's Python file defines. Its first failure logs one warning and disables it."""
 
     def __init__(self, path: str, request: SinkContext) -> None:
         self._path = path

@@ -30,7 +30,7 @@ _MANY_ROWS = 64
 _PADDING_PARTS = 8
 """Numbers of rows are padded to a multiple of about 1/8 of the mean number of rows per expert."""
 _PADDING_PARTS_BY_SIZE = 16
-"""The same if experts are sorted by their number of rows: a multiple of about 1/16 of the mean."""
+"""If experts are sorted by their numbers of rows, these are padded to a multiple of about 1/16 of the mean."""
 _CALL_ROWS = 64
 """Overhead of the products of a batch, in rows of a small expert that take the same time."""
 _BATCH_SIZES = (1, 2, 4, 8, 16)

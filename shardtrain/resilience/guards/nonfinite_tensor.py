@@ -148,7 +148,8 @@ def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
                 first_module = [watch.first]
                 ids = batch.sample_ids_B.tolist()
                 logger.error(
-                    f"step {run.state.step + 1}: micro-batch {number}, {watch.first}: sample ids {ids}"
+                    f"step {run.state.step + 1}, micro-batch {number}: the first output that is not finite is that of "
+                    f"{watch.first}; sample ids {ids}"
                 )
     for part in run.runner.parts:
         free_gathered(part)  # normally backward frees them

@@ -25,9 +25,9 @@ _COLLECTIVES = (
     "torch/distributed/_functional_collectives.py",
 )
 _BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "cpu" / "shared_barrier.py")
-"""File in which ranks of one machine wait for each other, in exchanges through shared memory."""
+"""Source file whose functions wait for other ranks of this machine, in exchanges through shared memory."""
 _HOST_COLLECTIVES = str(Path(shardtrain.__file__).parent / "ops" / "host_collectives.py")
-"""File in which many ranks exchange messages for a collective on small CPU tensors."""
+"""Source file whose functions exchange messages of collectives on small CPU tensors."""
 _FSDP = "torch/distributed/fsdp/"
 _PIPELINING = "torch/distributed/pipelining/"
 _DEVICE_WAITS = (".tolist()", ".item()", ".synchronize(")

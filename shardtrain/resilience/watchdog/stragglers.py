@@ -13,7 +13,7 @@ from shardtrain.utils.activity import Mark
 RATIO = 1.3
 """A straggler works for more than this many times the median of its peers."""
 SHARE_OF_STEP = 0.1
-"""The work of a straggler beyond the median of its peers takes more than this fraction of a step."""
+"""The time that a straggler works longer than the median of its peers exceeds this fraction of a step."""
 WINDOWS = 5
 """Number of consecutive windows in which both are true of a straggler."""
 MIN_SAMPLES = 20

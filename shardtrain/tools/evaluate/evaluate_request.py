@@ -49,7 +49,7 @@ class RowOptions:
 
     seq_len: int | None = option(
         2048,
-        "tokens per sequence in --data (the run's, at most 2048)",
+        "tokens per sequence in --data (default: training.seq_len of the run, at most 2048)",
         positional=True,
     )
     text_field: str | None = option(
@@ -69,7 +69,7 @@ class EvaluateOptions(RowOptions, SetOptions):
     # None means the sequence length of the run's training, limited to a maximum.
     seq_len: int | None = option(
         None,
-        "tokens per sequence in --data (the run's, at most 2048)",
+        "tokens per sequence in --data (default: training.seq_len of the run, at most 2048)",
         positional=True,
     )
     tasks: tuple[str, ...] = option(

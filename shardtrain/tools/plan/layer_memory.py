@@ -291,7 +291,7 @@ def _expert_mix_bytes(experts: ExpertShape, tokens: int, dim: int, width: int) -
 def _expert_bytes(
     experts: ExpertShape, tokens: int, dim: int, job: PlannedJob
 ) -> _FeedForwardBytes:
-    """Count experts that run as grouped products."""
+    """Return the bytes of the activations of experts that run as grouped matmuls."""
     width = job.compute_width
     rows = tokens * experts.top_k
     input_bytes = rows * dim * width
@@ -300,7 +300,7 @@ def _expert_bytes(
     if experts.biased:
         # Sums with three biases, and a gate of several operations (models/gpt_oss.py).
         saved += input_bytes + 2 * hidden_bytes
-    # The router's float32 scores per token, and its numbers per row.
+    # The router's float32 scores of each token, and three int64 and three float32 numbers for each routed row.
     saved += tokens * experts.count * 4 + rows * (8 * 3 + 4 * 3)
     # Gradients of the matmul outputs, and of the rows before and after sorting, and after the exchange of ep.
     copies_of_rows = 3 if job.ep > 1 else 2

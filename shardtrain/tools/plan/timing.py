@@ -3,11 +3,11 @@ simulated pipeline.
 
 A kernel takes the longer of its FLOPs and its bytes (Williams et al. 2009, the roofline model).
 Large products reach a share of the peak that is set in ``devices.toml``, and small ones less. A
-collective takes its bytes over the slowest link that its ranks need, and a latency. Gathers and
-reductions of FSDP overlap with computation on a GPU.
+collective takes the time to send its bytes over the slowest link between its ranks, plus a latency.
+Gathers and reductions of FSDP overlap with computation on a GPU.
 
-A CPU is its own host. Starting kernels, Python of collectives and copies of gloo use the same cores
-as computation, so nothing overlaps.
+On a CPU nothing overlaps, because kernel launches, the Python overhead of collectives and gloo's
+copies run on the same cores as computation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HIDDEN_SHARE = 0.85
 CONTENTION = 0.06
 """Slowdown of computation during a collective."""
 THREADS_EXPONENT = 0.9
-"""n threads of a CPU are n to this power as fast as one."""
+"""n threads of a CPU are n ** THREADS_EXPONENT times as fast as one."""
 HOST_BYTES_PER_SECOND = 33e9
 """Bandwidth between a device and host memory, and of an optimizer on the host."""
 HOST_MESSAGE_SECONDS = 30e-6

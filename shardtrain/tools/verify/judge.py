@@ -64,8 +64,9 @@ def judge(
             return None
         first = describe(differences.first, expected, records[0].losses, layout.layers)
         step = differences.first.step
-        # Even an error above the largest tolerance may be rounding, if shaken weights have an effect of that
-        # size. Initial weights and buffers have no such measure, so use a number that every error exceeds.
+        # Even an error above the largest tolerance may be rounding, if changing weights by one unit in the
+        # last place has an effect of that size. For initial weights and buffers there is no such effect. It
+        # is then -1, so that it never excuses an error.
         effect = getattr(moved_at[step], differences.first.kind, -1.0)
         if differences.first.error <= ROUNDING * effect:
             cause = (

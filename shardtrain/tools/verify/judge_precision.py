@@ -69,7 +69,8 @@ def judge_precision(
     errors = errors_of(expected, records, steps)
     fields = _summary(errors, allowed)
 
-    # The update is checked on its own numbers below, so weights do not need the wide tolerance of the reference.
+    # Weights are not compared with the reference here. The update is checked separately below, with this run's
+    # own gradients and states, which needs a smaller tolerance.
     wrong = []
     for key, error in errors.items():
         if error > allowed[key] and not key.startswith("weights/"):

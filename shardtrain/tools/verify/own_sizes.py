@@ -233,7 +233,7 @@ def _smaller_size(
     heads: Mapping[str, int],
     clamp: bool,
 ) -> dict[str, int]:
-    """Return the smaller value of a field that is not a number of heads, or {} if it does not change.
+    """Return {name: reduced value} for a field that is not a number of heads, or {} if it does not change.
 
     The meaning of a field is guessed from its name. ``clamp`` also reduces lengths and numbers of experts.
     """

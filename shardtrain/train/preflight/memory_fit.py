@@ -23,7 +23,7 @@ from shardtrain.utils.units import format_bytes
 _BYTES_PER_TOKEN = 16
 """Bytes of a token in a batch: id and target, int64 each."""
 _SAFE_SHARE = 0.5
-"""Share of the memory below which an upper bound of the size needs no exact count."""
+"""The size is not counted exactly if its upper bound is below this fraction of the memory."""
 _TASKS_WITH_RULES = ("language_model",)
 """Tasks whose models can be checked completely without importing torch."""
 _BUILTIN_BACKENDS = ("inductor", "eager", "aot_eager")
