@@ -69,25 +69,25 @@ def spent_seconds() -> float:
     return seconds
 
 
-def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
-    """Let a child open an artefact, unless one with this ``key`` was opened before.
+def prove(kind: str, request: Mapping[str, Any], *keys: str) -> None:
+    """Let a child open an artefact, unless artefacts with all these ``keys`` were opened before.
 
     Args:
         kind: key of ``sandbox_child.OPENERS``.
         request: arguments of that function, as JSON values.
-        key: hash of the content and of everything else that decides the outcome.
+        keys: hashes of the contents and of everything else that decides the outcome.
 
     Raises:
         Refused: The artefact exceeds the limits, or the child reports an error.
     """
-    if key in _proved:
+    if _proved.issuperset(keys):
         return
     answer = _ask(
         {**request, "kind": kind, "memory_bytes": _limits.memory_bytes, "seconds": _limits.seconds}
     )
     if answer:
         raise Refused(answer)
-    _proved.add(key)
+    _proved.update(keys)
 
 
 def _ask(request: Mapping[str, Any]) -> str:

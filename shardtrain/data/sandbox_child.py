@@ -65,14 +65,27 @@ def _open_tokenizer(request: Mapping[str, Any]) -> None:
 def _open_parquet(request: Mapping[str, Any]) -> None:
     import pyarrow.parquet
 
+    from shardtrain.data.sources import parquet
+
     # half of the limit: the trainer needs as much again for itself and for the rows
     _bound(request["memory_bytes"] // 2, request["seconds"])
     pyarrow.set_cpu_count(1)
-    parquet = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False)
-    for _ in parquet.iter_batches(
-        batch_size=request["rows"], row_groups=request["groups"], use_threads=False
-    ):
-        pass
+    try:
+        limits = parquet.thrift_limits(request["max_list"])
+        file = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False, **limits)
+        if not request["groups"]:
+            # the parent does the same with the footer
+            parquet.suspicious_groups(file.metadata)
+            _ = file.schema_arrow
+            return
+        for _ in file.iter_batches(
+            batch_size=request["rows"], row_groups=request["groups"], use_threads=False
+        ):
+            pass
+    except (OSError, pyarrow.ArrowException) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ShardtrainError from None  # the parent gets the same error and names the file
 
 
 def _open_arrow(request: Mapping[str, Any]) -> None:

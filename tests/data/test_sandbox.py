@@ -122,7 +122,8 @@ def test_parquet_bomb_is_rejected(tmp_path: Path) -> None:
         _limits(memory_bytes=2**28),
         pytest.raises(DataError, match="data.artefact_memory_bytes=268435456"),
     ):
-        sources.find("parquet").open_source(sources.Request(path=str(path)))
+        source = sources.find("parquet").open_source(sources.Request(path=str(path)))
+        next(sources.every_row(source))
 
 
 def test_parquet_file_with_many_repeated_values_is_tried_first(tmp_path: Path) -> None:

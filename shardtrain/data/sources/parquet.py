@@ -13,24 +13,25 @@ from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._data_files import File, FileSource, is_many, list_files, place_listed
+from shardtrain.data.sources._parquet_pages import BATCH_BYTES, Unclear, memory_of_group
 from shardtrain.facts import file_kinds
 from shardtrain.utils import bounded_reads, libraries
 
 ENDINGS = file_kinds.ENDINGS["parquet"]
 
 _ROWS_AT_ONCE = 256
-_BYTES_AT_ONCE = 256 * 2**20
-"""Maximum memory of rows that are decoded at once. Each row may be as large as its row group claims."""
 _BOMB_RATIO = 100
 _BOMB_BYTES = 64 * 2**20
 """Columns that claim to be this many times larger than on disk are first read in a process with limits."""
 _VALUE_BYTES = 8
-_SMALL_BYTES = 64 * 1024
-_DENSE = ("ZSTD", "GZIP", "BROTLI")
-"""Codecs that can compress a thousand bytes into one.
-
-Small files with these codecs are always tried first.
-"""
+_FOOTER_BYTES = 512 * 1024
+"""A larger footer is first read in a process with limits. A byte of it may take 250 bytes of memory."""
+_FOOTER_LIST = 10_000
+"""The same for a footer with more entries in a list. A list may claim any length in a few bytes."""
+_MAGIC = b"PAR1"
+_TAIL_BYTES = 8
+"""Length of the footer, and the magic number."""
+_BUFFER_BYTES = 8 * 2**20
 
 
 def open_source(request: Request) -> Shards:
@@ -75,11 +76,17 @@ class ParquetShards(FileSource):
             if rows:
                 self._first_rows += accumulate(rows[:-1], initial=0)
         self.num_shards = self._first_groups.pop()
+        self._footers: dict[str, Any] = {}
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         file, group = self._find(shard)
-        with _open(file) as parquet:
+        with _open(file, self._footers.get(file.path)) as parquet:
+            # parsing a large footer for each of its row groups would take hours
+            self._footers = {file.path: parquet.metadata}
             yield from _rows_of_group(file, parquet, group, start, self.max_row_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_footers": {}}
 
     def shard_place(self, shard: int, number: int) -> str:
         """Return the location of a row, counted from 0 over the file, like most tools that display such
@@ -141,7 +148,11 @@ def _rows_of_group(
 ) -> Iterator[Row]:
     """Yield the rows of a row group, starting at number ``start``."""
     arrow = _library("pyarrow", file)
-    many = _rows_at_once(parquet.metadata.row_group(group))
+    meta = parquet.metadata.row_group(group)
+    many = _rows_within_limits(file, parquet, group)
+    if sum(_sizes(meta, number)[0] for number in range(meta.num_columns)) > BATCH_BYTES:
+        # Arrow would read complete column chunks into memory
+        parquet = _open(file, parquet.metadata, buffer_size=_BUFFER_BYTES)
     batches = parquet.iter_batches(batch_size=many, row_groups=[group], use_threads=False)
     passed = 0
     while True:
@@ -157,11 +168,36 @@ def _rows_of_group(
         passed += batch.num_rows
 
 
+def _rows_within_limits(file: File, parquet: Any, group: int) -> int:
+    """Return the number of rows of a row group to decode at once.
+
+    Raises:
+        DataError: decoding them exceeds the limits of ``sandbox``.
+    """
+    limits = sandbox.limits()
+    meta = parquet.metadata.row_group(group)
+    many = _rows_at_once(meta)
+    descriptor = file.open()
+    try:
+        memory = memory_of_group(descriptor, parquet, meta, limits.seconds)
+        if not memory.is_suspicious(limits.memory_bytes):
+            return memory.rows_at_once
+        many = min(many, memory.rows_at_once)
+    except Unclear:
+        pass
+    except OSError as error:
+        raise file.unreadable(error) from error
+    finally:
+        os.close(descriptor)
+    _try(file, [group], many)
+    return many
+
+
 def _rows_at_once(group: Any) -> int:
-    """Return the number of rows to read at once, to limit memory."""
+    """Return the number of rows to read at once, to limit memory, from the sizes in the footer."""
     sizes = (group.column(number).total_uncompressed_size for number in range(group.num_columns))
     size = max(group.total_byte_size, *sizes, 1)
-    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // size))
+    return max(1, min(_ROWS_AT_ONCE, BATCH_BYTES // size))
 
 
 def _sizes(group: Any, number: int) -> tuple[int, int]:
@@ -174,43 +210,63 @@ def _sizes(group: Any, number: int) -> tuple[int, int]:
 
 
 def _prove(file: File, parquet: Any) -> None:
-    """Read suspicious row groups in a child process with limits. Raises DataError if that fails."""
-    # from the footer: columns that expand too much, or small files with a codec whose sizes cannot be
-    # trusted
-    meta = parquet.metadata
-    groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
-    suspects = []
-    for number, group in enumerate(groups):
+    """Read row groups that grow too much, according to the footer, in a child process with limits.
+
+    Groups with contradicting page headers are found when they are read. Raises DataError.
+    """
+    suspects = suspicious_groups(parquet.metadata)
+    if suspects:
+        _try(file, list(suspects), max(suspects.values()))
+
+
+def suspicious_groups(meta: Any) -> dict[int, int]:
+    """Return the row groups that grow too much, according to the footer, with their rows to read at once."""
+    suspects = {}
+    for number in range(meta.num_row_groups):
+        group = meta.row_group(number)
         pairs = [_sizes(group, column) for column in range(group.num_columns)]
-        is_dense = any(
-            group.column(column).compression in _DENSE for column in range(group.num_columns)
-        )
-        grows = any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs)
-        if grows or (is_dense and file.size <= _SMALL_BYTES):
-            suspects.append(number)
-    if not suspects:
-        return
-    request = {
-        "path": os.path.abspath(file.path),
-        "groups": suspects,
-        "rows": min(_rows_at_once(groups[number]) for number in suspects),
-    }
+        if any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs):
+            suspects[number] = _rows_at_once(group)
+    return suspects
+
+
+def _try(file: File, groups: Sequence[int], rows_at_once: int) -> None:
+    """Read row groups, or without any the footer, in a child process. Raises DataError if that fails."""
+    path = os.path.abspath(file.path)
+    identity = f"{path} {file.size} {file.mtime_ns} {file.inode}"
+    keys = [f"{identity} {group}" for group in groups]
+    if not groups:
+        keys = [f"{identity} footer"]
+    request = {"path": path, "groups": groups, "rows": rows_at_once, "max_list": file.size}
     try:
-        sandbox.prove(
-            "parquet", request, f"{request['path']} {file.size} {file.mtime_ns} {file.inode}"
-        )
+        sandbox.prove("parquet", request, *keys)
     except sandbox.Refused as refused:
         raise file.unusable(
-            str(refused), "get the file from its source again, or remove it"
+            str(refused), "get the file from its source again, remove it, or raise the limit"
         ) from None
 
 
-def _open(file: File) -> Any:
+def _open(file: File, metadata: Any = None, buffer_size: int = 0) -> Any:
+    """Open a file, with its ``metadata`` if it was opened before.
+
+    Raises:
+        ConfigError: it has changed.
+        DataError: its footer cannot be read, or exceeds the limits of ``sandbox``.
+    """
     file.check_unchanged()
     parquet = _library("pyarrow.parquet", file)
     arrow = _library("pyarrow", file)
     try:
-        return parquet.ParquetFile(file.path)
+        if metadata is not None:
+            return parquet.ParquetFile(file.path, metadata=metadata, buffer_size=buffer_size)
+        if _footer_bytes(file) <= _FOOTER_BYTES:
+            try:
+                return parquet.ParquetFile(file.path, thrift_container_size_limit=_FOOTER_LIST)
+            except OSError as error:
+                if "size limit" not in str(error):
+                    raise
+        _try(file, [], 1)
+        return parquet.ParquetFile(file.path, **thrift_limits(file.size))
     except (OSError, arrow.ArrowException) as error:
         trouble = bounded_reads.trouble(file.path, error) if isinstance(error, OSError) else None
         if trouble is not None:
@@ -219,6 +275,24 @@ def _open(file: File) -> Any:
         raise file.unusable(
             f"cannot be read as Parquet ({reason})", "get the file again, or remove it"
         ) from error
+
+
+def thrift_limits(file_bytes: int) -> dict[str, int]:
+    """Return the limits of pyarrow for a footer: a list or a text cannot be longer than the file."""
+    limit = min(file_bytes, 2**31 - 1)
+    return {"thrift_container_size_limit": limit, "thrift_string_size_limit": limit}
+
+
+def _footer_bytes(file: File) -> int:
+    """Return the length of the footer; 0 if the file does not end like a Parquet file."""
+    descriptor = file.open()
+    try:
+        tail = os.pread(descriptor, _TAIL_BYTES, max(file.size - _TAIL_BYTES, 0))
+    finally:
+        os.close(descriptor)
+    if not tail.endswith(_MAGIC):
+        return 0
+    return int.from_bytes(tail[:4], "little")
 
 
 def _library(name: str, file: File) -> Any:
