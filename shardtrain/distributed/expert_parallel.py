@@ -395,7 +395,10 @@ def _check_even(experts: nn.Module, dim: int, ranks: int, config: Config) -> Non
     if dim == 0 or all(size % ranks == 0 for size in sizes):
         return
     degree = config.parallelism.expert_parallel_degree
-    rule = f"leaves more ranks ({ranks}) than experts of a rank, and {ranks} does not divide the experts' sizes {sizes}"
+    rule = (
+        f"leaves {ranks} ranks to shard the experts of each expert-parallel rank. They are fewer, "
+        f"and their sizes {sizes} are not multiples of {ranks}"
+    )
     fix = "use a larger degree"
     for name, parameter in experts.named_parameters():
         if is_adapter(name) and parameter.shape[dim] % ranks:

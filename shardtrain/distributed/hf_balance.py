@@ -64,7 +64,7 @@ class GlobalBalance:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Count the choices of routers inside the block, which contains the passes of a step."""
+        """Count the choices of routers inside the ``with`` block, which must contain all passes of a step."""
         for balance in self._losses:
             balance.start()
         try:

@@ -340,7 +340,7 @@ class _Trace:
         self._calls.setdefault(path, []).append(self._num_layers_called)
 
     def _ends(self, outside: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Divide the modules outside the layers by the time of their calls."""
+        """Divide the modules outside the layers into those called before the layers and those called after."""
         first = []
         last = []
         for path in outside:

@@ -38,7 +38,9 @@ def names() -> list[str]:
 
 
 def find(name: str) -> str | None:
-    """Return the row of a device by its name there, or by the name that its driver reports; None if unknown.
+    """Return the name of a device's row in the table, from that name, an alias or the name that a driver reports.
+
+    Returns None if the device is unknown.
 
     A MIG slice is a part of a device and has no row.
 
@@ -70,6 +72,6 @@ def peak_flops(name: str, dtype: str) -> float | None:
     """
     known = find(name)
     if known in (None, "cpu"):
-        return None  # the row of a CPU is one core of one model
+        return None  # the row "cpu" describes one core of a particular processor
     dtype = dtype.removeprefix("torch.")
     return table()["devices"][known]["flops"].get("float8" if dtype.startswith("float8") else dtype)

@@ -1,4 +1,4 @@
-"""Names and sizes of products in 8 bits: converters, recipes, and how many elements share a scale."""
+"""Constants of 8-bit matrix multiplication: names of converters and recipes, and sizes of scaled blocks."""
 
 from __future__ import annotations
 

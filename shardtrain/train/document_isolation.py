@@ -87,7 +87,8 @@ def check(
             return model(tokens, positions, **documents)  # type: ignore[no-any-return]
         return context_parallel.full_logits(model, tokens, positions, mesh, config, **documents)
 
-    # logits of the second document: as a continuation of the first, packed behind it, and without it
+    # Logits of the second document in three cases: it continues the first document, it is a separate document
+    # after the first, or it is alone.
     was_training = model.training
     model.eval()
     with torch.no_grad():

@@ -1,8 +1,9 @@
 """Test before the first step that a ``transformers`` network computes the same on split sequences.
 
-Before ranks start, ``hf_cores.check`` looks at the operations of the network. This module compares numbers: a short
-row, split over the context-parallel ranks, and the same row with the attention of ``transformers`` on each rank. The
-weights and the mesh are those of the run. A network that counts its tokens, for example, has other logits.
+Before ranks start, ``hf_cores.check`` looks at the operations of the network. This module compares logits, with the
+weights and the mesh of the run: those of a short row that is split over the context-parallel ranks, and those that each
+rank computes of the full row with the attention of ``transformers``. They differ, for example, if a network counts its
+tokens in the forward pass.
 """
 
 from __future__ import annotations

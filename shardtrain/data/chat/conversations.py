@@ -129,14 +129,14 @@ def find_content_form(template: ChatTemplate) -> None:
 def check_nothing_is_dropped(
     template: ChatTemplate, chat: Sequence[Message], variables: Variables, text: str
 ) -> None:
-    """Reject a conversation if the template drops a content, a tool call or the last turn's reasoning in
-    ``text``.
+    """Reject a conversation if ``text``, its rendering, lacks the content of a turn, a tool call, or the
+    reasoning of the last turn.
 
-    The model would be trained on an empty question, or learn only the ends of its turns. Placeholders replace
-    the texts, because a short text may occur in the conversation for other reasons. The answer depends on
-    the shape of the conversation, so each shape is rendered once. Then the texts themselves are searched in
-    ``text``, because a template may cut some of them. Reasoning of earlier turns may be dropped: many
-    templates do so.
+    The model would be trained on an empty question, or learn only the ends of its turns. First the
+    conversation is rendered with placeholders instead of its texts, because a short text may also occur
+    elsewhere. The result depends only on the shape of the conversation, so each shape is rendered once. Then
+    ``text`` is searched for the real texts, because a template may truncate some of them. Reasoning of earlier
+    turns may be missing, because many templates drop it.
 
     Raises:
         Unusable: names the turn.

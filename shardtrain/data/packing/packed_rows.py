@@ -82,8 +82,8 @@ class Rows(Protocol):
     Attributes:
         num_targets: number of targets of all rows, learned or not.
         cut, dropped: number of documents that are truncated or skipped because they are longer than a row.
-        single: number of documents of one token without a target, because no other document follows in
-            their row or is visible.
+        single: number of documents of one token that have no target, because they are the last of their
+            row or attention does not reach the next document.
     """
 
     num_rows: int

@@ -166,6 +166,7 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
     """Open Arrow files in the format of the library's cache."""
     library = _datasets(request)
 
+    # Try the files in the sandbox first, once per host, because a damaged file can crash a process.
     def look() -> list[str]:
         paths = [os.path.abspath(file.path) for file in files]
         _prove({"paths": paths}, paths, request)

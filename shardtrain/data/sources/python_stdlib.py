@@ -65,7 +65,7 @@ def open_folder(root: Path) -> Table:
 
 
 def _list(root: Path) -> dict[str, Any]:
-    """Return the ``arrays_of`` the source files."""
+    """Return the names and sizes of the source files, as arrays (see ``arrays_of``)."""
     try:
         names = _source_files(root)
         if not names:

@@ -61,7 +61,7 @@ class SplitRecurrenceCore(nn.Module):
         self._core = core
         self._group = group
         self._chunks = chunks_of(group.rank(), group.size(), balanced)
-        # the rank and the place on it of each chunk of the sequence
+        # for each chunk of the sequence, the rank that has it and its position on that rank
         self._owners: list[tuple[int, int]] = [(0, 0)] * (group.size() * len(self._chunks))
         for rank in range(group.size()):
             for place, chunk in enumerate(chunks_of(rank, group.size(), balanced)):
@@ -128,7 +128,7 @@ def _of_first_document(before_BwX: Tensor, documents_BT: Tensor, first: int) -> 
     """Set tokens before a chunk to zero if their document is not that of the chunk's first token."""
     known_Bw = documents_BT[:, max(0, first - before_BwX.size(1)) : first]
     is_same_Bw = known_Bw == documents_BT[:, first, None]
-    # before the row, all is zero already
+    # tokens before the start of the row are zero already
     is_same_Bw = functional.pad(is_same_Bw, (before_BwX.size(1) - known_Bw.size(1), 0))
     return before_BwX * is_same_Bw.unsqueeze(-1)
 

@@ -138,8 +138,8 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None]:
         plain_BTD, dtensor_BTD = gradients
-        # Sum over ranks: the gradients from split layers, that of the plain output, and that of the
-        # DTensor if it is a partial sum.
+        # These are summed over ranks: the gradients from split layers, the gradient of the plain output,
+        # and the gradient of the DTensor if it is a partial sum.
         partial_BTD = ctx.gradient.take()
         is_partial = dtensor_BTD is not None and dtensor_BTD.placements == (Partial(),)
         for addend_BTD in (plain_BTD, dtensor_BTD if is_partial else None):

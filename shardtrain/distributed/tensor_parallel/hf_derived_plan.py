@@ -89,7 +89,10 @@ def _feed_forward(block_path: str, block: nn.Module) -> Iterator[tuple[str, str]
 
 
 def _runs_in_parts(model: Any, plan: dict[str, str], ranks: int) -> bool:
-    """True if the network computes with the sizes of one rank. Sizes that the ranks do not divide are checked later."""
+    """True if the network's forward runs with the local sizes of one rank.
+
+    Sizes that are not multiples of the number of ranks are checked later.
+    """
     copied = copy.deepcopy(model).to("meta")
     for path, style in plan.items():
         linear = copied.get_submodule(path)

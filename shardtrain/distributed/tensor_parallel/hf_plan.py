@@ -298,7 +298,7 @@ def _assign_parameters(
 
 
 def _check_sizes(model: Any, resolved: Resolved, refuse: _Refusal) -> None:
-    """Require that split features and heads are equally many on all ranks."""
+    """Require that all ranks have the same number of split features and heads."""
     ranks = refuse.ranks
     for path, style in resolved.names.items():
         module = model.get_submodule(path)

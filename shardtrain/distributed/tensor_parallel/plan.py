@@ -50,7 +50,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """
     if mesh.size(AXIS) == 1:
         return
-    if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other styles
+    # the plan of a network from the transformers library has other styles
+    if hasattr(model, "tensor_plan"):
         if not hasattr(model, "resolved_plan"):
             prepare(model, config)
         return hf_plan.apply(model, mesh, config)

@@ -122,10 +122,11 @@ def _agree(run: WatchedRun, local_names: list[str], shown: int = _SHOWN) -> str:
 
 
 def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
-    """Return the first module with a non-finite output in another forward pass of the same micro-batches.
+    """Repeat the forward pass of the micro-batches, and return the name of the first module with a
+    non-finite output, as a list of at most one name (a collective).
 
-    The list has at most one name. Collective, with the random numbers of the step. A rank whose loss is again
-    non-finite logs the rows of the micro-batch.
+    The pass uses the random numbers of the step. A rank whose loss is non-finite again logs the sample ids of
+    the micro-batch.
     """
     mesh = run.mesh
     first_module: list[str] = []

@@ -65,9 +65,9 @@ class _Seen:
 
 
 class HangDetector:
-    """Judge of all heartbeats.
+    """Decides from the heartbeats of all ranks if the run hangs.
 
-    Times are in seconds of the caller's clock, so clocks of hosts are never compared.
+    All times are seconds of the caller's clock. Clocks of different hosts are never compared.
     """
 
     def __init__(

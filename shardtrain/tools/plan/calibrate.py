@@ -209,7 +209,7 @@ def _with_rates(
             changes[field] = replace(link, bytes_per_second=fastest / link.efficiency)
     for name, ratio in ratios.items():
         if not 1 / _FARTHEST < ratio < _FARTHEST:
-            rule = f"has {name} at {1 / ratio:.3g} of {device.name}"
+            rule = f"has {name} with {1 / ratio:.3g} times the speed of {device.name}"
             raise wrong(rule, "set --device to the device of the report")
     slower = ratios[products]
     changes["flops"] = {name: peak / slower for name, peak in device.flops.items()}

@@ -1,4 +1,4 @@
-"""Sizes of a run for a plan: mesh, batch, widths of dtypes and modes, as plain numbers."""
+"""The settings of a run that a plan needs, as plain values: mesh and batch sizes, bytes per element, and modes."""
 
 from __future__ import annotations
 

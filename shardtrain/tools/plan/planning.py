@@ -331,7 +331,8 @@ def lighter(config: Config, world_size: int, device: Device, memory_bytes: int =
     """Return up to three changes to a configuration that save at least a tenth of its memory, the
     fastest first.
 
-    The result must also fit into ``memory_bytes`` per rank (0 if unknown). Empty if the model needs far less.
+    The result must also fit into ``memory_bytes`` per rank (0 if unknown). The result is
+    empty if the configuration needs far less than ``memory_bytes`` already.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row

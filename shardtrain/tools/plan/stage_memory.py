@@ -232,8 +232,8 @@ def _waiting_bytes(model: ModelShape, job: PlannedJob, index: int) -> int:
 
 
 def _waiting_features(layer: Layer, job: PlannedJob) -> int:
-    """Return the features per token of the results of a layer's linears, and of the inputs and
-    outputs of its norms.
+    """Return a number of features per token: those of the outputs of a layer's linears, plus those of
+    the inputs and outputs of its norms.
     """
     norms = 0
     for parameter in layer.parameters:

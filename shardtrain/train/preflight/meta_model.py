@@ -102,8 +102,9 @@ def _parameters(config: Config) -> list[ParameterMemory]:
 def _model(
     config: Config,
 ) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
-    """Return the task, the module of the model, its shape, and the model with the task's head on the meta
-    device."""
+    """Return the task, the Python module that defines the model, the model's shape, and the model with the
+    task's head on the meta device.
+    """
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     with torch.device("meta"):

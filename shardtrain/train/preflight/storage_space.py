@@ -30,7 +30,10 @@ Build = Callable[[], list[ParameterMemory] | None]
 
 
 def address_problem(config: Config) -> ShardtrainError | None:
-    """Return the error of an object store address in ``checkpoint.folder``, without contacting the store."""
+    """Return an error if ``checkpoint.folder`` is an invalid address of an object store.
+
+    The store is not contacted.
+    """
     if not config.checkpoint.enable or "://" not in config.checkpoint.folder:
         return None
     from shardtrain.checkpoint.objects import refuse_unknown_store
