@@ -29,6 +29,7 @@ from shardtrain.distributed.context_parallel.cores import TokenBatch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import Runner
+from shardtrain.distributed.tensor_parallel.hf_styles import OwnPairs
 from shardtrain.layout import Draw, Layout
 from shardtrain.ops import cross_entropy
 
@@ -302,6 +303,8 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
     for module in part.modules():
         if isinstance(module, expert_parallel.AllToAllDispatch):
             _assume_even_load(module, memory)
+        elif isinstance(module, OwnPairs):
+            module.assumes_even_load = True
     with memory:
         yield memory, done
     done.most = memory.most_activations

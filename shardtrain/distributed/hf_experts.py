@@ -25,9 +25,6 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Called with the experts, rows sorted by expert, and the number of rows of each expert. Returns outputs."""
-Dispatch = Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Tensor]
-"""Called with the computation of experts, rows sorted by expert, and each expert's number of rows over all
-ranks. Returns outputs."""
 
 
 def check(model: Any, config: Config) -> None:
@@ -70,9 +67,18 @@ def _separate_experts(model: nn.Module) -> str:
 
 
 def use_dispatch(
-    experts: nn.Module, compute: Compute, dispatch: Dispatch, group: dist.ProcessGroup | None
+    experts: nn.Module, compute: Compute, dispatch: nn.Module, group: dist.ProcessGroup | None
 ) -> None:
-    """Replace the forward of experts, in place. ``group`` has the ranks with the same tokens, if there are several."""
+    """Replace the forward of experts, in place.
+
+    Args:
+        experts: the stacked experts.
+        compute: computes the experts of a rank.
+        dispatch: maps experts, rows sorted by expert, and rows per expert of all ranks to outputs.
+        group: the ranks with the same tokens, if there are several.
+    """
+    # a submodule, so that a dry run finds it and assumes an even load
+    experts.add_module("shardtrain_dispatch", dispatch)
     rows = partial(compute, experts)
     num_experts = next(experts.parameters()).shape[0]
     experts.forward = partial(_forward, rows, dispatch, group, num_experts)  # type: ignore[method-assign]
@@ -80,7 +86,7 @@ def use_dispatch(
 
 def _forward(
     rows: Callable[[Tensor, Tensor], Tensor],
-    dispatch: Dispatch,
+    dispatch: nn.Module,
     group: dist.ProcessGroup | None,
     num_experts: int,
     hidden_states: Tensor,

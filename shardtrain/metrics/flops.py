@@ -74,7 +74,7 @@ def count_model(
         for path, core in model.named_modules()
         if layout.context and matches(path, layout.context)
     ]
-    reaches = [math.inf] * num_layers
+    reaches = list(getattr(model_config, "attention_reaches", [])) or [math.inf] * num_layers
     if len(cores) == num_layers:
         limits = [
             [getattr(core, name, 0) or math.inf for name in ("window", "chunk")] for core in cores
@@ -95,6 +95,9 @@ def _idle_in_experts(
 
     With ``trained``, count only trained ones.
     """
+    if hasattr(model, "idle_expert_numel"):
+        # a network of transformers, whose layout does not name its experts
+        return int(model.idle_expert_numel(model_config.top_k, trained))  # type: ignore[operator]
     if not layout.expert:
         return 0
     owners = [

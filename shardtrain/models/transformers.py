@@ -10,6 +10,7 @@ Shape suffixes: B batch, T tokens, S tokens of the decoder, L labels, V vocabula
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from shardtrain.layout import Draw, Layout
 from shardtrain.models import architecture as architectures
-from shardtrain.models import balance_loss, experts_interface
+from shardtrain.models import balance_loss, expert_parameters, experts_interface
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -29,7 +30,7 @@ AS_IS = True
 ``transformers``.
 """
 PREFIX = "hf."
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 """Names of that field in configs."""
 _LAYERS = ("encoder_layers", "decoder_layers", "num_hidden_layers", "num_decoder_layers")
 
@@ -86,11 +87,63 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Features per attention head. The largest number if layers differ, as in Gemma 4."""
+        """Features per attention head. The largest number if layers differ, as in Gemma 4.
+
+        Latent attention has heads of two sizes, and this is their mean.
+        """
+        if self.v_head_dim and self.qk_nope_head_dim:
+            return (self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim) // 2
         head_dim = self._largest("head_dim")
         if head_dim:
             return head_dim
         return int(getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
+
+    @property
+    def dim(self) -> int:
+        """Features of the residual stream."""
+        return self._largest("hidden_size")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self._largest("num_key_value_heads") or self.num_heads
+
+    @property
+    def qk_nope_head_dim(self) -> int:
+        """Features of queries and keys without rotary positions, in latent attention. Otherwise 0."""
+        return self._largest("qk_nope_head_dim")
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        """Features of queries and keys with rotary positions, in latent attention. Otherwise 0."""
+        return self._largest("qk_rope_head_dim")
+
+    @property
+    def v_head_dim(self) -> int:
+        """Features of a value, in latent attention. Otherwise 0."""
+        return self._largest("v_head_dim")
+
+    @property
+    def attention_reaches(self) -> list[float]:
+        """Largest number of tokens that a token attends to, for each layer; 0 in a layer without attention."""
+        config = self._text
+        window = getattr(config, "sliding_window", None) or math.inf
+        chunk = getattr(config, "attention_chunk_size", None) or math.inf
+        kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        if not kinds or len(kinds) != self.num_layers:
+            has_window = getattr(config, "use_sliding_window", True)
+            return [window if has_window else math.inf] * self.num_layers
+        reaches: list[float] = []
+        for kind in kinds:
+            if "sliding" in kind:
+                reaches.append(window)
+            elif "chunked" in kind:
+                reaches.append(chunk)
+            elif kind == "hybrid" or ("attention" in kind and "linear" not in kind):
+                reaches.append(math.inf)
+            else:
+                reaches.append(0)
+        return reaches
 
     @property
     def top_k(self) -> int:
@@ -116,7 +169,12 @@ class Config:
         # transformers raises an error for the global value if layers differ. Older versions have no such configs.
         layers = getattr(self._text, "per_layer_config", None)
         configs = list(layers.values()) if isinstance(layers, dict) else list(layers or ())
-        return max(int(getattr(config, name, 0) or 0) for config in configs or [self._text])
+        sizes = [0]
+        for config in configs or [self._text]:
+            value = getattr(config, name, 0) or 0
+            # A list has one size for each layer
+            sizes += map(int, value if isinstance(value, list | tuple) else [value])
+        return max(sizes)
 
 
 LAYOUT = Layout(first=("embedding",), layers="blocks", last=("head",))
@@ -262,6 +320,10 @@ class Model(nn.Module):
     def compute_experts(experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Return the outputs of rows that are sorted by expert; see ``experts_interface.compute``."""
         return experts_interface.compute(experts, x_RD, count_E)
+
+    def idle_expert_numel(self, top_k: int, only_trained: bool = False) -> int:
+        """Return the number of expert weights that a token does not use."""
+        return expert_parameters.idle_numel(self.hf, top_k, only_trained)
 
     def _end(self, module: nn.Module | None) -> nn.Module:
         """Return an embedding or head, or an ``nn.Identity`` if the architecture has none or its

@@ -121,6 +121,9 @@ class SplitExperts(ParallelStyle):
         if hasattr(module, "num_experts"):
             module.num_experts = num_own  # type: ignore[assignment]
         compute_pairs = module.forward
+        pairs = OwnPairs(device_mesh.size())
+        # a submodule, so that a dry run finds it
+        module.add_module("shardtrain_pairs", pairs)
 
         def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             # Each rank computes a partial gradient of the tokens and the router weights.
@@ -128,7 +131,7 @@ class SplitExperts(ParallelStyle):
             weights_NK = sum_gradients(top_k_weights, device_mesh)
             own_index_NK = top_k_index - first
             is_own_NK = (own_index_NK >= 0) & (own_index_NK < num_own)
-            token_P, choice_P = is_own_NK.nonzero(as_tuple=True)
+            token_P, choice_P = pairs(is_own_NK)
             index_P = own_index_NK[token_P, choice_P]
             weight_P = weights_NK[token_P, choice_P]
             if not len(token_P):
@@ -142,6 +145,29 @@ class SplitExperts(ParallelStyle):
 
         module.forward = forward  # type: ignore[method-assign]
         return module
+
+
+class OwnPairs(nn.Module):
+    """Find the pairs of tokens and experts whose expert is on this rank.
+
+    Args:
+        ranks: number of ranks that the experts are split over.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self.assumes_even_load = False
+        """True in a dry run, whose tensors have no values: each rank then has the same number of pairs."""
+
+    def forward(self, is_own_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the token and the place among the experts of the token, (P,) each."""
+        if self.assumes_even_load:
+            first_pairs = torch.arange(is_own_NK.numel() // self._ranks, device=is_own_NK.device)
+            top_k = is_own_NK.size(1)
+            return first_pairs // top_k, first_pairs % top_k
+        token_P, choice_P = is_own_NK.nonzero(as_tuple=True)
+        return token_P, choice_P
 
 
 class SharedRotaryKey(PlannedReplicatedWeights):

@@ -22,18 +22,18 @@ _STYLES = {
 """Style of a plan of ``transformers`` -> style in LAYOUT.tensor. Other modules are replicated."""
 
 
-def of(model: Any, layout: Layout, tensor_ranks: int) -> Layout:
+def of(model: Any, layout: Layout, tensor_ranks: int, expert_ranks: int) -> Layout:
     """Return the layout with the experts of a network and, for several tensor-parallel ranks, its split modules."""
     tensor = {}
+    plan = model.tensor_plan
     for path in model.experts:
-        # each tensor-parallel rank has the matrices of some experts
-        tensor[f"{layout.layers}.{path}"] = "expert"
+        is_planned = any(matches(path, pattern) for pattern in plan)
+        # Each rank has the matrices of some experts. Without a plan, tensor-parallel ranks have all of them
+        if expert_ranks > 1 or tensor_ranks == 1 or is_planned:
+            tensor[f"{layout.layers}.{path}"] = "expert"
     if tensor_ranks > 1:
         for path, module in model.named_modules():
-            style = next(
-                (style for pattern, style in model.tensor_plan.items() if matches(path, pattern)),
-                "",
-            )
+            style = next((style for pattern, style in plan.items() if matches(path, pattern)), "")
             if style in _STYLES and isinstance(module, nn.Linear | nn.Embedding):
                 tensor[path] = tensor[f"{layout.layers}.{path}"] = _STYLES[style]
     owners = {re.sub(r"\.\d+\.", ".*.", path.rpartition(".")[0]) for path in model.experts}

@@ -218,7 +218,9 @@ def read(config: Config) -> ModelShape:
     num_params, flops = count_model(model, layout, shape)
     is_network = hasattr(model, "tensor_plan")
     if is_network:
-        layout = network_layout.of(model, layout, config.parallelism.tensor_parallel_degree)
+        p = config.parallelism
+        tensor_ranks, expert_ranks = p.tensor_parallel_degree, p.expert_parallel_degree
+        layout = network_layout.of(model, layout, tensor_ranks, expert_ranks)
     base_dtype = config.lora.base_dtype if config.lora.enable else "training"
     if base_dtype != "training":
         quantize.take_out(model, layout, base_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hf_architectures import hf_folder
 from hf_meshes import deep_folder, hf_tiny
 from tiny import deep_config, tiny_config
 
@@ -115,6 +116,35 @@ def test_weights_of_a_transformers_network_are_counted_from_its_modules(parallel
     run, plan = traced(config, 0, 4), planned(config, 0, 4)
     assert shapes.read(config).has_experts
     assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {},
+        {"tensor_parallel_degree": 2},
+        {"expert_parallel_degree": 2},
+        {"expert_parallel_degree": 4},
+        {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+    ],
+    ids=str,
+)
+def test_activations_of_experts_of_a_transformers_network_are_traced(parallelism, name, tmp_path):
+    """With an even load. A plan counts the rows that experts send and receive, as the dry run does."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_local_experts": 8}
+    training = {"local_batch_size": 2, "global_batch_size": 8, "seq_len": 256}
+    folder = hf_folder(name, **sizes)
+    config = hf_tiny(folder, tmp_path, parallelism=parallelism, training=training)
+    run, plan = traced(config, 0, 4), planned(config, 0, 4)
+    assert not run.traced.not_traced
+    assert (plan.parameters, plan.optimizer) == (run.parameter_bytes, run.optimizer_bytes)
+    # transformers has no tensor-parallel plan for gpt-oss, so each rank computes all of its blocks
+    if name == "mixtral" or "tensor_parallel_degree" not in parallelism:
+        assert plan.total == pytest.approx(run.total_bytes, rel=0.15)
+    experts = shapes.read(config).layers[0].experts
+    assert (experts.count, experts.top_k, experts.ffn) == (8, 2, 256)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
