@@ -12,6 +12,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import (
     activation_checkpoint,
     compile,
+    embedding_noise,
     expert_parallel,
     float8_modules,
     fsdp,
@@ -72,6 +73,9 @@ def parallelize(
     if mesh.device.type == "cpu":
         use_chosen_kernels(model)
     has_experts = expert_parallel.has_experts([model])
+    has_noise = config.training.neftune_noise_alpha is not None
+    if has_noise:
+        embedding_noise.check(model, layout)
 
     # Prepare each pipeline stage of this rank, or the entire model without a pipeline.
     is_pipelined = mesh.size("pp") > 1
@@ -99,6 +103,11 @@ def parallelize(
         # last, because FSDP keeps references to parameters, so none may be replaced after it
         fsdp.apply(module, layout, mesh, config)
 
+    # the first stage of a rank may be the first of the model, which has the embedding
+    noise = None
+    if has_noise:
+        noise = embedding_noise.of_stage(modules[0], layout, mesh, config)
+
     # the loss, whose vocabulary tensor parallelism may split
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
@@ -110,7 +119,14 @@ def parallelize(
         if not terms.is_cross_entropy:
             training_chunk_loss = compile.chunk_loss(config, terms)
     parts = ModelParts(
-        modules, mesh, config, chunk_loss, vocabulary, has_experts, training_chunk_loss
+        modules,
+        mesh,
+        config,
+        chunk_loss,
+        vocabulary,
+        has_experts,
+        training_chunk_loss,
+        noise,
     )
     if is_pipelined:
         return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size)

@@ -32,6 +32,7 @@ from shardtrain.distributed import chain, expert_parallel, fsdp, hf_stages
 from shardtrain.distributed.chain import ChainNames
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
+from shardtrain.distributed.embedding_noise import EmbeddingNoise
 from shardtrain.distributed.hf_balance import GlobalBalance
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import ModelParts, Runner
@@ -128,7 +129,18 @@ class _Stage(PipelineStage):
     gradients PyTorch would silently skip. So weights are gathered first.
 
     Evaluation: a V-shaped schedule passes on gradients even if there are none.
+
+    Attributes:
+        embedding_noise: noise on the embedding of the first stage, or None.
     """
+
+    embedding_noise: EmbeddingNoise | None = None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *others: Any, **keywords: Any) -> Any:
+        if self.embedding_noise is not None:
+            num_rows = args[0].size(0)
+            self.embedding_noise.use_rows(fwd_chunk_id * num_rows, num_rows)
+        return super().forward_one_chunk(fwd_chunk_id, args, *others, **keywords)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -208,6 +220,8 @@ class PipelineRunner(Runner):
                 group=mesh.group(AXIS),
                 dw_builder=(lambda: _no_op) if recomputes else None,
             )
+            if index == 0:
+                new_stage.embedding_noise = parts.embedding_noise
             self._stages.append(new_stage)
         self._schedule = self._build_schedule()
 

@@ -27,6 +27,7 @@ from shardtrain.distributed import (
 )
 from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel.cores import TokenBatch
+from shardtrain.distributed.embedding_noise import EmbeddingNoise
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.token_metrics import TokenMetrics
 from shardtrain.distributed.update_in_backward import UpdateInBackward
@@ -54,6 +55,8 @@ class ModelParts:
     """True if the full model has experts, on this rank or on others."""
     training_chunk_loss: ChunkFunction | None = None
     """Like ``chunk_loss``, with the terms that only training adds."""
+    embedding_noise: EmbeddingNoise | None = None
+    """Noise on the output of the embedding, if this rank has one and training adds noise."""
 
 
 def loss_terms(config: Config) -> LossTerms:
@@ -68,6 +71,7 @@ class Runner(ABC):
         model_parts: the modules of this rank and their configuration.
         parts: the modules of this rank.
         token_metrics: the user's training metrics, or None.
+        embedding_noise: noise that the trainer begins and ends with each step, or None.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -79,6 +83,7 @@ class Runner(ABC):
         self._training_chunk_loss = parts.training_chunk_loss
         self._terms = loss_terms(parts.config)
         self._vocabulary = parts.vocabulary
+        self.embedding_noise = parts.embedding_noise
         self._has_experts = parts.has_experts
         self._split_states: SplitStates | None = None
         self._before_pass: float8_modules.BeforePass | None = None
@@ -290,6 +295,7 @@ class PlainRunner(Runner):
                 is_last = index == len(batches) - 1
                 if len(batches) > 1:
                     fsdp.set_gradient_sync(self.parts[0], is_last)
+                self._select_noise(index, batch)
                 loss = self._loss(batch, weight)
                 if balance is not None and not counts_first:
                     balance.sum_over_ranks(batches, weight)
@@ -314,10 +320,17 @@ class PlainRunner(Runner):
             return self._loss(batch, torch.ones((), device=self._mesh.device))
 
     def _run_without_loss(self, batches: Sequence[TokenBatch]) -> None:
-        for batch in batches:
+        for index, batch in enumerate(batches):
+            self._select_noise(index, batch)
             tokens_Bt, _, positions_Bt = self._cut(batch)
             documents = context_parallel.document_argument([batch])
             self.parts[0](tokens_Bt, positions_Bt, **documents)
+
+    def _select_noise(self, index: int, batch: TokenBatch) -> None:
+        """Select the noise of a micro-batch of the step. All have the same number of rows."""
+        if self.embedding_noise is not None:
+            num_rows = batch.tokens_BT.size(0)
+            self.embedding_noise.use_rows(index * num_rows, num_rows)
 
     def _loss(self, batch: TokenBatch, weight: Tensor) -> Tensor:
         model = self.parts[0]

@@ -359,12 +359,17 @@ def step(run: Run) -> Outcome | None:
     weight = torch.full(
         (), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device
     )
+    noise = run.runner.embedding_noise
+    if noise is not None:
+        noise.begin_step(state.step, host_batches)
     lr = learning_rate(
         config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule
     )
     # before backward, in which the optimizer may step already
     optim.set_learning_rate(run.optimizer, lr)
     loss = run.runner.forward_backward(batches, weight)
+    if noise is not None:
+        noise.end_step()
 
     # agree on one loss and norm: ranks that took different branches below would deadlock
     norm = run.runner.gradient_norm() / scale

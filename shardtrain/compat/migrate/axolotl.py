@@ -174,7 +174,7 @@ KEYS: Mapping[str, Rule] = {
     "adam_epsilon": To("optimizer.eps", float),
     "weight_decay": To("optimizer.weight_decay", float),
     "max_grad_norm": JOINED,
-    "neftune_noise_alpha": Cannot("noise on embeddings is not supported"),
+    "neftune_noise_alpha": To("training.neftune_noise_alpha", float),
     "train_on_inputs": JOINED,
     "group_by_length": Cannot(
         "rows are shuffled over the full data set; data.packing avoids padding instead"

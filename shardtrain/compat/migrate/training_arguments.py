@@ -103,7 +103,7 @@ KEYS: Mapping[str, Rule] = {
     "adafactor": Cannot("optimizer.name supports AdamW, Adam, AdamW8bit and Muon"),
     "optim_args": Cannot("use the options of [optimizer]"),
     "label_smoothing_factor": To("training.label_smoothing", float),
-    "neftune_noise_alpha": Cannot("noise on embeddings is not supported"),
+    "neftune_noise_alpha": To("training.neftune_noise_alpha", float),
     "torch_compile": To("compile.enable", bool),
     "torch_compile_backend": To("compile.backend", str),
     "torch_compile_mode": Idle("each layer is compiled separately"),

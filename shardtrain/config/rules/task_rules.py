@@ -104,6 +104,13 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
     if c.task.name == LANGUAGE_MODEL:
         yield from _check_language_model(loaded)
         return
+    if c.training.neftune_noise_alpha is not None:
+        yield problem(
+            loaded,
+            "training.neftune_noise_alpha",
+            rule=f'is not supported with task.name = "{c.task.name}"',
+            fix="remove it",
+        )
     for option in ("training.label_smoothing", "training.z_loss_weight"):
         if loaded.value(option):
             yield problem(

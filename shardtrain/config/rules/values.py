@@ -129,6 +129,7 @@ ABOVE_0 = (
     "optimizer.eps",
     "optimizer.muon_update_rms",
     "training.max_norm",
+    "training.neftune_noise_alpha",
     "training.initial_loss_scale",
     "metrics.peak_flops",
     "checkpoint.mean_time_to_failure_hours",

@@ -201,6 +201,10 @@ class Training(Numbers):
     """Weight of the squared log-sum-exp of the logits in the training loss of language_model, which keeps logits
     small (PaLM uses 1e-4) (shardtrain).
     """
+    neftune_noise_alpha: float | None = None
+    """Add uniform noise of at most this number / sqrt(tokens of the document x features) to the output of the
+    embedding in training (NEFTune), with task.name = "language_model"; unset: no noise (shardtrain).
+    """
     ema_decay: float | None = None
     """Keep an exponential moving average of the trained weights in float32, and multiply it by this number, above
     0 and below 1, in each update; unset: no average. See validation.use_ema (shardtrain).

@@ -13,6 +13,7 @@ from shardtrain import distributed, models, optim, tasks
 from shardtrain.config import stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import (
+    embedding_noise,
     expert_parallel,
     fake_backend,
     float8_modules,
@@ -71,6 +72,8 @@ def _parameters(config: Config) -> list[ParameterMemory]:
     layout = module.LAYOUT
     if config.parallelism.tensor_parallel_degree > 1:
         tensor_parallel.check(model, layout, config)
+    if config.training.neftune_noise_alpha is not None:
+        embedding_noise.check(model, layout)
     if config.parallelism.context_parallel_degree > 1 and hasattr(model, "hf"):
         context_parallel.check_network(model, config)
     if expert_parallel.splits_hf_experts(model, config):
