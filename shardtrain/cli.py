@@ -276,7 +276,8 @@ def _train(words: list[str]) -> int:
 
         def require(world_size: int | None, local_ranks: int) -> None:
             with local.refusals_in_exit_json(loaded):
-                limits.require(local_ranks, is_node=True)
+                threads = environment.compute_threads(os.environ, local_ranks)
+                limits.require(local_ranks, threads, is_node=True)
                 preflight.require(
                     loaded, preflight.this_machine(loaded, None, world_size, local_ranks)
                 )
@@ -290,7 +291,7 @@ def _train(words: list[str]) -> int:
 
 def _train_rank(loaded: Loaded) -> NoReturn:
     """Train as one of several ranks, in a process started by torchrun, srun or ``_train_here``."""
-    from shardtrain.launch import failure, local
+    from shardtrain.launch import environment, failure, local
     from shardtrain.train import preflight
 
     if local.become_rank():
@@ -302,7 +303,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     try:
         # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
         with local.refusals_in_exit_json(loaded, of_configuration=True):
-            limits.require(local_ranks)
+            threads = environment.compute_threads(os.environ, local_ranks)
+            limits.require(local_ranks, threads, is_rank=True)
             preflight.require(
                 loaded,
                 preflight.this_machine(loaded, None, world_size, local_ranks),
@@ -325,7 +327,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     accelerators = environment.count_accelerators(loaded.config.training.device)
     choice = environment.choose_processes_here(loaded.config, arguments.nproc)
     with local.refusals_in_exit_json(loaded):
-        limits.require(choice.count)
+        limits.require(choice.count, environment.compute_threads(os.environ, choice.count))
     restarts = arguments.max_restarts or 0
 
     # the same rule as in local.launch_verb; forked ranks start about two seconds sooner

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from shardtrain.config.schema import DataLoaderOptions
-from shardtrain.utils import library_environment
+from shardtrain.utils import library_environment, limits
 from shardtrain.utils.errors import DataError
 
 T = TypeVar("T")
@@ -22,6 +22,10 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
     """Yield items 0, 1, 2, ... without end. Worker processes live as long as the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())
+    threads = limits.WORKER_THREADS * options.num_workers
+    limits.require_threads(
+        threads, f"{options.num_workers} data workers", "training.dataloader.num_workers"
+    )
     # forked workers inherit datasets and tokenizers; their open files may be shared (see ``shards``)
     start_method = "fork"
     if sys.platform != "linux":

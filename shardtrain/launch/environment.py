@@ -422,6 +422,18 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+def compute_threads(environment: Mapping[str, str], local_ranks: int, cores: int = 0) -> int:
+    """Return the number of threads with which each rank of this host computes.
+
+    >>> compute_threads({"OMP_NUM_THREADS": "3"}, 2, 8), compute_threads({}, 2, 8), compute_threads({}, 9, 8)
+    (3, 4, 1)
+    """
+    chosen = environment.get("OMP_NUM_THREADS", "")
+    if is_whole_number(chosen) and int(chosen) > 0:
+        return int(chosen)
+    return max(1, (cores or usable_cores()) // local_ranks)
+
+
 def set_process_defaults(
     environment: MutableMapping[str, str],
     local_ranks: int,
@@ -446,7 +458,7 @@ def set_process_defaults(
     library_environment.require_compiler_cache(environment)
     # By default, each rank would use one thread per core of the machine.
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
+        "OMP_NUM_THREADS": str(compute_threads({}, local_ranks, cores)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if alone:

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,11 @@ RANK_RESIDENT_BYTES = 192 * MIB
 """Less than ``FIRST_RESIDENT_BYTES``, because a fork shares PyTorch's pages with its parent."""
 FIRST_RESIDENT_BYTES = 256 * MIB
 RANK_THREADS = 12
+"""With one compute thread. Each further thread of OMP_NUM_THREADS needs one more."""
 AGENT_THREADS = 8
 """Threads of the agent of a node, which starts its ranks."""
+WORKER_THREADS = 3
+"""Threads of a data worker: the process itself, its thread that sends, and one thread of the rank."""
 RANK_FILES = 32
 _WORDS = (
     *(
@@ -44,6 +48,8 @@ _WORDS = (
 """Phrases in messages of Python, PyTorch, oneDNN, Arrow, Rust and the loader about refused memory or threads."""
 OF_MEMORY = ("ulimit -v", "ulimit -d")
 OF_THREADS = "ulimit -u"
+OF_CGROUP_THREADS = "pids.max of the cgroup"
+_SMALL_STACK_BYTES = 64 * 1024
 _NO_LIMIT = 1 << 60
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),
@@ -70,11 +76,12 @@ class Limit:
         return format_bytes(value)
 
 
-def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
-    """Return the limits of this process: ulimits and the memory limit of its cgroup. Empty if not on Linux.
+def read(ranks: int = 1, threads: int | None = None) -> list[Limit]:
+    """Return the limits of this process: ulimits and the limits of its cgroup. Empty if not on Linux.
 
-    ``more_threads`` are needed in addition to those of ``ranks``.
+    ``threads`` are needed, or ``RANK_THREADS`` for each of ``ranks`` by default.
     """
+    needed_threads = RANK_THREADS * ranks if threads is None else threads
     if sys.platform != "linux":
         return []
     import resource
@@ -89,7 +96,7 @@ def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
         (resource.RLIMIT_AS, "ulimit -v", used["VmPeak"], RANK_ADDRESS_BYTES, False),
         (resource.RLIMIT_DATA, "ulimit -d", used["VmData"], RANK_DATA_BYTES, False),
         (resource.RLIMIT_NOFILE, "ulimit -n", 0, RANK_FILES * (ranks + 1), True),
-        (resource.RLIMIT_NPROC, OF_THREADS, 0, RANK_THREADS * ranks + more_threads, True),
+        (resource.RLIMIT_NPROC, OF_THREADS, 0, needed_threads, True),
     ]
     limits = []
     for number, name, in_use, needed, is_count in rows:
@@ -98,6 +105,10 @@ def read(ranks: int = 1, more_threads: int = 0) -> list[Limit]:
         soft, _ = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY:
             limits.append(Limit(name, soft, in_use, needed, f"raise it with {name}", is_count))
+    most_threads = cgroup_threads()
+    if most_threads:
+        fix = "raise the pids limit of the container or job"
+        limits.append(Limit(OF_CGROUP_THREADS, most_threads, 0, needed_threads, fix, is_count=True))
     size, in_use = cgroup_memory()
     if size:
         needed = FIRST_RESIDENT_BYTES + RANK_RESIDENT_BYTES * ranks
@@ -124,21 +135,26 @@ def is_host_root() -> bool:
     return user == 0
 
 
-def require(ranks: int, is_node: bool = False) -> None:
+def require(
+    ranks: int, compute_threads: int = 1, is_node: bool = False, is_rank: bool = False
+) -> None:
     """Check that each limit suffices for ``ranks`` ranks of the smallest model on this host.
 
-    With ``is_node`` this process is the agent of one of several nodes, and messages name the host.
+    Args:
+        compute_threads: Threads of each rank that compute (OMP_NUM_THREADS).
+        is_node: True if this process is the agent of one of several nodes. Messages then name the host.
+        is_rank: True if this process is one of the ranks, which all call this function.
 
     Raises:
         OutOfMemoryError: limits are too small. The message has each of them and the minimum.
     """
     where = "this host"
-    more_threads = 0
+    threads = (RANK_THREADS + compute_threads - 1) * ranks
     if is_node:
         where = f"host {socket.gethostname()}"
-        more_threads = AGENT_THREADS
+        threads += AGENT_THREADS
     problems = []
-    for limit in read(ranks, more_threads):
+    for limit in read(ranks, threads):
         if limit.value < limit.needed:
             rule = (
                 f"must be at least {limit.format(limit.needed)} for {_of_ranks(ranks)} on {where}"
@@ -150,6 +166,55 @@ def require(ranks: int, is_node: bool = False) -> None:
         error = OutOfMemoryError("\n".join(problems))
         error.problems = tuple(problems)
         raise error
+    # Other programs of this user count, too. This thread exists already.
+    own_ranks = 1 if is_rank else ranks
+    own_threads = threads // ranks if is_rank else threads
+    require_threads(own_threads - 1, f"{_of_ranks(own_ranks)} on {where}", "OMP_NUM_THREADS")
+
+
+def require_threads(count: int, purpose: str, option: str) -> None:
+    """Check that this process can have ``count`` more threads or processes now, by starting threads briefly.
+
+    Libraries print a trace or end the process if they cannot start a thread. No-op without a limit of threads.
+
+    Args:
+        purpose: Plural noun for the message, such as "2 data workers".
+        option: Option or variable that lowers the number.
+
+    Raises:
+        OutOfMemoryError: fewer can be started.
+    """
+    limits = [limit for limit in read() if limit.name in (OF_THREADS, OF_CGROUP_THREADS)]
+    if not limits or count < 1:
+        return
+    started = startable_threads(count)
+    if started < count:
+        # The kernel does not tell which limit it is. The smaller one is more likely.
+        limit = min(limits, key=lambda limit: limit.value)
+        raise OutOfMemoryError(
+            f"{limit.name}={limit.value} leaves {started} more threads, but {purpose} must be able to start "
+            f"{count}; end other programs of this user, lower {option}, or {limit.fix}"
+        )
+
+
+def startable_threads(count: int) -> int:
+    """Return how many of ``count`` threads can exist at the same time. They end before this function returns."""
+    end = threading.Event()
+    threads = []
+    previous_stack = threading.stack_size(_SMALL_STACK_BYTES)
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError:
+        pass  # the limit is reached
+    finally:
+        threading.stack_size(previous_stack)
+        end.set()
+        for thread in threads:
+            thread.join()
+    return len(threads)
 
 
 def _of_ranks(ranks: int) -> str:
@@ -199,7 +264,8 @@ def explain(error: BaseException) -> str:
     reached = [limit for limit in limits if not limit.is_count and limit.used > 0.6 * limit.value]
     is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
     if is_thread:
-        reached = [limit for limit in limits if limit.name == OF_THREADS] or reached
+        of_threads = [limit for limit in limits if limit.name in (OF_THREADS, OF_CGROUP_THREADS)]
+        reached = sorted(of_threads, key=lambda limit: limit.value)[:1] or reached
     if reached:
         limit = max(reached, key=lambda limit: limit.used / limit.value)
         message += f" under {limit.name}={limit.format(limit.value)}: {limit.fix}"
@@ -251,15 +317,31 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     return min(limits, default=(0, 0))
 
 
+def cgroup_threads(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the maximum number of threads in this process's cgroup (version 2 or 1), or 0 without a limit."""
+    folders = cgroups(root, "pids")
+    return min(filter(None, (number_in(folder / "pids.max") for folder in folders)), default=0)
+
+
 def memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """Return the folders of the cgroups (version 2 and 1) that may limit the memory of this process."""
-    folders = [root, root / "memory"]
-    for own in own_memory_cgroups(root):
+    return cgroups(root, "memory")
+
+
+def cgroups(root: Path, controller: str) -> list[Path]:
+    """Return the folders of this process's cgroups (version 2 and 1) that may have limits of a controller."""
+    folders = [root, root / controller]
+    for own in own_cgroups(root, controller):
         folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
     return list(dict.fromkeys(folders))
 
 
 def own_memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+    """Return the folders of the cgroups (version 2 and 1) with the memory of this process."""
+    return own_cgroups(root, "memory")
+
+
+def own_cgroups(root: Path, controller: str) -> list[Path]:
     """Return the folders of the cgroups (version 2 and 1) that this process belongs to.
 
     A container may see the paths of its host in /proc/self/cgroup, but mount only its own cgroup, at
@@ -270,7 +352,7 @@ def own_memory_cgroups(root: Path = Path("/sys/fs/cgroup")) -> list[Path]:
         # A line is HIERARCHY:CONTROLLERS:PATH. Version 2 names no controllers.
         _, _, place = line.partition(":")
         controllers, _, path = place.partition(":")
-        if controllers in ("", "memory"):
+        if controllers in ("", controller):
             mount = root / controllers
             own = mount / path.lstrip("/")
             folders.append(own if own.is_dir() else mount)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import forked
 import patience
 import pytest
 from tiers import cases
+from tiny_tokenizers import bpe_folder
 
+from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.data import workers
+from shardtrain.data.tokenizers import json_file
 from shardtrain.launch import failure
 from shardtrain.train.preflight import machine
 from shardtrain.utils import bounded_reads, libraries, limits
@@ -34,6 +42,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, cgroup: int = 0, **values: int) 
     )
     monkeypatch.setattr(limits, "is_host_root", lambda: False)
     monkeypatch.setattr(limits, "cgroup_memory", lambda: (cgroup, cgroup // 2))
+    monkeypatch.setattr(limits, "cgroup_threads", lambda: 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
@@ -63,8 +72,13 @@ def test_limit_that_is_too_small_is_named_with_the_required_value(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     cases(
-        [("RLIMIT_DATA", 346_000 * 1024, "ulimit -d=")],
-        nightly=[("RLIMIT_AS", 2**30, "ulimit -v="), ("RLIMIT_NOFILE", 60, "ulimit -n=")],
+        [("RLIMIT_DATA", 346_000 * 1024, "ulimit -d="), ("RLIMIT_NOFILE", 16, "ulimit -n=")],
+        nightly=[
+            ("RLIMIT_DATA", 300 * MIB, "ulimit -d="),
+            ("RLIMIT_AS", 2**30, "ulimit -v="),
+            ("RLIMIT_AS", 1331 * MIB, "ulimit -v="),
+            ("RLIMIT_NOFILE", 64, "ulimit -n="),
+        ],
     ),
 )
 def test_run_with_a_small_limit_exits_with_7_and_one_line(
@@ -87,6 +101,176 @@ def test_run_with_a_small_limit_exits_with_7_and_one_line(
     (line,) = done.stderr.splitlines()
     assert done.returncode == 7 and line.startswith(f"error[7]: {message}"), done.stderr
     assert json.loads((tmp_path / "exit.json").read_text())["code"] == 7
+
+
+@pytest.mark.nightly(
+    "complete runs",
+    by="tests/utils/test_limits.py::test_run_with_a_small_limit_exits_with_7_and_one_line",
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RLIMIT_AS", 2**31), ("RLIMIT_DATA", 2**30), ("RLIMIT_DATA", 1331 * MIB), ("RLIMIT_DATA", 2**31),
+        ("RLIMIT_NOFILE", 96),
+    ],
+)  # fmt: skip
+def test_smallest_run_fits_above_the_needs(name: str, value: int, tmp_path: Path) -> None:
+    number = getattr(resource, name)
+    command = [*small_run(2, tmp_path), "--metrics.sample_prompt="]
+    done = forked.run(
+        command, capture_output=True, text=True, timeout=patience.seconds(120),
+        preexec_fn=lambda: resource.setrlimit(number, (value, value)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def small_run(ranks: int, folder: Path) -> list[str]:
+    """Return the command of a run of two steps."""
+    return [
+        sys.executable, "-m", "shardtrain", "train", "debug", f"--nproc={ranks}", f"--job.dump_folder={folder}",
+        "--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=1",
+        "--model.overrides.num_layers=1",
+    ]  # fmt: skip
+
+
+def user_of_this_test() -> int:
+    """Return the number of a user without processes, or that of the current user unless it is root."""
+    return os.getuid() or 50_000 + os.getpid() % 10_000
+
+
+def prefix_of_user(user: int) -> list[str]:
+    """Return the start of a command that runs as another user. It may still read the files of root."""
+    if os.getuid() != 0:
+        return []
+    return [
+        "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=+dac_read_search",
+        "--ambient-caps=+dac_read_search", "--",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the needs are those of Linux")
+@pytest.mark.skipif(
+    os.getuid() == 0 and not shutil.which("setpriv"), reason="needs setpriv (util-linux)"
+)
+@pytest.mark.parametrize("most", cases([8], nightly=[3, 20, 60]))
+def test_user_with_few_processes_is_refused_in_one_line(most: int, tmp_path: Path) -> None:
+    """The kernel does not limit root, so the run has another user."""
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    user = user_of_this_test()
+    environment = {**os.environ, "HOME": str(tmp_path), "USER": "tester", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*prefix_of_user(user), *small_run(2, tmp_path / "run"), "--metrics.sample_prompt="],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=patience.seconds(120),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NPROC, (most, most)),
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr and "panicked" not in done.stderr, done.stderr
+    if most == 60:
+        assert done.returncode == 0, done.stderr
+        return
+    line = f"error[7]: ulimit -u={most} must be at least 24 for 2 ranks on this host, even with the smallest model; "
+    assert done.stderr == f"{line}raise it with ulimit -u\n"
+    end = json.loads((tmp_path / "run/exit.json").read_text())
+    assert done.returncode == end["code"] == 7 and end["retryable"] is False
+
+
+def as_limited_user(most: int, action: Callable[[], object]) -> str:
+    """Run ``action`` in a fork as a user with few processes. Return its error and all output."""
+    with tempfile.TemporaryFile("w+") as output:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(output.fileno(), 2)
+                sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+                resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+                if os.getuid() == 0:
+                    user = user_of_this_test()
+                    os.setgroups([])
+                    os.setgid(user)
+                    os.setuid(user)
+                action()
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        output.seek(0)
+        return output.read()
+
+
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="another program of this user would count, too"
+)
+
+
+@needs_root
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_threads_of_other_programs_of_the_user_count() -> None:
+    def start() -> None:
+        end = threading.Event()
+        others = [threading.Thread(target=end.wait, daemon=True) for _ in range(15)]
+        for other in others:
+            other.start()
+        assert limits.startable_threads(3) == 3
+        limits.require(1)
+
+    # The fork, 15 threads, and 14 more.
+    message = as_limited_user(30, lambda: (limits.require(1), print("fits", file=sys.stderr)))
+    assert message == "fits\n"
+    assert as_limited_user(26, start) == (
+        "OutOfMemoryError: ulimit -u=26 leaves 10 more threads, but 1 rank on this host must be able to start 11; "
+        "end other programs of this user, lower OMP_NUM_THREADS, or raise it with ulimit -u\n"
+    )
+
+
+@needs_root
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_tokenizer_without_enough_threads_is_refused_before_its_library_panics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = bpe_folder(tmp_path) / "tokenizer.json"
+    content = file.read_bytes()
+    monkeypatch.setenv("RAYON_NUM_THREADS", "40")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setattr(json_file, "_threads_of_process", None)
+
+    tokenizer = json_file.JsonTokenizer(file, content, "model.tokenizer_path", "tokenizer")
+    message = as_limited_user(20, lambda: tokenizer.encode_batch(["a text", "another text"]))
+    assert message == (
+        "OutOfMemoryError: ulimit -u=20 leaves 19 more threads, but the threads of the tokenizer must be able to "
+        "start 40; end other programs of this user, lower RAYON_NUM_THREADS, or raise it with ulimit -u\n"
+    )
+
+
+@needs_root
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_data_workers_without_enough_processes_are_refused_without_a_trace() -> None:
+    message = as_limited_user(
+        10, lambda: next(workers.in_order(range(9), DataLoaderOptions(num_workers=4)))
+    )
+    assert message == (
+        "OutOfMemoryError: ulimit -u=10 leaves 9 more threads, but 4 data workers must be able to start 12; "
+        "end other programs of this user, lower training.dataloader.num_workers, or raise it with ulimit -u\n"
+    )
+
+
+def test_limit_of_threads_of_a_cgroup_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tmp_path / "kubepods/pod-1"
+    job.mkdir(parents=True)
+    monkeypatch.setattr(limits, "_lines", lambda _: ["0::/kubepods/pod-1"])
+    assert limits.cgroup_threads(tmp_path) == 0
+    (job / "pids.max").write_text("max\n")
+    (job.parent / "pids.max").write_text("1000\n")
+    assert limits.cgroup_threads(tmp_path) == 1000
+    monkeypatch.undo()
+    set_limits(monkeypatch)
+    monkeypatch.setattr(limits, "cgroup_threads", lambda: 5)
+    with pytest.raises(OutOfMemoryError, match=r"pids.max of the cgroup=5 must be at least 12"):
+        limits.require(1)
 
 
 REFUSALS = [

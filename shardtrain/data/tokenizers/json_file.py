@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.tokenizers.threads import threads
 from shardtrain.data.tokenizers.tokenizer_config import END_TOKENS, MAX_IDS, ends_facts, read_beside
-from shardtrain.utils import libraries
+from shardtrain.utils import libraries, limits
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
@@ -123,6 +124,10 @@ class JsonTokenizer:
         with self._panics():
             if _threads_of_process not in (None, os.getpid()):
                 return [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            if _threads_of_process is None:
+                # The library panics if it cannot start its threads.
+                purpose = "the threads of the tokenizer"
+                limits.require_threads(threads(), purpose, "RAYON_NUM_THREADS")
             _threads_of_process = os.getpid()
             encoded: list[Any] = batch(list(texts), add_special_tokens=False)
             return encoded
