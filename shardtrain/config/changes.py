@@ -116,6 +116,11 @@ OPTIONS: dict[str, Class] = {
     "data.completion_field": "data",
     "data.messages_field": "data",
     "data.tools_field": "data",
+    "data.images_field": "data",
+    # The names and sizes of images have a fingerprint.
+    "data.image_folder": "ignore",
+    "data.max_image_pixels": "data",
+    "data.max_image_bytes": "data",
     "data.chat_template": "data",
     "data.learn_turn_separator": "data",
     "data.turn_end": "data",

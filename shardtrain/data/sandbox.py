@@ -61,6 +61,11 @@ def limits() -> Limits:
     return _limits
 
 
+def wall_seconds() -> float:
+    """Return the maximum time on the clock for a child to start and to answer."""
+    return _START_SECONDS + _WALL_FACTOR * _limits.seconds
+
+
 def spent_seconds() -> float:
     """Return the CPU time of this process's children since the last call."""
     global _spent
@@ -113,7 +118,7 @@ def _ask(request: Mapping[str, Any]) -> str:
             stderr=subprocess.DEVNULL,
         )
     # RLIMIT_CPU does not count a child that sleeps, so its time on the clock is bounded too.
-    late = threading.Timer(_START_SECONDS + _WALL_FACTOR * _limits.seconds, child.kill)
+    late = threading.Timer(wall_seconds(), child.kill)
     late.daemon = True
     late.start()
     try:

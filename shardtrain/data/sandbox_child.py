@@ -25,7 +25,7 @@ def _lower(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, most))
 
 
-def _bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
+def bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
     """Limit this process. ``file_bytes`` is the size of the files that it will map, which takes no memory."""
     if sys.platform == "linux":  # other kernels do not enforce it
         pages = Path("/proc/self/statm").read_text().split()
@@ -45,7 +45,7 @@ def _open_tokenizer(request: Mapping[str, Any]) -> None:
     from shardtrain.data.tokenizers.open_tokenizer import open_content
 
     path = Path(request["path"])
-    _bound(request["memory_bytes"], request["seconds"])
+    bound(request["memory_bytes"], request["seconds"])
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != request["sha256"]:
         raise ValueError("it was changed while it was opened")
@@ -68,7 +68,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
     from shardtrain.data.sources import parquet
 
     # half of the limit: the trainer needs as much again for itself and for the rows
-    _bound(request["memory_bytes"] // 2, request["seconds"])
+    bound(request["memory_bytes"] // 2, request["seconds"])
     pyarrow.set_cpu_count(1)
     try:
         limits = parquet.thrift_limits(request["max_list"])
@@ -93,7 +93,7 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
 
     from shardtrain.data.sources._batches import rows_of_batch
 
-    _bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
+    bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
     try:
         if "folder" in request:
             saved = datasets.load_from_disk(request["folder"])

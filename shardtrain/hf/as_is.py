@@ -146,6 +146,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     # of LayerNorm, or any name of a tied tensor. A second name is skipped only if its values are equal.
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
+    renamed = _renamed(hf, in_file)
     for ours, theirs in plain.sources.items():
         if isinstance(theirs, MergedExperts):
             # The file contains the experts separately or stacked.
@@ -163,6 +164,8 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         existing: list[str] = []
         for name in names_of_tensor:
             existing += [form for form in _forms(name, prefix) if form in in_file]
+        if not existing and _without_attribute(ours) in renamed:
+            existing = [renamed[_without_attribute(ours)]]
         # Of equal copies of a tied tensor, read the first.
         if existing:
             sources[ours] = existing[0]
@@ -203,6 +206,30 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
                 f"{', '.join(new[:10])}"
             )
     return Translation(plain.hub, plain.shapes, config, sources), [*skipped, *repeated]
+
+
+def _renamed(hf: Any, in_file: set[str]) -> dict[str, str]:
+    """Map names of tensors in ``transformers`` to other names in a file, by the library's own rules.
+
+    Models with several parts, such as a vision tower, have rules for each part. Only names are mapped.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:
+        # Before transformers 5, the names in files are those of the modules.
+        return {}
+    parameters = dict(hf.named_parameters())
+    if in_file >= parameters.keys():
+        return {}
+    conversions = get_model_conversion_mapping(hf)
+    renamings = [rule for rule in conversions if isinstance(rule, WeightRenaming)]
+    renamed = {}
+    for name in sorted(in_file - parameters.keys()):
+        new_name, _ = rename_source_key(name, renamings, [], hf.base_model_prefix, parameters)
+        if new_name in parameters:
+            renamed[new_name] = name
+    return renamed
 
 
 def own_sizes(config: Any) -> Any:

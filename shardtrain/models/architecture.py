@@ -41,6 +41,7 @@ KINDS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "image_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
 """Kind of model -> the mapping in ``transformers`` that lists its architectures. The first match is
 the kind.
@@ -144,6 +145,12 @@ def kind_of(folder: str, architecture: str) -> str:
     return next(
         kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type))
     )
+
+
+def reads_images(folder: str, architecture: str) -> bool:
+    """True if an architecture generates text from images and text. Its kind may be "causal" as well."""
+    model_type = read(folder).model_type
+    return architecture in _classes(_tables()["image_text"].get(model_type))
 
 
 def build(

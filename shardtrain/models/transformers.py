@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +237,7 @@ class Model(nn.Module):
         lengths_B: Tensor | None = None,
         decoded_BS: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return logits (B, T, V) of tokens (B, T), or (B, L) for a classifier.
 
@@ -249,6 +250,7 @@ class Model(nn.Module):
             decoded_BS: target tokens of an encoder-decoder, which then returns logits (B, S, V).
                 This method shifts them right and replaces IGNORE by the padding token.
             documents_BT: document number of each token. Tokens attend within their document.
+            images: further inputs of a network that reads images, by their names in ``transformers``.
         """
         self._move_constants(tokens_BT.device)
         if self.balance is not None:
@@ -256,7 +258,9 @@ class Model(nn.Module):
         config = self.hf.config
         # later pipeline stages receive activations
         inputs = {"inputs_embeds" if tokens_BT.is_floating_point() else "input_ids": tokens_BT}
-        pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
+        # The config of a model with several parts, such as a vision tower, has none
+        pad_token_id = getattr(config, "pad_token_id", None)
+        pad = pad_token_id if isinstance(pad_token_id, int) else 0
         if documents_BT is not None or self.passes_positions:
             # No attention mask is passed: transformers finds documents by the positions that restart at 0
             assert positions_BT is not None
@@ -273,6 +277,8 @@ class Model(nn.Module):
             shifted_BS = torch.full_like(decoded_BS, config.decoder_start_token_id)
             shifted_BS[:, 1:] = decoded_BS[:, :-1].masked_fill(decoded_BS[:, :-1] == IGNORE, pad)
             inputs["decoder_input_ids"] = shifted_BS
+        if images is not None:
+            inputs |= images
         return self.hf(**inputs).logits  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Model:

@@ -30,6 +30,7 @@ from shardtrain.config.rules.data_rules import (
 )
 from shardtrain.config.rules.experts_rules import check_experts, experts_notes
 from shardtrain.config.rules.float8_rules import check_float8, float8_notes
+from shardtrain.config.rules.image_rules import check_images
 from shardtrain.config.rules.launch_rules import check_launch
 from shardtrain.config.rules.lora_rules import check_lora
 from shardtrain.config.rules.model_rules import (
@@ -86,6 +87,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_layers,
     check_transformers,
     check_text_tasks,
+    check_images,
     check_experts,
     check_batch,
     check_pipeline,

@@ -40,6 +40,7 @@ _FIELDS_OF_TASKS = {
     **dict.fromkeys(OF_PAIRS, ("prompt_field", *_OF_TEMPLATES)),
     "kto": ("prompt_field", "completion_field", *_OF_TEMPLATES),
     "sequence_to_sequence": ("prompt_field", "completion_field"),
+    "image_text": ("messages_field", *_OF_TEMPLATES),
 }
 """Columns and templates that each task of rows reads, regardless of data.format."""
 _ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))

@@ -98,6 +98,14 @@ class Data:
     """Column of the conversation: a list of {role, content} objects (shardtrain)."""
     tools_field: str = "tools"
     """Column of the tools that a conversation may call, if the row has it (shardtrain)."""
+    images_field: str = ""
+    """Column of the image or the list of images of a conversation; empty: "images" or "image" (shardtrain)."""
+    image_folder: str = ""
+    """Folder of the images that rows name by path; empty: the folder of the dataset (shardtrain)."""
+    max_image_pixels: int = 67108864
+    """Maximum width x height of an image. A larger one is a bad row (shardtrain)."""
+    max_image_bytes: int = 33554432
+    """Maximum size of an image file. A larger one is a bad row (shardtrain)."""
     add_bos: bool | None = None
     """Begin each text with bos, in training, generate and evaluate; unset: as the tokenizer's files specify
     (shardtrain)."""

@@ -88,6 +88,10 @@ def _render(
     template: ChatTemplate, messages: Sequence[Message], variables: Variables, prompt: bool
 ) -> tuple[list[Message], str]:
     """Return the messages in the form that the template reads, and the rendered text."""
+    if not template.reads_parts and any(map(_num_images, messages)):
+        raise Unusable(
+            "the chat template does not read images; set data.chat_template to one that does"
+        )
     chat = list(messages) if template.reads_parts else [joined(message) for message in messages]
     text = template.render(chat, variables, prompt)
     arguments = [function.get("arguments") for function in called_functions(chat)]
@@ -146,7 +150,7 @@ def check_nothing_is_dropped(
     # Check each shape of conversation once. Conversations have the same shape if their roles are the same
     # and the same turns have a non-empty text.
     has_text = {name: bool(leaf.value.strip()) for name, leaf in leaves.items()}
-    roles = [message["role"] for message in chat]
+    roles = [(message["role"], _num_images(message)) for message in chat]
     shape = (
         bool(variables.get("tools")),
         json.dumps(others, sort_keys=True),
@@ -170,6 +174,14 @@ def check_nothing_is_dropped(
             raise Unusable(
                 f"the chat template drops a part of {leaf.description}; use one that writes it"
             )
+
+
+def _num_images(message: Message) -> int:
+    """Return the number of parts of a content that are images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return 0
+    return sum(part.get("type") == "image" for part in content)
 
 
 def _find_dropped(

@@ -18,7 +18,7 @@ chat_template_kwargs."""
 NO_VARIABLES: Variables = MappingProxyType({})
 
 # names of speakers in ShareGPT's format
-_SPEAKERS = {
+SPEAKERS = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
@@ -86,11 +86,12 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
     return {"tools": tools_of(tools, tools_field), **variables}
 
 
-def messages_of(value: Any, name: str) -> list[Message]:
+def messages_of(value: Any, name: str, has_images: bool = False) -> list[Message]:
     """Check a list of {role, content} or {from, value} objects, and return messages for chat templates.
 
     A content is a text, or a list of at least two parts ``{"type": "text", "text": ...}``. Null keys are
-    removed. Reasoning is copied to all of its possible keys, because templates read different ones.
+    removed. Reasoning is copied to all of its possible keys, because templates read different ones. With
+    ``has_images``, a part may also be ``{"type": "image"}``.
 
     Raises:
         Unusable: names the column and the message that is wrong.
@@ -101,7 +102,7 @@ def messages_of(value: Any, name: str) -> list[Message]:
         raise Unusable("the conversation is empty", harmless=True)
     messages = []
     for number, message in enumerate(value, start=1):
-        messages.append(_message(message, f"message {number} of column {name!r}"))
+        messages.append(_message(message, f"message {number} of column {name!r}", has_images))
     return messages
 
 
@@ -152,7 +153,7 @@ def with_object_arguments(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str, has_images: bool = False) -> Message:
     """Check one message, and return a plain copy. Raises Unusable, naming ``where``."""
     if not isinstance(value, Mapping):
         raise Unusable(f"{where} is {kind(value)}, not an object with role and content")
@@ -178,7 +179,7 @@ def _message(value: Any, where: str) -> Message:
             del message["tool_calls"]
     # A message has a content, tool calls, or both.
     if "content" in message:
-        message["content"] = _content(message["content"], where)
+        message["content"] = _content(message["content"], where, has_images)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
     # A reasoning may have several names. The first one that is not empty gets all of them.
@@ -200,13 +201,17 @@ def joined(message: Message) -> Message:
     return message | {"content": "".join(part["text"] for part in parts)}
 
 
-def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
-    """Check a content, and return it as text if it has at most one part."""
+def _content(value: Any, where: str, has_images: bool) -> str | list[dict[str, Any]]:
+    """Check a content, and return it as text if it is at most one part of text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise Unusable(f"{where} has a content that is {kind(value)}, not a text")
+    num_images = 0
     for part in value:
+        if has_images and part == {"type": "image"}:
+            num_images += 1
+            continue
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
             part_type = part.get("type") if isinstance(part, Mapping) else kind(part)
             raise Unusable(
@@ -214,7 +219,7 @@ def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
             )
         if not isinstance(part.get("text"), str):
             raise Unusable(f"{where} has a part of type 'text' without a text")
-    if len(value) > 1:
+    if len(value) > 1 or num_images:
         return value
     return "".join(part["text"] for part in value)
 
@@ -239,11 +244,11 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
             )
         function = {"name": call["name"], "arguments": call.get("arguments", {})}
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
-    if speaker not in _SPEAKERS:
+    if speaker not in SPEAKERS:
         raise Unusable(
-            f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call"
+            f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(SPEAKERS)}, function_call"
         )
-    return {"role": _SPEAKERS[speaker], "content": check_text(text, where)}
+    return {"role": SPEAKERS[speaker], "content": check_text(text, where)}
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -90,7 +90,9 @@ def replace_texts(
             message["content"] = f"{opening}<think>{thought}</think>{answer}"
         elif isinstance(parts, list):
             for part in parts:
-                part["text"] = add_placeholder(turn, "content", part["text"])
+                # an image has no text
+                if "text" in part:
+                    part["text"] = add_placeholder(turn, "content", part["text"])
         elif content.strip() or "tool_calls" not in message:
             message["content"] = add_placeholder(turn, "content", content)
         # Replace reasoning in a separate field, and tool calls.

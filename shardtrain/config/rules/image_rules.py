@@ -1,0 +1,65 @@
+"""Rules of ``task.name = "image_text"``: requirements on the model and on images, and options without effect."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.config.folder_model import NAME
+from shardtrain.config.load import Loaded
+from shardtrain.config.rules.data_rules import is_changed
+from shardtrain.config.rules.task_rules import OF_DOCUMENTS
+from shardtrain.config.rules.values import problem
+from shardtrain.config.schema.data_options import END_OPTIONS
+from shardtrain.utils.errors import Problem
+
+IMAGE_TEXT = "image_text"
+_OPTIONS = ("images_field", "image_folder", "max_image_pixels", "max_image_bytes")
+
+
+def check_images(loaded: Loaded) -> Iterator[Problem]:
+    """Yield problems of the task ``image_text``, and options of images that other tasks ignore."""
+    config = loaded.config
+    if config.task.name != IMAGE_TEXT:
+        # A task file of the user may build on this task.
+        if not config.task.name.endswith(".py"):
+            yield from _check_options_of_images(loaded)
+        return
+    if config.model.name != NAME:
+        yield problem(
+            loaded,
+            "model.name",
+            rule=f'does not read images, which task.name = "{IMAGE_TEXT}" requires',
+            fix=f'set it to "{NAME}" and model.hf_assets_path to the folder of a model that reads images',
+        )
+    if importlib.util.find_spec("PIL") is None:
+        yield problem(
+            loaded,
+            "task.name",
+            rule="needs the PIL library, which is not installed",
+            fix='pip install "shardtrain[vision]"',
+        )
+    folder = config.data.image_folder
+    if folder and not Path(folder).is_dir():
+        yield problem(loaded, "data.image_folder", "is not a folder", "name the folder of images")
+    for name in ("max_image_pixels", "max_image_bytes"):
+        if getattr(config.data, name) < 1:
+            yield problem(loaded, f"data.{name}", "must be at least 1", "remove it")
+    without_effect = [*OF_DOCUMENTS, *(f"data.{name}" for name in END_OPTIONS)]
+    for option in without_effect:
+        if is_changed(loaded, option):
+            yield problem(loaded, option, f"has no effect with task.name={IMAGE_TEXT}", "remove it")
+    if config.task.options:
+        yield problem(loaded, "task.options", "is for a task file of yours", "remove it")
+
+
+def _check_options_of_images(loaded: Loaded) -> Iterator[Problem]:
+    for name in _OPTIONS:
+        if is_changed(loaded, f"data.{name}"):
+            yield problem(
+                loaded,
+                f"data.{name}",
+                rule=f'is only read by task.name = "{IMAGE_TEXT}"',
+                fix="remove it",
+            )

@@ -1,0 +1,325 @@
+"""Fine-tuning on images and text: answer questions about images, with loss on the assistant's turns.
+
+A row is a conversation with images (``data/images.py`` lists the formats). The chat template writes it as
+text with one placeholder for each image, and the processor of the model's folder replaces the placeholders
+by the tokens of the images and makes the other inputs. A row is one sequence, and a batch is padded to its
+longest row.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardtrain import models
+from shardtrain.config import derived
+from shardtrain.config.schema import Config
+from shardtrain.data.chat.conversations import Conversations, Written
+from shardtrain.data.chat.messages import template_variables
+from shardtrain.data.digest import digest
+from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
+from shardtrain.data.documents.encode import open_conversations
+from shardtrain.data.documents.read_documents import TOO_LONG
+from shardtrain.data.image_decoder import BadImage, ImageDecoder
+from shardtrain.data.images import Image, ImageReader
+from shardtrain.data.row_stream import RowBatch
+from shardtrain.data.sources import BadRow
+from shardtrain.layout import Layout
+from shardtrain.models import architecture
+from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.ops.targets import IGNORE
+from shardtrain.tasks import _files
+from shardtrain.tasks.images.image_batch import TARGETS, TOKENS, ImageRow, Loader, replaced
+from shardtrain.tasks.images.image_processor import ImageProcessor
+from shardtrain.tasks.task import ShownText
+from shardtrain.tasks.text_task import TextTask
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+
+METRICS = {"accuracy": "max"}
+DEGREES = ()
+
+_IMAGES_TOO_LONG = "an image does not fit into seq_len"
+
+
+class _Rendered(NamedTuple):
+    """A rendered conversation and its images."""
+
+    written: Written
+    images: list[Image]
+    sizes: list[tuple[int, int]]
+
+
+class ImageText(TextTask):
+    """The task ``image_text``."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._dtype = getattr(torch, derived.compute_dtype(config))
+
+    # The model
+
+    def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
+        """Return the model unchanged. Raises ConfigError for a model that does not read images."""
+        network = getattr(model, "hf", None)
+        if network is None:
+            raise ConfigError(
+                Problem(
+                    "model.name",
+                    self.config.model.name,
+                    rule="does not read images",
+                    fix='use "transformers" with the folder of a model that does',
+                )
+            )
+        folder = self.folder
+        name = type(network).__name__
+        if not architecture.reads_images(folder, name):
+            raise ConfigError(
+                Problem(
+                    "model.overrides.path",
+                    folder,
+                    rule=f"contains {name}, which does not generate text from images",
+                    fix="use the folder of a model that does, such as LLaVA, Qwen2.5-VL or Gemma 3",
+                )
+            )
+        return model
+
+    @cached_property
+    def folder(self) -> str:
+        """The Hugging Face folder of the model, which also has its processor."""
+        _, shape = models.configured(self.config.model)
+        return str(shape.path)
+
+    def num_outputs(self, shape: Any) -> int:
+        """Return the vocabulary size."""
+        return int(shape.vocab_size)
+
+    # Rows
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        """The processor of the model's folder. Raises ConfigError if it cannot be opened."""
+        # This opens the tokenizer in a process with limits. The processor opens it once more.
+        _ = self.tokenizer
+        return ImageProcessor(self.folder)
+
+    @cached_property
+    def conversations(self) -> Conversations:
+        """The chat template with the tokenizer."""
+        tokenizer = copy.copy(self.tokenizer)
+        template = self.processor.chat_template()
+        if template is not None:
+            tokenizer.chat_template = template
+        return open_conversations(tokenizer, self.config.data)
+
+    @cached_property
+    def decoder(self) -> ImageDecoder:
+        """The process that decodes images."""
+        return ImageDecoder(self.config.data.max_image_pixels)
+
+    @cached_property
+    def loader(self) -> Loader:
+        """Makes batches of rows."""
+        return Loader(
+            self.processor,
+            self.decoder,
+            self.config.data.max_image_bytes,
+            self.config.parallelism.tensor_parallel_degree,
+            self._filler(),
+        )
+
+    def _filler(self) -> str:
+        """Return the text of a row with one image, for batches without images."""
+        question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+        answer = {"role": "assistant", "content": "!"}
+        text = self.conversations.write([question, answer], {}).text
+        if text.count(self.processor.placeholder) != 1:
+            raise ConfigError(
+                Problem(
+                    "data.chat_template",
+                    self.config.data.chat_template,
+                    rule=f"does not write {self.processor.placeholder} for an image of a message",
+                    fix="use the chat template of the model",
+                )
+            )
+        return text
+
+    def reader(self, split: str) -> ImageReader:
+        """Return the reader of the images of a split's rows."""
+        data = self.config.data
+        _, named = _files.section_of(self.config, split)
+        folder = data.image_folder or folder_of(named.source.dataset_path)
+        return ImageReader(folder, data.messages_field, data.images_field, data.max_image_bytes)
+
+    def read_rows(self, split: str) -> _files.FileRows[ImageRow]:
+        """Read the files of a split. Raises what ``_files.read`` raises."""
+        section, _ = _files.section_of(self.config, split)
+        _ = self.loader  # errors of the processor precede those of rows
+        rows: _files.FileRows[ImageRow] = _files.read(
+            self.config, split, partial(self.encode, split=split, decodes=False)
+        )
+        parts: list[Any] = [self.tokenizer.fingerprint, self.processor.fingerprint, section.seq_len]
+        for row in rows:
+            parts += [row.tokens.tobytes(), row.learned.tobytes(), repr(row.sizes)]
+            parts += [image.identity() for image in row.images]
+        rows.fingerprint = digest(*parts)
+        num_tokens = sum(len(row.tokens) for row in rows)
+        num_images = sum(len(row.images) for row in rows)
+        num_full = sum(len(row.tokens) == section.seq_len for row in rows)
+        logger.info(
+            f"{split}: {len(rows)} rows, {num_images} images, {num_tokens} tokens; "
+            f"{num_full} rows fill seq_len or were truncated to it"
+        )
+        return rows
+
+    def encode(
+        self, rows: Sequence[Mapping[str, Any] | BadRow], split: str, decodes: bool = True
+    ) -> Iterator[ImageRow | BadRow]:
+        """Render and tokenize rows. Yield an ImageRow or a BadRow for each.
+
+        With ``decodes``, all images are decoded. Otherwise only their sizes are read.
+        """
+        section, _ = _files.section_of(self.config, split)
+        reader = self.reader(split)
+
+        def render(row: Mapping[str, Any]) -> _Rendered | BadRow:
+            return self.render(row, reader, section.seq_len, decodes)
+
+        def tokenize(rendered: list[_Rendered]) -> Iterator[ImageRow | BadRow]:
+            for one in rendered:
+                yield self._row(one, section.seq_len)
+
+        return around_bad_rows([attempt(render, row) for row in rows], tokenize)
+
+    def render(
+        self, row: Mapping[str, Any], reader: ImageReader, seq_len: int, decodes: bool
+    ) -> _Rendered | BadRow:
+        """Render a conversation, and read the sizes of its images. Raises Unusable."""
+        found = reader.read(row)
+        if isinstance(found, BadRow):
+            return found
+        messages, images = found
+        variables = template_variables(row, self.config.data.tools_field)
+        written = self.conversations.write(messages, variables)
+        num_places = written.text.count(self.processor.placeholder)
+        if num_places != len(images):
+            return BadRow(
+                f"the chat template writes another number of {self.processor.placeholder} than the row has images, "
+                "or a text contains it",
+                detail=f"{len(images)} images, {num_places} places",
+            )
+        # each image takes at least one token
+        if len(images) > seq_len:
+            return BadRow(_IMAGES_TOO_LONG, harmless=True)
+        sizes = []
+        for image in images:
+            try:
+                if decodes:
+                    height, width, _ = image.decode(self.decoder, reader.max_bytes).shape
+                    sizes.append((width, height))
+                else:
+                    sizes.append(image.size(self.decoder, reader.max_bytes))
+            except BadImage as error:
+                return BadRow(f"has an image that {error}", detail=image.place)
+        return _Rendered(written, images, sizes)
+
+    def _row(self, rendered: _Rendered, seq_len: int) -> ImageRow | BadRow:
+        """Tokenize a row, and truncate it to ``seq_len`` after its last image."""
+        written, images, sizes = rendered
+        try:
+            replacements = self.processor.replacements(written.text, sizes)
+        except Exception as error:  # a processor may raise anything for an image that it refuses
+            reason = " ".join(str(error).split())[:200]
+            return BadRow("has an image that the model's processor refuses", detail=reason)
+        text, spans, image_spans = replaced(written.text, written.spans, replacements)
+        (document,) = self.conversations.documents([Written(text, spans, written.exact)])
+        assert document.learned is not None
+        learned = document.learned.copy()
+        # The tokens of an image are never learned, also within an answer.
+        ((tokens, places),) = self.tokenizer.encode_spans([text])
+        num_before_end = 0
+        for start, stop in image_spans:
+            is_image = (places[:, 0] < stop) & (places[:, 1] > start)
+            learned &= ~is_image
+            num_before_end = int(is_image.nonzero()[0][-1]) + 1
+        if num_before_end > seq_len:
+            return BadRow(_IMAGES_TOO_LONG, harmless=True)
+        learned = learned[:seq_len]
+        if not learned[1:].any():
+            return BadRow(TOO_LONG, harmless=True)
+        return ImageRow(written.text, tuple(images), tuple(sizes), tokens[:seq_len], learned)
+
+    def lengths(self, row: ImageRow) -> list[int]:
+        """Return the number of tokens of the row."""
+        return [len(row.tokens)]
+
+    def shown(self, row: ImageRow) -> list[ShownText]:
+        """Return the conversation with the tokens of its images."""
+        return [ShownText("conversation", row.tokens.tolist(), row.learned.tolist())]
+
+    # Batches and loss
+
+    def collate(self, rows: list[Any]) -> dict[str, Tensor]:
+        """Return tokens and targets (B, T), and the other inputs of the network."""
+        return self.loader.collate(rows)
+
+    def num_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """Return the number of tokens whose loss is computed."""
+        return int((batch[TARGETS] != IGNORE).sum())
+
+    def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
+        """Return the logits (B, T, V)."""
+        images = {}
+        for name, values in batch.tensors.items():
+            if name not in (TOKENS, TARGETS):
+                images[name] = values.to(self._dtype) if values.is_floating_point() else values
+        return model(batch[TOKENS], images=images)  # type: ignore[no-any-return]
+
+    def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
+        """Return the weighted sum of the cross-entropy of the assistant's tokens."""
+        return cross_entropy_sum(outputs, batch[TARGETS], weight)
+
+    def predictions(self, outputs: Tensor, batch: RowBatch) -> dict[str, Tensor]:
+        """Return per row the number of tokens predicted correctly after the true previous tokens, and of
+        all tokens."""
+        targets_BT = batch[TARGETS]
+        is_target_BT = targets_BT != IGNORE
+        right_BT = (outputs.argmax(-1) == targets_BT) & is_target_BT
+        return {"right": right_BT.sum(1), "tokens": is_target_BT.sum(1)}
+
+    def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the share of the assistant's tokens that are predicted correctly."""
+        return {"accuracy": int(rows["right"].sum()) / max(1, int(rows["tokens"].sum()))}
+
+    def prediction_text(self, row: Mapping[str, Tensor]) -> str:
+        """Return the numbers of correct and of all tokens of a row, separated by a tab."""
+        return f"{int(row['right'])}\t{int(row['tokens'])}"
+
+
+def folder_of(dataset_path: str | None) -> str:
+    """Return the folder of a dataset of files, to which paths of images are relative. Empty if there is none.
+
+    >>> folder_of("data/*/rows.jsonl"), folder_of("nobody/nothing")
+    ('data', '')
+    """
+    if not dataset_path:
+        return ""
+    if os.path.isdir(dataset_path):
+        return dataset_path
+    parts = Path(dataset_path).parts
+    for number, part in enumerate(parts):
+        if any(letter in part for letter in "*?["):
+            return str(Path(*parts[:number]))
+    if os.path.isfile(dataset_path):
+        return str(Path(dataset_path).parent)
+    return ""
+
+
+Task = ImageText

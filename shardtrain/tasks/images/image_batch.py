@@ -1,0 +1,193 @@
+"""Rows with images, and their batches: padded tokens, and the images of all rows.
+
+A batch without an image gets an additional one, whose loss is not computed. All data-parallel ranks then
+run the same modules, which FSDP requires, and the parameters for images have gradients of zero instead of
+none. So the numbers do not depend on the division of rows into batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardtrain.data.image_decoder import BadImage, ImageDecoder, Pixels
+from shardtrain.data.images import Image
+from shardtrain.ops.targets import IGNORE
+from shardtrain.tasks.images.image_processor import ImageProcessor
+from shardtrain.utils.errors import DataError
+
+TOKENS = "tokens_BT"
+TARGETS = "targets_BT"
+_IDS = "input_ids"
+
+
+@dataclass(frozen=True)
+class ImageRow:
+    """A conversation with images.
+
+    Attributes:
+        text: the rendered conversation, with one placeholder for each image.
+        images: the images, which are loaded when a batch is built.
+        sizes: width and height of each image.
+        tokens: token ids, with the tokens of images, truncated to seq_len.
+        learned: True for tokens whose loss is computed.
+    """
+
+    text: str
+    images: tuple[Image, ...]
+    sizes: tuple[tuple[int, int], ...]
+    tokens: npt.NDArray[np.int32]
+    learned: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads the images of rows and makes batches.
+
+    Attributes:
+        length_multiple: the lengths of sequences are multiples of this number.
+        filler: row with one small image, for batches without images.
+    """
+
+    processor: ImageProcessor
+    decoder: ImageDecoder
+    max_bytes: int
+    length_multiple: int
+    filler: str
+
+    def collate(self, rows: Sequence[ImageRow]) -> dict[str, Tensor]:
+        """Return tokens and targets (B, T), and the other inputs of the model by their names.
+
+        Raises:
+            DataError: an image cannot be decoded, or has changed since the rows were read.
+        """
+        inputs_of_rows = [self._inputs(row) for row in rows]
+        if not any(row.images for row in rows):
+            pixels = np.zeros((32, 32, 3), dtype=np.uint8)
+            filler = self.processor.inputs(self.filler, [pixels])
+            shortest = min(range(len(rows)), key=lambda number: len(rows[number].tokens))
+            inputs_of_rows[shortest] = _joined(inputs_of_rows[shortest], filler)
+
+        lengths = [inputs[_IDS].shape[1] for inputs in inputs_of_rows]
+        T = -(-max(lengths) // self.length_multiple) * self.length_multiple
+        targets_BT = torch.full((len(rows), T), IGNORE, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            targets = np.where(row.learned[1:], row.tokens[1:], IGNORE)
+            targets_BT[number, : len(targets)] = torch.from_numpy(targets.astype(np.int64))
+
+        batch = {TARGETS: targets_BT}
+        names = dict.fromkeys(name for inputs in inputs_of_rows for name in inputs)
+        for name in names:
+            batch[TOKENS if name == _IDS else name] = self._stacked(name, inputs_of_rows, T)
+        return batch
+
+    def _inputs(self, row: ImageRow) -> dict[str, Tensor]:
+        """Return the inputs of one row, without the tokens beyond its truncation."""
+        images = [self.load(image) for image in row.images]
+        for image, pixels, size in zip(row.images, images, row.sizes, strict=True):
+            height, width, _ = pixels.shape
+            if (width, height) != tuple(size):
+                raise DataError(
+                    f"image {image.place} is {width} x {height} pixels, and was {size[0]} x {size[1]} when the run "
+                    "started; restart the run"
+                )
+        inputs = self.processor.inputs(row.text, images)
+        ids = inputs[_IDS][0, : len(row.tokens)].numpy()
+        if not np.array_equal(ids, row.tokens):
+            raise DataError(
+                f"the processor in {self.processor.folder} and the tokenizer of the run give different tokens for a "
+                "row; use the tokenizer of this folder"
+            )
+        num_tokens = inputs[_IDS].shape[1]
+        cut = {}
+        for name, values in inputs.items():
+            is_of_tokens = _is_of_tokens(values, num_tokens)
+            cut[name] = values[:, : len(row.tokens)] if is_of_tokens else values
+        return cut
+
+    def load(self, image: Image) -> Pixels:
+        """Return the pixels of an image. Raises DataError."""
+        try:
+            return image.decode(self.decoder, self.max_bytes)
+        except BadImage as error:
+            raise DataError(
+                f"image {image.place} {error}; replace it, or remove its row "
+                '("shardtrain data check" decodes all images)'
+            ) from None
+
+    def _stacked(self, name: str, inputs_of_rows: Sequence[Mapping[str, Tensor]], T: int) -> Tensor:
+        """Return an input of a batch: of tokens, of rows, or of the images of all rows."""
+        parts = []
+        for inputs in inputs_of_rows:
+            num_tokens = inputs[_IDS].shape[1]
+            if name in inputs and _is_of_tokens(inputs[name], num_tokens):
+                value = self.processor.pad_id if name == _IDS else 0
+                later_dims = [0, 0] * (inputs[name].ndim - 2)
+                padding = [*later_dims, 0, T - num_tokens]
+                parts.append(F.pad(inputs[name], padding, value=value))
+            elif name in inputs:
+                parts.append(inputs[name])
+            elif name in self.processor.row_inputs:
+                # A row without images is padding in the dim of images.
+                known = next(other[name] for other in inputs_of_rows if name in other)
+                parts.append(known.new_zeros((1, 0, *known.shape[2:])))
+        # The other dims may differ, such as the number of tiles of an image.
+        largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        padded = []
+        for part in parts:
+            missing: list[int] = []
+            for size, wanted in zip(reversed(part.shape[1:]), reversed(largest), strict=True):
+                missing += [0, wanted - size]
+            padded.append(F.pad(part, missing) if any(missing) else part)
+        return torch.cat(padded)
+
+
+def _is_of_tokens(values: Tensor, num_tokens: int) -> bool:
+    """True for an input with a value for each token, (1, T)."""
+    return values.ndim >= 2 and values.shape[:2] == (1, num_tokens)
+
+
+def _joined(inputs: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Append the tokens and the image of ``more`` to a row without images."""
+    joined = dict(more)
+    for name, values in inputs.items():
+        joined[name] = torch.cat((values, more[name].to(values.dtype)), dim=1)
+    return joined
+
+
+def replaced(
+    text: str, spans: Sequence[tuple[int, int]], replacements: Sequence[Any]
+) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return a text with its placeholders replaced, its ranges in the new text, and those of the images.
+
+    >>> replaced("a<i>bc", [(4, 6)], [(1, 4, "<i><i>")])
+    ('a<i><i>bc', [(7, 9)], [(1, 7)])
+    """
+    pieces = []
+    image_spans = []
+    last = 0
+    length = 0
+    for start, stop, new in replacements:
+        pieces += [text[last:start], new]
+        length += start - last
+        image_spans.append((length, length + len(new)))
+        length += len(new)
+        last = stop
+    pieces.append(text[last:])
+
+    def moved(place: int) -> int:
+        shift = 0
+        for start, stop, new in replacements:
+            if stop <= place:
+                shift += len(new) - (stop - start)
+        return place + shift
+
+    new_spans = [(moved(start), moved(stop)) for start, stop in spans]
+    return "".join(pieces), new_spans, image_spans
