@@ -98,7 +98,7 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
 
     if options.environment:
-        test(options.environment / "bin" / "python")
+        test(options.environment.absolute() / "bin" / "python")
         return
     for python in options.python:
         for version in options.torch:
