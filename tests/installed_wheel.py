@@ -8,11 +8,12 @@ import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import patience
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("shardtrain", "configs", "pyproject.toml", "README.md", "LICENSE")
@@ -33,12 +34,20 @@ def environment_variables() -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1"}
 
 
-def run(*command: str | Path, cwd: Path, seconds: float = 120) -> str:
-    """Run a command and return its standard output. Fail the test if the command fails."""
+def run(
+    *command: str | Path,
+    cwd: Path,
+    seconds: float = 120,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """Run a command and return its standard output. Fail the test if the command fails.
+
+    ``variables`` are added to the environment.
+    """
     done = subprocess.run(
         [str(argument) for argument in command],
         cwd=cwd,
-        env=environment_variables(),
+        env={**environment_variables(), **(variables or {})},
         capture_output=True,
         text=True,
         timeout=patience.seconds(seconds),
@@ -71,6 +80,32 @@ def build(folder: Path, without: Sequence[str] = ()) -> Path:
     run(sys.executable, "-m", "pip", "wheel", "--quiet", *options, ".", cwd=folder, seconds=300)
     (wheel,) = (folder / "dist").glob("*.whl")
     return wheel
+
+
+def install_as_tool(wheel: Path, folder: Path) -> Path:
+    """Install the wheel and its dependencies with ``uv tool install``. Return the folder of its commands.
+
+    PyTorch has the version of the tests' environment. uv does not read pip's settings, so a folder of wheels that pip uses
+    is passed on.
+    """
+    constraints = folder / "constraints.txt"
+    constraints.write_text(f"torch=={torch.__version__}\n")
+    options = ["--constraints", constraints]
+    pip = (sys.executable, "-m", "pip", "config", "list")
+    for line in run(*pip, cwd=folder).splitlines():
+        name, _, value = line.partition("=")
+        if name.endswith(".find-links"):
+            options += ["--find-links", value.strip("'")]
+    run(
+        *(sys.executable, "-m", "uv", "tool", "install", "--no-python-downloads"),
+        *("--cache-dir", folder / "cache", "--python", sys.executable),
+        *options,
+        wheel,
+        cwd=folder,
+        seconds=600,
+        variables={"UV_TOOL_DIR": str(folder / "tools"), "UV_TOOL_BIN_DIR": str(folder / "bin")},
+    )
+    return folder / "bin"
 
 
 def install(wheel: Path, folder: Path) -> Path:

@@ -65,3 +65,15 @@ def test_first_commands_work_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_
     assert json.loads((folder / "hf_model/config.json").read_text())["model_type"] == "llama"
     assert {"report.html", "outputs", "hf_model"} == {path.name for path in folder.iterdir()}
     assert (folder / "hf_model/tokenizer.json").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.nightly(
+    "a wheel is built", by="tests/test_repository.py::test_citation_has_this_version"
+)
+def test_a_tool_installed_by_uv_trains_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    programs = installed_wheel.install_as_tool(wheel, tmp_path)
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    installed_wheel.run(programs / "shardtrain", "train", "debug", *SMALL.split(), cwd=folder)
+    assert (folder / "outputs" / "metrics.jsonl").stat().st_size > 0
