@@ -85,8 +85,8 @@ def build(folder: Path, without: Sequence[str] = ()) -> Path:
 def install_as_tool(wheel: Path, folder: Path) -> Path:
     """Install the wheel and its dependencies with ``uv tool install``. Return the folder of its commands.
 
-    PyTorch has the version of the tests' environment. uv does not read pip's settings, so a folder of wheels that pip uses
-    is passed on.
+    PyTorch has the version of the tests' environment. uv does not read pip's settings, so a folder of wheels
+    that pip uses is passed on.
     """
     constraints = folder / "constraints.txt"
     constraints.write_text(f"torch=={torch.__version__}\n")
