@@ -10,7 +10,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,8 +24,10 @@ BLOCK_BYTES = 256 * 1024
 
 # a block of 128 KiB may be compressed to 4 bytes, so this limits the output of one step
 _ZSTD_BYTES_AT_ONCE = 1024
-# the window of "zstd --long=31"
+# the window of "zstd --long=31", the largest one
 _ZSTD_WINDOW = 2**31
+_TOO_LARGE = ("too much memory", "Memory usage limit")
+"""Phrases in errors of zstandard and lzma about a window that is larger than their limit."""
 
 
 class Damaged(Exception):
@@ -81,12 +83,29 @@ def _decompressed(file: File, raw: io.RawIOBase) -> Any:
         case ".gz":
             return gzip.GzipFile(fileobj=io.BufferedReader(raw, BLOCK_BYTES), mode="rb")
         case ".bz2":
-            return bz2.BZ2File(io.BufferedReader(raw, BLOCK_BYTES))
+            return _Consecutive(file, raw, bz2.BZ2Decompressor)
         case ".xz":
-            return lzma.LZMAFile(io.BufferedReader(raw, BLOCK_BYTES))
+            window_bytes = _window_bytes()
+            return _Consecutive(file, raw, lambda: lzma.LZMADecompressor(memlimit=window_bytes))
         case ".zst":
             return _Zstd(file, raw)
     raise AssertionError(file.compression)
+
+
+def _window_bytes() -> int:
+    """Return the limit for the window of one file, whose data stay in memory."""
+    return min(sandbox.limits().memory_bytes // 2, _ZSTD_WINDOW)
+
+
+def _check_window(file: File, error: Exception) -> None:
+    """Raise DataError if a library failed because the window exceeds the limit."""
+    if not any(words in str(error) for words in _TOO_LARGE):
+        return
+    limit = sandbox.limits().memory_bytes
+    raise file.unusable(
+        f"needs more than half of data.artefact_memory_bytes={limit} for its window of compression",
+        "raise it, or compress the file again with a smaller window (xz -6, zstd --long=27)",
+    ) from error
 
 
 class _Clock:
@@ -142,7 +161,7 @@ class _Stream:
         self._clock = clock
         self.most_bytes = math.inf
         self._bytes = 0
-        self._read = inner.read1 if file.compression and file.compression != ".zst" else inner.read
+        self._read = inner.read1 if file.compression == ".gz" else inner.read
 
     def gave(self) -> None:
         self._bytes = 0
@@ -171,11 +190,60 @@ class _Stream:
             raise self._file.unreadable(error) from error
 
 
+class _Consecutive:
+    """Consecutive streams of bzip2 or xz.
+
+    The libraries' own readers have no limit for the dictionary of xz, and ignore damaged data after a
+    stream.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        raw: io.RawIOBase,
+        new_decoder: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor],
+    ) -> None:
+        self._file = file
+        self._new_decoder = new_decoder
+        self._buffer = io.BufferedReader(raw, BLOCK_BYTES)
+        self._compressed = b""
+        self._decoder: bz2.BZ2Decompressor | lzma.LZMADecompressor | None = None
+
+    def read(self, size: int) -> bytes:
+        while True:
+            if not self._compressed and (self._decoder is None or self._decoder.needs_input):
+                # a decoder copies what follows its stream, so each piece is small
+                self._compressed = self._buffer.read(io.DEFAULT_BUFFER_SIZE)
+                if not self._compressed:
+                    if self._decoder is not None:
+                        raise EOFError
+                    return b""
+            if self._decoder is None:
+                # zeros may follow a stream
+                self._compressed = self._compressed.lstrip(b"\0")
+                if not self._compressed:
+                    continue
+                self._decoder = self._new_decoder()
+            try:
+                piece = self._decoder.decompress(self._compressed, size)
+            except lzma.LZMAError as error:
+                _check_window(self._file, error)
+                raise
+            self._compressed = b""
+            if self._decoder.eof:
+                self._compressed = self._decoder.unused_data
+                self._decoder = None
+            if piece:
+                return piece
+
+
 class _Zstd:
     """Consecutive zstandard frames. The library's own reader does not detect a truncated file."""
 
     def __init__(self, file: File, raw: io.RawIOBase) -> None:
         self._library = libraries.load("zstandard", file.option, file.path)
+        self._decompressor = self._library.ZstdDecompressor(max_window_size=_window_bytes())
+        self._file = file
         self._raw = raw
         self._compressed = memoryview(b"")
         self._frame: Any = None
@@ -195,9 +263,7 @@ class _Zstd:
                 break
             try:
                 if self._frame is None:
-                    self._frame = self._library.ZstdDecompressor(
-                        max_window_size=_ZSTD_WINDOW
-                    ).decompressobj()
+                    self._frame = self._decompressor.decompressobj()
                 given = self._compressed[:_ZSTD_BYTES_AT_ONCE]
                 piece = self._frame.decompress(given)
                 unused = len(self._frame.unused_data) if self._frame.eof else 0
@@ -205,10 +271,13 @@ class _Zstd:
                 if self._frame.eof:
                     self._frame = None
             except self._library.ZstdError as error:
+                _check_window(self._file, error)
                 self._failed = zlib.error(str(error))
                 break
-            pieces.append(piece)
-            total += len(piece)
+            # a file may consist of empty frames
+            if piece:
+                pieces.append(piece)
+                total += len(piece)
         if self._failed is not None and not total:
             raise self._failed
         return b"".join(pieces)
